@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fully sharded data parallelism for PyTorch: the engine. Begin with :func:`fully_shard`."""
+
+from megatron.fsdp.config import DistributedDataParallelConfig
+from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.model import MegatronFSDP
+from megatron.fsdp.policy import MixedPrecisionPolicy, ShardingStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DistributedDataParallelConfig",
+    "FSDPDistributedIndex",
+    "MegatronFSDP",
+    "MixedPrecisionPolicy",
+    "ShardingStrategy",
+    "__version__",
+    "fully_shard",
+    "fully_shard_model",
+    "fully_shard_optimizer",
+]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams, events and storage for cuda and cpu: the only file that knows the device.
+
+[Note: memory and streams] Storage is always taken and given back while the compute stream is current, so the caching
+allocator orders its reuse by compute. A collective runs on a stream of its own, which first waits for everything that
+compute has enqueued so far (the previous owner of the memory included); its :class:`Pending` makes the compute stream
+wait before anyone reads the result or frees an operand. On CPU a collective is an asynchronous work and waiting blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Protocol
+
+import torch
+
+
+class Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Pending:
+    """An operation under way. ``wait`` returns when compute may use its result; calling it again does nothing."""
+
+    def __init__(self, wait: Callable[[], object] | None = None):
+        self._wait = wait
+
+    def wait(self) -> None:
+        if self._wait is not None:
+            wait, self._wait = self._wait, None
+            # Copies that finish a gather write into a buffer with many views, which grad mode forbids.
+            with torch.no_grad():
+                wait()
+
+
+class CpuLanes:
+    """Collectives as asynchronous works of the process group."""
+
+    def launch(self, lane: str, collective: Callable[[bool], Work | None]) -> Pending:
+        work = collective(True)
+        return Pending(work.wait if work is not None else None)
+
+
+class CudaLanes:
+    """One stream for gathers, one for reductions, ordered with compute by events."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._streams: dict[str, torch.cuda.Stream] = {}
+
+    def launch(self, lane: str, collective: Callable[[bool], Work | None]) -> Pending:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self._device)
+        stream = self._streams[lane]
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            collective(False)
+            done = stream.record_event()
+        return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
+
+
+def lanes_for(device: torch.device) -> CpuLanes | CudaLanes:
+    """Where the collectives of parameters on ``device`` run."""
+    return CudaLanes(device) if device.type == "cuda" else CpuLanes()
+
+
+def allocate(tensor: torch.Tensor) -> None:
+    """Give a freed flat tensor storage again; its contents and those of its views are undefined."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
+def free(tensor: torch.Tensor) -> None:
+    """Take the storage away from a flat tensor and all views of it; they keep their shapes."""
+    tensor.untyped_storage().resize_(0)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1

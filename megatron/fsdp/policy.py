@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is sharded, in which precision, and how communication overlaps: values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class ShardingStrategy(IntEnum):
+    """What the ranks of the shard axis divide among them (ZeRO levels, arXiv:1910.02054)."""
+
+    NO_SHARD = 0  # nothing: gradients are all-reduced, every rank updates everything
+    OPTIM = 1  # optimizer state and main weights
+    OPTIM_GRADS = 2  # and gradients: reduced after every backward
+    OPTIM_GRADS_PARAMS = 3  # and weights: gathered unit by unit
+
+    @property
+    def shards_optimizer(self) -> bool:
+        return self >= ShardingStrategy.OPTIM
+
+    @property
+    def shards_gradients(self) -> bool:
+        return self >= ShardingStrategy.OPTIM_GRADS
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self >= ShardingStrategy.OPTIM_GRADS_PARAMS
+
+    @classmethod
+    def parse(cls, value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
+        """The strategy of a number (0 to 3), a name ("optim_grads") or a member.
+
+        Raises:
+            ValueError: naming ``argument`` and what it takes.
+        """
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
+            return cls(value)
+        names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
+        raise ValueError(f"{argument} expects one of {names} but got {value!r}")
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Precision of what the optimizer updates and of gradients; the compute dtype is the module's own.
+
+    Args:
+        main_params_dtype: what the optimizer updates. None: the compute weights themselves.
+        main_grads_dtype: what gradients accumulate in. None: the parameter's dtype.
+        grad_comm_dtype: what travels between ranks. None: ``main_grads_dtype``.
+    """
+
+    main_params_dtype: torch.dtype | None = torch.float32
+    main_grads_dtype: torch.dtype | None = None
+    grad_comm_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(f"{name} expects a floating-point torch.dtype or None but got {dtype!r}")
+
+    def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
+        """The dtypes of a group of parameters. Frozen ones need no main copy: nothing updates them."""
+        main_param = self.main_params_dtype if trainable and self.main_params_dtype else compute_dtype
+        main_grad = self.main_grads_dtype or compute_dtype
+        return Precision(compute_dtype, main_param, main_grad, self.grad_comm_dtype or main_grad)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A :class:`MixedPrecisionPolicy` with every default filled in for one group."""
+
+    compute: torch.dtype
+    main_param: torch.dtype
+    main_grad: torch.dtype
+    grad_comm: torch.dtype
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """How communication overlaps compute.
+
+    Args:
+        grad_reduce: reductions run beside the backward of the next unit.
+        param_gather: gathers of the next units run beside the compute of this one.
+        prefetch_units: how many units may be gathered ahead of the one in use.
+    """
+
+    grad_reduce: bool = True
+    param_gather: bool = True
+    prefetch_units: int = 1
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """How gradients of the ranks become one.
+
+    Args:
+        sum_only: gradients are summed, not averaged (per-token loss divides later).
+        average_in_collective: the collective averages; otherwise its sum is divided.
+    """
+
+    sum_only: bool = False
+    average_in_collective: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sum_only and self.average_in_collective:
+            raise ValueError("calculate_per_token_loss sums gradients: it cannot be combined with average_in_collective")
