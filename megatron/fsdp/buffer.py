@@ -18,6 +18,9 @@ class FlatBuffer:
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        ends = [slot.stop for slot in layout.slots]
+        starts = [slot.start for slot in layout.slots[1:]] + [layout.numel]
+        self._gaps = [self.flat[end:start] for end, start in zip(ends, starts) if end < start]
         self._is_allocated = True
 
     @property
@@ -33,6 +36,11 @@ class FlatBuffer:
         if self._is_allocated:
             memory.free(self.flat)
             self._is_allocated = False
+
+    def zero_padding(self) -> None:
+        """Set to zero what lies between the parameters, so that sums over the flat tensor mean something."""
+        if self._gaps:
+            torch._foreach_zero_(self._gaps)
 
     def view(self, index: int) -> torch.Tensor:
         """Parameter ``index``, whole, in its logical shape."""

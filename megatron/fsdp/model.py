@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp import model_state
-from megatron.fsdp.collectives import Communicator
+from megatron.fsdp.collectives import Communicator, agree
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt, refuse_unbuilt_config
 from megatron.fsdp.hooks import UnitHooks
 from megatron.fsdp.mesh import FSDPDistributedIndex
@@ -134,6 +134,7 @@ class MegatronFSDP(nn.Module):
         self._by_name = {
             name: sharded[parameter] for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
+        self._by_compute = sharded
         self._trainable: dict[ParamGroup, list[ShardedParam]] = defaultdict(list)
         for member in sharded.values():
             if member.group.requires_grad:
@@ -174,20 +175,26 @@ class MegatronFSDP(nn.Module):
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         """Main weights as DTensors of full shape, ready for torch.distributed.checkpoint; buffers as they are."""
-        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=keep_vars)
-        for name, sharded in self._by_name.items():
-            if prefix + "module." + name in state:
-                state[f"{prefix}module.{name}"] = (
-                    sharded.parameter if keep_vars else sharded.checkpoint_tensor(with_chunks=self.checkpoint_ready)
-                )
+        state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[key] = self._for_checkpoint(state[key], keep_vars)
         return state
+
+    def _for_checkpoint(self, value: Any, keep_vars: bool) -> Any:
+        sharded = self._by_compute.get(value) if isinstance(value, nn.Parameter) else None
+        if sharded is not None:
+            return sharded.parameter if keep_vars else sharded.checkpoint_tensor(with_chunks=self.checkpoint_ready)
+        return value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
         """Load DTensors of the same layout, or full tensors, under the wrapper's names or the module's own.
 
         The weights are active at once. Raises ``RuntimeError`` like any module, listing everything that does not fit.
         """
-        result = model_state.load(self.module, self._by_name, state_dict, strict)
+        # Wrappers inside (Float16Module) name keys as they like: ask the module, not its parameters' paths.
+        own = self.module.state_dict(keep_vars=True)
+        sharded = {key: self._by_compute[value] for key, value in own.items() if isinstance(value, nn.Parameter)}
+        result = model_state.load(self.module, sharded, set(own), state_dict, strict)
         for group in self.groups:
             group.install_main_weights()
         return result
@@ -266,14 +273,18 @@ class MegatronFSDP(nn.Module):
             self._check_gradients()
 
     def _check_gradients(self) -> None:
-        bad = [
+        """Raise on every rank what any rank has found."""
+        bad = [group for group in self._trainable if not torch.isfinite(group.grad_shard.sum())]
+        names = [
             sharded.name
-            for members in self._trainable.values()
-            for sharded in members
+            for group in bad
+            for sharded in self._trainable[group]
             if not torch.isfinite(sharded.parameter.grad._local_tensor).all()
         ]
-        if bad:
-            raise RuntimeError(f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(bad)}")
+        problem = f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}" if bad else None
+        problems = agree(problem, self._index.get_dp_group())
+        if problems:
+            raise RuntimeError("\n".join(problems))
 
     def _forget_cleared_grads(self) -> None:
         """Gradients that a plain ``optimizer.zero_grad()`` took off the parameters must not come back."""

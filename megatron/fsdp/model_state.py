@@ -13,14 +13,23 @@ from megatron.fsdp.sharded_param import ShardedParam
 
 
 def load(
-    module: nn.Module, sharded_by_name: dict[str, ShardedParam], state: dict[str, Any], strict: bool
+    module: nn.Module,
+    sharded_by_name: dict[str, ShardedParam],
+    names: set[str],
+    state: dict[str, Any],
+    strict: bool,
 ) -> _IncompatibleKeys:
     """Copy ``state`` into main weights and buffers; nothing is changed where anything does not fit.
+
+    Args:
+        module: the wrapped module.
+        sharded_by_name: its parameters, by their names in its state dict.
+        names: all names in its state dict.
 
     Raises:
         RuntimeError: listing wrong shapes and, if ``strict``, missing and unexpected keys.
     """
-    own = _own_names(module, state)
+    own = _own_names(names, state)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_by_name}
     pieces, problems = {}, []
     for name, value in weights.items():
@@ -31,7 +40,7 @@ def load(
 
     loaded = {sharded_by_name[name] for name in weights}
     missing = [name for name, sharded in sharded_by_name.items() if sharded not in loaded]
-    expected = {name for name in module.state_dict() if name not in sharded_by_name}
+    expected = names - set(sharded_by_name)
     missing += [name for name in expected if name not in own and not name.endswith("_extra_state")]
     unexpected = [name for name in own if name not in expected]
     if strict and missing:
@@ -48,9 +57,8 @@ def load(
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _own_names(module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+def _own_names(names: set[str], state: dict[str, Any]) -> dict[str, Any]:
     """Keys as the wrapped module names them: the wrapper's ``module.`` is taken off where all keys have it."""
-    own = set(module.state_dict())
-    if state and all(name.startswith("module.") for name in state) and not any(name in own for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
+    if state and all(key.startswith("module.") for key in state) and not any(key in names for key in state):
+        return {key.removeprefix("module."): value for key, value in state.items()}
     return dict(state)

@@ -174,8 +174,7 @@ class ParamGroup:
             self._grad_views = [self._grads.view(index) for index in range(len(self.parameters))]
         if not self._has_local_grad:
             self._grads.allocate()
-            if not complete:
-                self._grads.flat.zero_()
+            self._grads.zero_padding() if complete else self._grads.flat.zero_()
         return self._grad_views
 
     @torch.no_grad()

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core on machines without CUDA: replacements for its CUDA-only call sites. Nothing here is active on a GPU.
+
+Megatron-Core 0.16 names the device "cuda" in a few dozen places, all of which go through the functions below, which it
+looks up at call time. Beside them a run needs the settings of a CPU (local layers, no fusions that need a kernel), which
+the arguments choose.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any, Callable
+
+import torch
+
+_installed = False
+
+
+def install() -> bool:
+    """Make Megatron-Core run on this machine; returns whether anything had to be replaced. Calling it twice is fine."""
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if not _installed:
+        _installed = True
+        _replace_device()
+        _replace_factories()
+        _replace_type_strings()
+        _replace_random_state()
+        _replace_streams()
+        _repair_moe()
+    return True
+
+
+def _replace_device() -> None:
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # buffers, masks and rotary embeddings are made there
+    torch.cuda.synchronize = lambda device=None: None  # timers, point-to-point communication, checkpoint staging
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # losses and masks are moved to where they are already
+    torch.cuda.memory_allocated = lambda device=None: 0  # logs
+    torch.cuda.max_memory_allocated = lambda device=None: 0
+
+
+def _replace_factories() -> None:
+    """Optimizer scalars, loss scales and checkpoint buffers are made with ``device="cuda"``."""
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if "device" in kwargs and _is_cuda(kwargs["device"]):
+                kwargs["device"] = "cpu"
+            if "pin_memory" in kwargs:
+                kwargs["pin_memory"] = False
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+def _replace_type_strings() -> None:
+    """Gradient clipping and the distributed optimizer ask whether ``tensor.type()`` is "torch.cuda.FloatTensor"."""
+    original = torch.Tensor.type
+
+    @functools.wraps(original)
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(self, dtype, *args, **kwargs)
+
+    torch.Tensor.type = type_
+
+
+def _replace_random_state() -> None:
+    """The model-parallel random tracker forks the generator that dropout uses, which here is the CPU's."""
+    from megatron.core.tensor_parallel import random
+
+    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
+    torch.cuda.manual_seed = torch.manual_seed
+    # These two bypass torch.cuda's public functions.
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+class InertStream:
+    """A stream on which everything has happened already. All streams are equal: there is one order of execution."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InertStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> InertEvent:
+        return event if event is not None else InertEvent()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class InertEvent:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+def _replace_streams() -> None:
+    """Token dispatchers and shared experts order their work by streams."""
+    torch.cuda.Stream = InertStream
+    torch.cuda.Event = InertEvent
+    torch.cuda.stream = lambda stream: nullcontext()
+    torch.cuda.current_stream = lambda device=None: InertStream()
+    torch.cuda.default_stream = lambda device=None: InertStream()
+
+
+def _repair_moe() -> None:
+    """Three places that only fail where Transformer Engine or CUDA is absent."""
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # a guarded import without its fallback: NameError in the router
+    multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
+    original = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
+            return tensor.numpy()  # the original converts CUDA tensors only and hands tensors on as split sizes
+        return original(tensor, as_numpy, record_stream)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packaging. `megatron` is a namespace that the megatron-core wheel shares, so only our own packages in it are listed."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def read_version() -> str:
+    """The version, kept in megatron/fsdp/__init__.py, read without importing torch."""
+    text = (ROOT / "megatron" / "fsdp" / "__init__.py").read_text()
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise ValueError('megatron/fsdp/__init__.py expects a line __version__ = "X.Y.Z"')
+    return match.group(1)
+
+
+setup(
+    name="open-megatron-fsdp",  # the name megatron-fsdp belongs to the published package
+    version=read_version(),
+    description="Fully sharded data parallel training for PyTorch and Megatron-Core, written from scratch",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    # The mapping looks needless, but with it an editable install is a plain path entry instead of an import hook: the
+    # hook lists packages at install time, so a package added to megatron/ later would not be found.
+    package_dir={"": "."},
+    packages=find_namespace_packages(
+        include=[
+            *(f"megatron.{part}{below}" for part in ("fsdp", "mcore_adapter", "checkpoint", "training") for below in ("", ".*")),
+            "megatron_fsdp",
+            "megatron_fsdp.*",
+        ]
+    ),
+    install_requires=[
+        "torch>=2.10,<2.14",
+        "megatron-core>=0.16.0,<0.17",
+        "numpy",
+        "click",
+        "tqdm",
+        "tensorboard",
+        "safetensors",
+        "psutil",
+    ],
+    extras_require={
+        "hf": ["transformers"],
+        "plot": ["matplotlib"],
+        "test": ["pytest>=8.2", "hypothesis", "matplotlib"],
+    },
+)

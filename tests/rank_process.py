@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of the pool in `tests/rank_pool.py`: waits for jobs, runs them in a gloo world, sends results back.
+
+A rank has two threads. The receiver reads the pipe to the test process; when that pipe closes, the test process is gone
+and the receiver kills the rank, even if its main thread hangs in a collective. The main thread runs the jobs.
+"""
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import queue
+import random
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|training)|megatron_fsdp)(\.|$)"
+"""Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
+
+SEED = 1234
+"""Every job starts with all generators seeded with this number, the same on each rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """Where a rank stands: its number, the size of its world and the port of the store that the test process hosts."""
+
+    rank: int
+    world_size: int
+    store_port: int
+    stack_file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call for every rank. `call` is the pickle of (function, args, kwargs); `sys_path` is what importing it needs."""
+
+    call: bytes
+    sys_path: tuple[str, ...]
+    fresh_world: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a rank answers: the pickled result, or the text of a traceback; and how many process groups it now has."""
+
+    result: bytes | None = None
+    failure: str | None = None
+    num_groups: int = 1
+
+
+def serve(place: RankPlace, connection: Connection) -> None:
+    """Run jobs until the test process closes its end of `connection`. Never returns normally: the receiver ends the process."""
+    os.setsid()  # own process group: Ctrl-C in the terminal does not reach it, and killing it takes its children along
+    _set_environment(place)
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
+    with open(place.stack_file, "w") as stack_file:
+        faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
+        _prepare_torch()
+        _join_world(place, number=0)
+        connection.send(Report())
+        for number in range(1, sys.maxsize):
+            connection.send(_run_job(jobs.get(), place, number))
+
+
+def _set_environment(place: RankPlace) -> None:
+    """The variables torchrun sets, and loopback for gloo: resolving the host name fails on some machines."""
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(place.store_port),
+    )
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _receive_jobs(connection: Connection, jobs: "queue.SimpleQueue[Job]") -> None:
+    try:
+        while True:
+            jobs.put(connection.recv())
+    except (EOFError, OSError):
+        os.kill(0, signal.SIGKILL)  # 0: this rank's own process group, made in `serve`
+
+
+def _prepare_torch() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what was imported so far stays for good: `gc.collect` between jobs need not walk it
+
+
+def _join_world(place: RankPlace, number: int) -> None:
+    """Build the default group. Gloo leaves its addresses in the store, so each world gets a name space of its own."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False)
+    world_store = dist.PrefixStore(f"world_{number}", store)
+    dist.init_process_group("gloo", store=world_store, rank=place.rank, world_size=place.world_size)
+
+
+def _run_job(job: Job, place: RankPlace, number: int) -> Report:
+    snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
+    try:
+        _reset(place, number, job.fresh_world)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", module=OUR_MODULES)
+            sys.path[:] = job.sys_path
+            importlib.invalidate_caches()
+            function, args, kwargs = pickle.loads(job.call)
+            result = pickle.dumps(_call(function, args, kwargs))
+        return Report(result=result, num_groups=_count_groups())
+    except BaseException as error:  # SystemExit and pytest's outcomes too: a rank must always answer
+        return Report(failure=_format(error))
+    finally:
+        environment, directory, arguments = snapshot
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        os.chdir(directory)
+        sys.argv[:] = arguments
+
+
+def _call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    return function(*args, **kwargs)
+
+
+def _format(error: BaseException) -> str:
+    """The traceback from the test's own function on, without the frames of this file above it."""
+    frames = error.__traceback__
+    if frames is not None and frames.tb_next is not None:
+        frames = frames.tb_next
+        if frames.tb_frame.f_code is _call.__code__ and frames.tb_next is not None:
+            frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _count_groups() -> int:
+    """Process groups this rank is in, the default one included; 0 when the job took the world down."""
+    import torch.distributed as dist
+
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
+    """Undo what the job before may have left: Megatron-Core's globals, process groups, torch's settings, generators."""
+    import torch
+    import torch.distributed as dist
+
+    _destroy_megatron_core_globals()
+    if fresh_world:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _join_world(place, number)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
+    gc.collect()
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(SEED)
+
+
+def _destroy_megatron_core_globals() -> None:
+    if (module := sys.modules.get("megatron.core.parallel_state")) is not None:
+        module.destroy_model_parallel()
+    if (module := sys.modules.get("megatron.core.num_microbatches_calculator")) is not None:
+        module.destroy_num_microbatches_calculator()
+    if (module := sys.modules.get("megatron.core.rerun_state_machine")) is not None:
+        module.destroy_rerun_state_machine()

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Imports point one way: tools, pretrain_gpt.py -> training -> mcore_adapter -> fsdp. Read from the sources with ast."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+ENGINE_ORDER = (
+    ["policy", "config", "layout", "mesh", "device", "collectives", "buffer", "param_group", "schedule", "units", "hooks"]
+    + ["sharded_param", "quantized", "model_state", "model", "optimizer", "state_dict", "uneven_dtensor", "fully_shard"]
+)
+"""Files of megatron/fsdp: each imports only files before it. A new file takes its place here."""
+
+STAND_ALONE = {"policy", "layout"}
+"""Files of the engine that import nothing of ours."""
+
+OURS = ("megatron.fsdp", "megatron.checkpoint", "megatron.mcore_adapter", "megatron.training", "megatron_fsdp", "tools", "tests")
+MAY_IMPORT = {
+    "megatron/fsdp": ("megatron.fsdp",),
+    "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
+    "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
+    "megatron/training": ("megatron.training", "megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
+    "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp"),
+    "tools": OURS[:-1],
+    "examples": OURS[:-2],
+    "benchmarks": OURS[:-1],
+}
+"""Which of our packages the files under a folder may import."""
+
+WITHOUT_MEGATRON_CORE = ("megatron/fsdp", "megatron/checkpoint", "megatron_fsdp")
+REPLACED_HERE = ("megatron.core.distributed.fsdp", "megatron.core.transformer.fsdp_dtensor_checkpoint")
+"""What this project writes anew: nothing may lean on the other implementation."""
+
+COLLECTIVES = {
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce"),
+    *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
+    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+}
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names, with the last part of `from a import b` included; a relative import starts with a dot."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def used_names(tree: ast.Module) -> Iterator[str]:
+    """Every dotted name that the code mentions, with import aliases resolved: `dist.barrier` is torch.distributed.barrier."""
+    aliases = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
+        elif isinstance(node, ast.ImportFrom):
+            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name):
+            first, _, rest = ast.unparse(node).partition(".")
+            yield aliases.get(first, first) + ("." + rest if rest else "")
+
+
+def is_within(name: str, packages: tuple[str, ...]) -> bool:
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def package_problems(folder: str, tree: ast.Module) -> list[str]:
+    """Imports that a file under `folder` must not have."""
+    problems = []
+    for name in imported_names(tree):
+        if name.startswith("."):
+            problems.append(f"{name}: write the absolute import")
+        if is_within(name, OURS) and not is_within(name, MAY_IMPORT[folder]):
+            problems.append(f"{name}: {folder} may import only {', '.join(MAY_IMPORT[folder])}")
+        if is_within(name, REPLACED_HERE):
+            problems.append(f"{name}: this is what the project replaces")
+        if folder in WITHOUT_MEGATRON_CORE and is_within(name, ("megatron.core",)):
+            problems.append(f"{name}: {folder} works without Megatron-Core")
+        if folder == "megatron/fsdp" and name.split(".")[0] not in {"torch", "megatron", *sys.stdlib_module_names}:
+            problems.append(f"{name}: the engine imports torch and the standard library only")
+    return problems
+
+
+def engine_problems(stem: str, tree: ast.Module) -> list[str]:
+    """Imports and calls that the file `stem` of the engine must not have."""
+    if stem not in ENGINE_ORDER:
+        return [f"{stem}.py has no place in ENGINE_ORDER of this test: insert it below the files it imports"]
+    problems = []
+    above = [] if stem in STAND_ALONE else ENGINE_ORDER[: ENGINE_ORDER.index(stem)]
+    for name in imported_names(tree):
+        if is_within(name, ("megatron.fsdp",)) and name.split(".")[2] not in above:
+            problems.append(f"{name} is not above {stem} in ENGINE_ORDER")
+        if stem == "layout" and is_within(name, ("torch",)):
+            problems.append(f"{name}: layout is integers only")
+    for name in {*used_names(tree), *imported_names(tree)}:
+        if stem != "device" and is_within(name, ("torch.cuda",)):
+            problems.append(f"{name}: only device.py knows the device")
+        if stem != "collectives" and name.startswith("torch.distributed.") and name.split(".")[-1] in COLLECTIVES:
+            problems.append(f"{name}: only collectives.py communicates")
+    return problems
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    for folder in MAY_IMPORT:
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            yield folder, path
+
+
+def test_packages_import_only_what_is_below_them() -> None:
+    problems = [
+        f"{path.relative_to(REPOSITORY)}: {problem}" for folder, path in sources() for problem in package_problems(folder, parse(path))
+    ]
+    assert not problems, "\n".join(problems)
+
+
+def test_engine_files_import_only_files_above_them() -> None:
+    files = [path for path in (REPOSITORY / "megatron/fsdp").glob("*.py") if path.stem != "__init__"]
+    assert files
+    problems = [f"{path.name}: {problem}" for path in sorted(files) for problem in engine_problems(path.stem, parse(path))]
+    assert not problems, "\n".join(problems)
+
+
+def test_megatron_stays_a_namespace() -> None:
+    """An __init__.py would hide megatron.core of the installed wheel."""
+    assert not (REPOSITORY / "megatron/__init__.py").exists()
+
+
+def test_every_package_has_an_init_file() -> None:
+    folders = {path.parent for folder, path in sources() if folder.startswith("megatron")}
+    missing = sorted(str(folder.relative_to(REPOSITORY)) for folder in folders if not (folder / "__init__.py").exists())
+    assert not missing, f"no __init__.py in {', '.join(missing)}"
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "problem"),
+    [
+        ("megatron/fsdp", "from megatron.core import parallel_state", "works without Megatron-Core"),
+        ("megatron/fsdp", "import numpy", "torch and the standard library only"),
+        ("megatron/fsdp", "from megatron.training.data import x", "may import only megatron.fsdp"),
+        ("megatron/fsdp", "from .layout import x", "absolute import"),
+        ("megatron/checkpoint", "import megatron.core.dist_checkpointing", "works without Megatron-Core"),
+        ("megatron/mcore_adapter", "def f():\n    from megatron.training import x", "may import only"),
+        ("megatron/training", "from megatron.core.distributed import fsdp", "this is what the project replaces"),
+        ("megatron_fsdp", "from megatron.mcore_adapter import x", "may import only"),
+    ],
+)
+def test_wrong_import_between_packages_is_found(folder: str, source: str, problem: str) -> None:
+    assert problem in "\n".join(package_problems(folder, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("stem", "source", "problem"),
+    [
+        ("buffer", "from megatron.fsdp.hooks import x", "not above buffer"),
+        ("buffer", "from megatron.fsdp import hooks", "not above buffer"),
+        ("layout", "from megatron.fsdp.policy import x", "not above layout"),
+        ("layout", "import torch", "integers only"),
+        ("model", "import torch\ntorch.cuda.synchronize()", "only device.py"),
+        ("model", "from torch import cuda", "only device.py"),
+        ("model", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
+        ("model", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
+        ("novelty", "", "no place in ENGINE_ORDER"),
+    ],
+)
+def test_wrong_line_in_the_engine_is_found(stem: str, source: str, problem: str) -> None:
+    assert problem in "\n".join(engine_problems(stem, ast.parse(source)))

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pool of warm ranks: results come back in order, failures are named at once, tests do not leak into one another."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rank_pool import MAX_GROUPS, RankFailure, run_ranks
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def sum_over_ranks(value: torch.Tensor, *, scale: float) -> torch.Tensor:
+    result = value * scale * (dist.get_rank() + 1)
+    dist.all_reduce(result)
+    return result
+
+
+def raise_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("no such parameter")
+    dist.all_reduce(torch.ones(1))
+
+
+def raise_everywhere() -> None:
+    raise ValueError("the same everywhere")
+
+
+def die_on_rank_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.all_reduce(torch.ones(1))
+
+
+def hang_on_rank_zero() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), src=1)
+
+
+def leave_a_mess() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    torch.set_default_dtype(torch.float64)
+    torch.rand(3)
+    os.environ["LEFT_BEHIND"] = "1"
+    os.chdir("/")
+
+
+def look_for_a_mess() -> tuple[bool, torch.dtype, float, bool, str]:
+    from megatron.core import parallel_state
+
+    dist.all_reduce(torch.ones(1))
+    return (
+        parallel_state.model_parallel_is_initialized(),
+        torch.get_default_dtype(),
+        torch.rand(1).item(),
+        "LEFT_BEHIND" in os.environ,
+        os.getcwd(),
+    )
+
+
+def make_groups(count: int, members: list[int]) -> None:
+    for _ in range(count):
+        dist.new_group(members)
+
+
+def count_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def take_the_world_down() -> None:
+    dist.destroy_process_group()
+
+
+def return_something_unpicklable() -> object:
+    return lambda: None
+
+
+def warn_from(module: str) -> None:
+    warnings.warn_explicit("going away", FutureWarning, "file.py", 1, module=module)
+
+
+def start_a_child() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    assert run_ranks(world_size, rank_and_world_size) == [(rank, world_size) for rank in range(world_size)]
+
+
+def test_tensors_travel_by_value_and_collectives_work() -> None:
+    results = run_ranks(2, sum_over_ranks, torch.arange(3.0), scale=2.0)
+    for result in results:
+        torch.testing.assert_close(result, torch.tensor([0.0, 6.0, 12.0]))
+
+
+def test_ranks_stay_warm_between_jobs() -> None:
+    assert run_ranks(2, process_id) == run_ranks(2, process_id)
+
+
+def test_failure_of_one_rank_is_noticed_while_the_other_waits_in_a_collective() -> None:
+    before = run_ranks(2, process_id)
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, raise_on_rank_one, timeout=60)
+    assert time.monotonic() - start < 20
+    message = str(failure.value)
+    assert message.startswith("rank 1 of 2 failed:")
+    assert "in raise_on_rank_one" in message and "KeyError: 'no such parameter'" in message
+    assert "rank 0 was still running" in message and "all_reduce" in message
+    assert all(is_gone(pid) for pid in before)
+    assert set(run_ranks(2, process_id)).isdisjoint(before)
+
+
+def test_same_failure_of_all_ranks_is_shown_once() -> None:
+    with pytest.raises(RankFailure, match="ranks 0, 1 of 2 failed") as failure:
+        run_ranks(2, raise_everywhere)
+    assert str(failure.value).count("ValueError: the same everywhere") == 1
+
+
+def test_rank_that_dies_is_named_with_its_exit_code() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed:\nthe process died with exit code 7"):
+        run_ranks(2, die_on_rank_one, timeout=60)
+    assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
+
+
+def test_rank_killed_between_jobs_is_reported_and_replaced() -> None:
+    os.kill(run_ranks(2, process_id)[0], signal.SIGKILL)
+    with pytest.raises(RankFailure, match="rank 0 of 2 failed:\nthe process died with exit code -9"):
+        run_ranks(2, rank_and_world_size)
+    assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
+
+
+def test_timeout_shows_the_stack_of_the_rank_that_hangs() -> None:
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 0 of 2 did not finish within 0.5 s") as failure:
+        run_ranks(2, hang_on_rank_zero, timeout=0.5)
+    assert time.monotonic() - start < 20
+    assert "in hang_on_rank_zero" in str(failure.value)
+    assert "rank 1 was" not in str(failure.value)
+
+
+def test_job_does_not_leak_into_the_next_one() -> None:
+    clean = run_ranks(2, look_for_a_mess)
+    run_ranks(2, leave_a_mess)
+    assert run_ranks(2, look_for_a_mess) == clean
+    assert clean[0] == clean[1] == (False, torch.float32, clean[0][2], False, os.getcwd())
+
+
+@pytest.mark.parametrize(("count", "members"), [(MAX_GROUPS, [0, 1]), (1, [0])], ids=["too many", "on some ranks only"])
+def test_world_with_worn_groups_is_rebuilt(count: int, members: list[int]) -> None:
+    before = run_ranks(2, process_id)
+    run_ranks(2, make_groups, count, members)
+    assert run_ranks(2, count_groups) == [1, 1]
+    assert run_ranks(2, process_id) == before
+
+
+def test_world_taken_down_by_a_job_is_rebuilt_with_the_same_processes() -> None:
+    before = run_ranks(2, process_id)
+    run_ranks(2, take_the_world_down)
+    assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
+    assert run_ranks(2, process_id) == before
+
+
+def test_warning_in_our_modules_is_an_error_in_a_rank() -> None:
+    with pytest.raises(RankFailure, match="FutureWarning: going away"):
+        run_ranks(1, warn_from, "megatron.fsdp.collectives")
+    assert run_ranks(1, warn_from, "megatron.core.optimizer") == [None]
+
+
+def test_warning_in_our_modules_is_an_error_here_too() -> None:
+    with pytest.raises(FutureWarning, match="going away"):
+        warn_from("megatron.training.model")
+
+
+def test_child_of_a_rank_goes_with_it() -> None:
+    children = run_ranks(2, start_a_child)
+    with pytest.raises(RankFailure):
+        run_ranks(2, raise_everywhere)
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_bad_calls_are_refused_with_the_fix() -> None:
+    with pytest.raises(ValueError, match="world size of 1 to 8 but got 9"):
+        run_ranks(9, process_id)
+    with pytest.raises(ValueError, match="top level of its module"):
+        run_ranks(2, lambda: None)
+    with pytest.raises(RankFailure, match="pickle"):
+        run_ranks(1, return_something_unpicklable)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
+    """The program starts two ranks that hang in a collective, and prints the process ids of its family."""
+    program = """
+import threading, time, psutil
+from tests.rank_pool import run_ranks
+from tests.test_rank_pool import hang_on_rank_zero, process_id
+if __name__ == "__main__":
+    run_ranks(2, process_id)
+    family = [child.pid for child in psutil.Process().children(recursive=True)]
+    threading.Timer(0.5, lambda: print(*family, flush=True)).start()
+    run_ranks(2, hang_on_rank_zero)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    family = [int(pid) for pid in process.stdout.readline().split()]
+    process.send_signal(ending)
+    assert process.wait(timeout=30) != 0
+    assert len(family) >= 3 and all(is_gone(pid) for pid in family)
