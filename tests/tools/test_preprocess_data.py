@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of tools/preprocess_data.py."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron.training.corpus import standard_library_files
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "tools" / "preprocess_data.py"
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("preprocess_data", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.preprocess_data
+
+
+def documents_of(prefix: str) -> list[list[int]]:
+    dataset = IndexedDataset(prefix)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_one_dataset_per_key_and_a_summary(command, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "hello", "title": "hi"}\n{"text": "world!", "title": "x"}\n')
+    output = tmp_path / "out"
+    arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", output]
+    arguments += ["--json-keys", "text", "--json-keys", "title"]
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines() == [
+        f"{output}_text_document: 2 documents, 13 tokens from 66 bytes",
+        f"{output}_title_document: 2 documents, 5 tokens from 66 bytes",
+    ]
+    assert documents_of(f"{output}_text_document") == [[*b"hello", 256], [*b"world!", 256]]
+
+
+def test_several_inputs_without_end_of_document(command, tmp_path):
+    (tmp_path / "a.txt").write_text("1 2")
+    (tmp_path / "b.txt").write_text("3")
+    arguments = ["--input", tmp_path / "a.txt", "--input", tmp_path / "b.txt", "--output-prefix", tmp_path / "out"]
+    arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--no-append-eod"]
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    assert documents_of(f"{tmp_path / 'out'}_text_document") == [[1, 2], [3]]
+
+
+def test_the_standard_library_as_input(command, tmp_path):
+    result = CliRunner().invoke(command, ["--standard-library", "--output-prefix", str(tmp_path / "std")])
+    assert result.exit_code == 0, result.output
+    num_files = sum(1 for file in standard_library_files() if file.stat().st_size)
+    assert len(documents_of(f"{tmp_path / 'std'}_text_document")) == num_files
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", "missing.txt"], "Error: no such file or folder: missing.txt"),
+        ([], "Error: give either --input or --standard-library"),
+        (["--input", "x", "--standard-library"], "Error: give either --input or --standard-library"),
+        (["--input", "x", "--tokenizer-type", "NullTokenizer"], "Error: NullTokenizer needs --vocab-size"),
+    ],
+    ids=["missing_input", "no_input", "two_inputs", "bad_tokenizer"],
+)
+def test_bad_arguments_give_one_message(command, tmp_path, arguments, message):
+    result = CliRunner().invoke(command, [*arguments, "--output-prefix", str(tmp_path / "out")])
+    assert result.exit_code != 0
+    assert result.output.splitlines()[-1] == message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_runs_as_a_script_from_a_checkout(tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nbroken\n')
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    command_line = [sys.executable, str(SCRIPT), "--input", "in.jsonl", "--output-prefix", "out"]
+    result = subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("Error: in.jsonl, line 2: not a JSON value")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
