@@ -88,6 +88,15 @@ class Run:
             return (self.numel,)
         return (self.numel // row_size(self.shape), *self.shape[1:])
 
+    def parts(self, count: int) -> list[Run]:
+        """The same elements as runs of ``count`` tensors that lie one behind the other along dim 0."""
+        if count == 1:
+            return [self]
+        shape = (self.shape[0] // count, *self.shape[1:])
+        size = prod(shape)
+        cuts = [(max(self.start, i * size) - i * size, min(self.stop, (i + 1) * size) - i * size) for i in range(count)]
+        return [Run(shape, *(cut if cut[0] < cut[1] else (0, 0)), self.by_rows) for cut in cuts]
+
     def boxes(self) -> list[Box]:
         """The range as boxes of the tensor, in row-major order: at most ``2 * ndim - 1`` of them."""
         return list(_boxes(self.shape, self.start, self.stop)) if self.numel else []

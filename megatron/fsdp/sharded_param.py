@@ -8,14 +8,14 @@ checkpoint asks a tensor for its chunks; :class:`RunTensor` answers.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron.fsdp.buffer import shard_view
@@ -73,10 +73,11 @@ torch.serialization.add_safe_globals([with_run, Run])  # so that `torch.load` ta
 
 def uneven_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     """A DTensor of ``like``'s mesh, placement and logical shape over ``local``, whatever its size."""
-    return _over(local, like.device_mesh, like.placements, like.shape)
+    return dtensor_over(local, like.device_mesh, like.placements, like.shape)
 
 
-def _over(local: torch.Tensor, mesh: DeviceMesh, placements, shape) -> DTensor:
+def dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
+    """A DTensor of logical ``shape`` over ``local``, which it shares."""
     # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or save one that
     # does not begin at 0; so it is made with another and given the view afterwards.
     stride = torch.empty(shape, device="meta").stride()
@@ -124,12 +125,22 @@ class ShardedParam:
 
         Without ``with_chunks`` nothing tells it which part of the whole this rank holds.
         """
-        value = self.parameter if value is None else value
-        local = value._local_tensor.detach()
-        if with_chunks:
-            local = with_run(local, self.run)
-        placements = self._placements if self.run.shape else [Replicate()]  # torch has no sharded scalars
-        return _over(local, self._mesh, placements, self.run.shape)
+        local = (self.parameter if value is None else value)._local_tensor.detach()
+        return self._in_checkpoint(with_run(local, self.run) if with_chunks else local, self.run)
+
+    def checkpoint_tensors(self, parts: int, value: DTensor | None = None) -> list[DTensor]:
+        """The same, cut into ``parts`` equal tensors along dim 0, each an entry of its own."""
+        flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
+        tensors, begin = [], 0
+        for run in self.run.parts(parts):
+            local = flat[begin : begin + run.numel].view(run.local_shape)
+            tensors.append(self._in_checkpoint(with_run(local, run), run))
+            begin += run.numel
+        return tensors
+
+    def _in_checkpoint(self, local: torch.Tensor, run: Run) -> DTensor:
+        placements = self._placements if run.shape else [Replicate()]  # torch has no sharded scalars
+        return dtensor_over(local, self._mesh, placements, run.shape)
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's piece of ``value``: a full tensor, or a DTensor laid out like the parameter.
@@ -160,7 +171,7 @@ class ShardedParam:
 
     def _dtensor(self, local: torch.Tensor) -> DTensor:
         # The optimizer sees a scalar as a vector of one element, which can be sharded.
-        return _over(local, self._mesh, self._placements, self.run.shape or (1,))
+        return dtensor_over(local, self._mesh, self._placements, self.run.shape or (1,))
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:

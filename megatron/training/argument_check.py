@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every rule about arguments works on: the namespace, what was given, the machine, and what was found."""
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class ArgumentErrors(ValueError):
+    """Everything that is wrong with a command line; `problems` holds one sentence each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+        super().__init__("\n".join([f"The command line has {count}:", *lines]))
+
+    def __reduce__(self) -> tuple[type, tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run has: ranks, CUDA, Transformer Engine, and the environment variables."""
+
+    world_size: int
+    cuda: bool
+    transformer_engine: bool
+    environment: Mapping[str, str]
+
+
+@dataclass
+class Check:
+    """The arguments under check. Rules read and complete `args`, and append to `problems` and `notes`."""
+
+    args: argparse.Namespace
+    given: dict[str, Any]
+    """Destinations that the command line named, with the values they had there."""
+    flag_names: dict[str, str]
+    """Destination -> the flag as it is written."""
+    defaults: dict[str, Any]
+    machine: Machine
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def flag(self, dest: str) -> str:
+        """The spelling of a destination's flag."""
+        return self.flag_names[dest]
+
+    def changed(self, dest: str) -> bool:
+        """Whether the command line gave a value other than the default."""
+        return dest in self.given and self.given[dest] != self.defaults[dest]
+
+    def require(self, condition: object, problem: str) -> None:
+        """Record the problem unless the condition holds."""
+        if not condition:
+            self.problems.append(problem)
+
+    def at_most_one(self, *dests: str) -> None:
+        """Record a problem if more than one of the flags is set."""
+        found = [self.flag(dest) for dest in dests if getattr(self.args, dest)]
+        self.require(len(found) < 2, f"{' and '.join(found)} exclude each other: give one of them")

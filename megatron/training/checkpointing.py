@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save and load a run: weights, optimizer, schedule, random state, position in the data.
+
+A checkpoint is complete or absent: it is written beside its place, renamed, and then named by the tracker file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.checkpoint import directory
+from megatron.fsdp.collectives import agree
+from megatron.training import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+
+COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
+
+
+def save(
+    args: argparse.Namespace,
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    say: Callable[[str], None],
+) -> None:
+    """Write the state after ``args.iteration`` iterations under ``args.save`` and publish it.
+
+    Raises:
+        RuntimeError: on every rank, where any rank could not write; nothing is left behind then.
+    """
+    state = run_state(args, None if args.no_save_optim else scheduler, with_rng=not args.no_save_rng)
+    content = (model, None if args.no_save_optim else optimizer)
+    _on_first_rank(lambda: directory.prepare(args.save, args.iteration), "cannot prepare the checkpoint")
+    staging = directory.staging_directory(args.save, args.iteration)
+    problem = None
+    try:
+        FORMATS[args.ckpt_format].save(args, state, *content, staging)
+    except Exception as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
+        problem = f"rank {dist.get_rank()}: {error}"
+    problems = agree(problem)
+    if problems:
+        _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")
+        raise RuntimeError(f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems))
+    _on_first_rank(lambda: directory.publish(args.save, args.iteration), "cannot publish the checkpoint")
+    if args.save_retain_interval:
+        _on_first_rank(lambda: directory.retain(args.save, args.save_retain_interval, args.iteration), "cannot clean up")
+    if args.log_progress:
+        _on_first_rank(lambda: _note_progress(args), "cannot write progress.txt")
+    say(f"saved checkpoint of iteration {args.iteration} to {directory.iteration_directory(args.save, args.iteration)}")
+
+
+def load(
+    args: argparse.Namespace,
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    say: Callable[[str], None],
+) -> None:
+    """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for; sets ``args.iteration`` and the counters.
+
+    Raises:
+        ValueError: on every rank, where there is no such checkpoint, or it is one of another model.
+    """
+    args.num_floating_point_operations_so_far = 0.0
+    found = _find(args)
+    if found is None:
+        return
+    source, weights_only = found
+    with_optimizer = optimizer is not None and not (args.no_load_optim or weights_only)
+    with_rng = not (args.no_load_rng or weights_only)
+    module = FORMATS[args.ckpt_format]
+    _check_format(source, args.ckpt_format)
+    state = run_state(args, scheduler if with_optimizer else None, with_rng)
+    try:
+        loaded = module.load(args, state, model, optimizer if with_optimizer else None, source)
+    except (KeyError, FileNotFoundError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    if optimizer is not None and not with_optimizer:
+        optimizer.reload_model_params()  # its fp32 weights are those that were loaded
+    if not weights_only:
+        args.iteration = loaded["iteration"]
+        for name in COUNTERS:
+            setattr(args, name, getattr(loaded["args"], name, 0))
+        args.num_floating_point_operations_so_far = loaded.get("num_floating_point_operations_so_far", 0.0)
+    if with_optimizer:
+        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    if with_rng:
+        _restore_rng(args, loaded["rng_state"])
+    say(f"loaded {'the weights of ' if weights_only else ''}{source}" + ("" if weights_only else f", iteration {args.iteration}"))
+
+
+def run_state(args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool) -> dict[str, Any]:
+    """Everything but weights and optimizer, in the structure that both formats share."""
+    state: dict[str, Any] = {
+        "args": args,
+        "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
+        "iteration": args.iteration,
+        "num_floating_point_operations_so_far": args.num_floating_point_operations_so_far,
+    }
+    if scheduler is not None:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    if with_rng:
+        state["rng_state"] = _gather_rng(args)
+    return state
+
+
+def _gather_rng(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """The generators of this rank; of all data ranks where they differ."""
+    mine = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if not args.data_parallel_random_init:
+        return [mine]
+    group = parallel_state.get_data_parallel_group()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def _restore_rng(args: argparse.Namespace, states: list[dict[str, Any]]) -> None:
+    state = states[parallel_state.get_data_parallel_rank() % len(states)]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+
+
+def _find(args: argparse.Namespace) -> tuple[Path, bool] | None:
+    """The directory to load and whether only weights are taken; None to start from scratch."""
+    for root, weights_only in ((args.load, args.finetune), (args.pretrained_checkpoint, True)):
+        if not root:
+            continue
+        iteration = args.ckpt_step if args.ckpt_step is not None and root == args.load else directory.read_tracker(root)
+        if iteration is not None:
+            source = directory.iteration_directory(root, iteration)
+            if not source.is_dir():
+                raise ValueError(f"there is no checkpoint {source}; in {root} are: {_inventory(root)}")
+            return source, weights_only
+    if args.load and args.exit_on_missing_checkpoint:
+        raise ValueError(f"--exit-on-missing-checkpoint: {args.load} has no {directory.TRACKER}")
+    return None
+
+
+def _inventory(root: str) -> str:
+    names = sorted(path.name for path in Path(root).glob("iter_*"))
+    return ", ".join(names) if names else "none"
+
+
+def _check_format(source: Path, expected: str) -> None:
+    if not (source / ".metadata").is_file():
+        raise ValueError(f"{source} is no complete checkpoint: it has no .metadata")
+    actual = "torch_dist" if (source / "metadata.json").is_file() else "fsdp_dtensor"
+    if actual != expected:
+        flag = "with" if actual == "fsdp_dtensor" else "without"
+        raise ValueError(f"{source} is in the format {actual}, but this run reads {expected}: it was written {flag} --use-megatron-fsdp")
+
+
+def _note_progress(args: argparse.Namespace) -> None:
+    with open(Path(args.save) / "progress.txt", "a") as file:
+        operations = args.num_floating_point_operations_so_far
+        file.write(f"iteration {args.iteration}\tsamples {args.consumed_train_samples}\toperations {operations:.4e}\n")
+
+
+def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
+    """Do it on the first rank; what goes wrong there is raised everywhere."""
+    trouble = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            trouble = f"{problem}: {error}"
+    problems = agree(trouble)
+    if problems:
+        raise RuntimeError(problems[0])

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From checked arguments to Megatron-Core's config objects. A field takes the destination of its name, or the rule below."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.activations import squared_relu
+from megatron.core.config import set_experimental_flag
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import gelu, silu
+
+Config = TypeVar("Config")
+
+
+def transformer_config(args: argparse.Namespace) -> TransformerConfig:
+    """The model's config. Raises ValueError or AssertionError where Megatron-Core refuses the combination."""
+    set_experimental_flag(args.enable_experimental)  # Megatron-Core keeps this switch outside of its configs
+    cp_comm_type = args.cp_comm_type
+    return from_destinations(
+        TransformerConfig,
+        args,
+        activation_func=activation(args),
+        gated_linear_unit=args.swiglu,
+        bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        num_moe_experts=args.num_experts,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        persist_layer_norm=not args.no_persist_layer_norm,
+        deallocate_pipeline_outputs=True,
+        pipeline_dtype=args.params_dtype,
+        num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
+        fp8_param=args.fp8_param_gather,
+        use_te_rng_tracker=args.te_rng_tracker,
+        cp_comm_type=cp_comm_type[0] if len(cp_comm_type) == 1 else cp_comm_type,
+    )
+
+
+def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The MLP's activation."""
+    if args.swiglu:
+        return silu
+    if args.squared_relu:
+        return squared_relu
+    # The tanh formula, which Megatron-Core's fused GELU computes too.
+    return partial(gelu, approximate="tanh") if args.openai_gelu else gelu
+
+
+def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
+    """The optimizer's config. The decoupled rates take effect through `get_standard_config_overrides`."""
+    return from_destinations(OptimizerConfig, args)
+
+
+def ddp_config(args: argparse.Namespace, *, num_parameters: int | None = None) -> DistributedDataParallelConfig:
+    """The data-parallel config. `num_parameters`: elements this rank trains, from which the size of
+    --ddp-num-buckets follows; ValueError if that flag is given and `num_parameters` is not.
+
+    The dtypes of --megatron-fsdp-*-dtype have no field in this release of Megatron-Core: read them from `args`.
+    """
+    bucket_size = args.ddp_bucket_size
+    if args.ddp_num_buckets is not None:
+        if num_parameters is None:
+            raise ValueError("--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size")
+        bucket_size = max(1, num_parameters // args.ddp_num_buckets)
+    return from_destinations(
+        DistributedDataParallelConfig,
+        args,
+        grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
+        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad,
+        bucket_size=bucket_size,
+        pad_buckets_for_high_nccl_busbw=args.ddp_pad_buckets_for_high_nccl_busbw,
+        reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
+        average_in_collective=args.ddp_average_in_collective,
+    )
+
+
+def from_destinations(config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any) -> Config:
+    """A config whose fields come from `exceptions`, else from the destination of the same name, else stay default."""
+    names = {f.name for f in fields(config)}  # type: ignore[arg-type]
+    values = {name: value for name, value in vars(args).items() if name in names}
+    return config(**(values | exceptions))

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs with --use-megatron-fsdp: saved and loaded as fsdp_dtensor, a plain torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron.checkpoint.fsdp_dtensor import (
+    CHECKPOINT_VERSION,
+    MODEL_PREFIX,
+    entry_names,
+    plain_name,
+    wrapper_prefix,
+)
+from megatron.fsdp import MegatronFSDP
+from megatron.mcore_adapter import FullyShardedDataParallel
+
+__all__ = ["CHECKPOINT_VERSION", "load", "save"]
+
+
+def save(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: FullyShardedDataParallel,
+    optimizer: MegatronOptimizer | None,
+    target: Path,
+) -> None:
+    """Write into the directory ``target``."""
+    content = {**_with_rng_by_stage(state), "model": model_entries(args, model)}
+    if optimizer is not None:
+        content["optimizer"] = optimizer_entries(args, model, optimizer, _own_prefix(model))
+        if optimizer.grad_scaler is not None:
+            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
+        dcp.save(content, checkpoint_id=target)
+
+
+def load(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: FullyShardedDataParallel,
+    optimizer: MegatronOptimizer | None,
+    source: Path,
+) -> dict[str, Any]:
+    """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
+
+    Raises:
+        ValueError: listing the entries that are missing or of another shape, unless partial loads are allowed.
+    """
+    metadata = dcp.FileSystemReader(source).read_metadata()
+    content: dict[str, Any] = {**_with_rng_by_stage(state), "model": model_entries(args, model)}
+    del content["checkpoint_version"]
+    if "num_floating_point_operations_so_far" not in metadata.state_dict_metadata:
+        del content["num_floating_point_operations_so_far"]
+    if optimizer is not None:
+        names = [plain_name(name) for name, _ in model.named_parameters()]
+        prefix = wrapper_prefix(metadata.state_dict_metadata, names)
+        content["optimizer"] = optimizer_entries(args, model, optimizer, prefix if prefix is not None else _own_prefix(model))
+        if optimizer.grad_scaler is not None and any(key.startswith("grad_scaler.") for key in metadata.state_dict_metadata):
+            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    _check(args, content, metadata, source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(content, checkpoint_id=source, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+    # Weights and moments were read in place. What remains is what others derive from them.
+    model.load_state_dict(model.state_dict())
+    if optimizer is not None:
+        _load_groups(model, optimizer, content["optimizer"]["param_to_group_meta"])
+        if "grad_scaler" in content:
+            optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
+    if "rng_state" in content:
+        content["rng_state"] = content["rng_state"][_STAGE]
+    return content
+
+
+# The key of the random state of one pipeline stage and tensor-parallel rank; there is one of each.
+_STAGE = "(0, 0)"
+
+
+def _with_rng_by_stage(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "rng_state": {_STAGE: state["rng_state"]}} if "rng_state" in state else dict(state)
+
+
+def model_entries(args: argparse.Namespace, model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    """``module.<name>`` -> main weight or buffer, sharing storage with the model."""
+    engine: MegatronFSDP = model.module
+    entries: dict[str, torch.Tensor] = {}
+    for key, value in engine.state_dict(keep_vars=True).items():
+        if key.endswith("_extra_state"):
+            continue
+        sharded = getattr(value, "_fsdp_sharded", None)
+        if sharded is None:
+            entries[key] = value
+            continue
+        names = entry_names(plain_name(key), args.swiglu)
+        for name, piece in zip(names, sharded.checkpoint_tensors(len(names))):
+            entries[MODEL_PREFIX + name] = piece
+    return entries
+
+
+def optimizer_entries(
+    args: argparse.Namespace, model: FullyShardedDataParallel, optimizer: MegatronOptimizer, prefix: str
+) -> dict[str, dict[str, Any]]:
+    """State and group fields by name, under the wrapper prefix ``prefix``; tensors share storage with the optimizer."""
+    raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
+    parameters = dict(model.named_parameters())
+    state: dict[str, dict[str, Any]] = {}
+    for wrapped, slots in raw["state"].items():
+        names = entry_names(plain_name(wrapped), args.swiglu)
+        pieces = {slot: _pieces(parameters[wrapped], value, len(names)) for slot, value in slots.items()}
+        for number, name in enumerate(names):
+            state[prefix + name] = {slot: values[number] for slot, values in pieces.items()}
+    meta = {prefix + plain_name(wrapped): dict(fields) for wrapped, fields in raw["param_to_group_meta"].items()}
+    return {"state": state, "param_to_group_meta": meta}
+
+
+def _pieces(parameter: torch.nn.Parameter, value: Any, parts: int) -> list[Any]:
+    """A slot of the optimizer's state for each entry of its parameter; a step counter is the same for all."""
+    if isinstance(value, DTensor):
+        return parameter._fsdp_sharded.checkpoint_tensors(parts, value)
+    return [value] * parts
+
+
+def _own_prefix(model: FullyShardedDataParallel) -> str:
+    """``module.`` once per wrapper of this run."""
+    name = next(name for name, _ in model.named_parameters())
+    return name.removesuffix(plain_name(name))
+
+
+def _load_groups(model: FullyShardedDataParallel, optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]]) -> None:
+    """Give every param group the fields that its parameters had."""
+    fields_of = {plain_name(name): fields for name, fields in meta.items()}
+    name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        fields = [fields_of[name_of[parameter]] for parameter in group["params"]]
+        if any(other != fields[0] for other in fields[1:]):
+            raise ValueError("the checkpoint's param groups are divided otherwise than this run's (--no-load-optim skips them)")
+        group.update(fields[0] if fields else {})
+
+
+def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path) -> None:
+    """Compare what will be asked for with what there is, before anything is overwritten."""
+    asked, _ = flatten_state_dict(content)
+    have = metadata.state_dict_metadata
+    missing = sorted(key for key in asked if key not in have)
+    shapes = [
+        f"{key}: {tuple(have[key].size)} in the file, {tuple(value.shape)} in the model"
+        for key, value in asked.items()
+        if isinstance(value, torch.Tensor) and isinstance(have.get(key), TensorStorageMetadata) and have[key].size != value.shape
+    ]
+    unexpected = sorted(key for key in have if key.startswith("model.") and key not in asked)
+    problems = [f"other shapes: {_some(shapes)}"] if shapes else []
+    if args.strict_fsdp_dtensor_load:
+        problems += [f"not in the file: {_some(missing)}"] if missing else []
+        problems += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+    if problems:
+        hint = ""
+        if any(key.startswith("rng_state") for key in missing) or any(line.startswith("rng_state") for line in shapes):
+            hint = "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+        raise ValueError(f"{source} is a checkpoint of another model or run:\n  " + "\n  ".join(problems) + hint)
+
+
+def _some(items: list[str], limit: int = 6) -> str:
+    more = f", … and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

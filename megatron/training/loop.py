@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: once in a while evaluate, save, stop; one step; report."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megatron.training import checkpointing
+from megatron.training.data import build_datasets, build_iterator
+from megatron.training.gpt_model import build_model, floating_point_operations
+from megatron.training.gpt_optimizer import build_optimizer
+from megatron.training.params_norm import params_norm
+from megatron.training.ranks import data_parallel_group, data_parallel_rank, data_parallel_size
+from megatron.training.report import Report
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+
+Batches = Iterator[dict[str, torch.Tensor]]
+
+
+@dataclass
+class Run:
+    """Everything that one training run consists of."""
+
+    args: argparse.Namespace
+    device: torch.device
+    model: MegatronModule
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    report: Report
+    started: float
+    terminated: bool = False  # this rank was sent SIGTERM
+    stop_requested: bool = False  # some rank wants to stop
+
+
+def pretrain(args: argparse.Namespace, device: torch.device) -> None:
+    """Build everything, load, train, evaluate, save.
+
+    Raises:
+        ValueError, RuntimeError: with a message for the user, the same on every rank where the cause is.
+    """
+    tokenizer = build_tokenizer(args)
+    args.padded_vocab_size = padded_vocab_size(tokenizer, args)
+    model = build_model(args, args.padded_vocab_size, device)
+    optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
+    run = Run(args, device, model, optimizer, scheduler, Report(args), started=time.monotonic())
+    run.report.say(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters on {args.world_size} ranks")
+    checkpointing.load(args, model, optimizer, scheduler, run.report.say)
+    train_data, valid_data, test_data = build_datasets(args, tokenizer)
+    init_num_microbatches_calculator(dist.get_rank(), None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
+    connect(run)
+    if not args.skip_train and args.iteration < args.train_iters:
+        train(run, batches(args, train_data, args.consumed_train_samples), valid_data)
+    for name, data in (("validation", valid_data if args.skip_train else None), ("test", test_data)):
+        if data is not None and args.eval_iters:
+            run.report.evaluation(evaluate(run, batches(args, data, 0)), name)
+    run.report.end()
+
+
+def batches(args: argparse.Namespace, data: Any, consumed: int) -> Batches:
+    return build_iterator(
+        data, args, consumed_samples=consumed, data_parallel_rank=data_parallel_rank(), data_parallel_size=data_parallel_size()
+    )
+
+
+def connect(run: Run) -> None:
+    """Tell the schedule how to finish gradients, scale losses and delay synchronisation."""
+    config = get_model_config(run.model)
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = run.optimizer.scale_loss if run.optimizer else None
+    if run.args.overlap_grad_reduce:
+        config.no_sync_func = run.model.no_sync
+        if run.args.align_grad_reduce:
+            config.grad_sync_func = run.model.start_grad_sync
+    if run.args.manual_gc:
+        gc.disable()
+        gc.collect()
+
+
+def train(run: Run, data: Batches, valid_data: Any) -> None:
+    """Train from ``args.iteration`` to ``args.train_iters``, or until told to stop."""
+    args, report = run.args, run.report
+    watch_signal(run)
+    run.model.train()
+    report.begin()
+    saved_at = args.iteration
+    with profiler(args) as profile:
+        while args.iteration < args.train_iters:
+            train_step(run, data)
+            if profile is not None:
+                profile.step()
+            report.stop_clock()
+            if args.eval_interval and args.eval_iters and args.iteration % args.eval_interval == 0:
+                evaluate_in_training(run, valid_data)
+            if args.save and args.iteration % args.save_interval == 0:
+                save(run)
+                saved_at = args.iteration
+            if args.manual_gc and args.manual_gc_interval and args.iteration % args.manual_gc_interval == 0:
+                gc.collect()
+            if should_stop(run):
+                break
+            report.restart_clock()
+    if args.save and saved_at != args.iteration:
+        save(run)
+    report.keep()
+
+
+def train_step(run: Run, data: Batches) -> None:
+    """Forward and backward of every microbatch, one optimizer step, one report."""
+    args = run.args
+    run.model.force_all_reduce = False
+    run.model.zero_grad_buffer()
+    run.optimizer.zero_grad()
+    losses = forward_backward(run, data, get_num_microbatches(), forward_only=False)
+    updated, grad_norm, num_zeros = run.optimizer.step()
+    if args.empty_unused_memory_level and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    rate = get_canonical_lr_for_logging(run.optimizer.param_groups)
+    args.iteration += 1
+    args.consumed_train_samples += args.global_batch_size
+    args.num_floating_point_operations_so_far += floating_point_operations(args, args.global_batch_size)
+    if updated:
+        run.scheduler.step(increment=args.global_batch_size)
+    run.report.step(
+        {
+            "lm loss": reduce_loss(run, losses),
+            "learning-rate": rate,
+            "grad-norm": grad_norm,
+            "num-zeros": num_zeros if args.log_num_zeros_in_grad else None,
+            "loss-scale": float(run.optimizer.get_loss_scale()) if args.fp16 else None,
+            "params-norm": params_norm(run.model) if args.log_params_norm else None,
+        },
+        skipped=not updated,
+    )
+
+
+def forward_backward(run: Run, data: Batches, num_microbatches: int, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    """What the schedule collects from the loss function, for every microbatch."""
+    return get_forward_backward_func()(
+        forward_step_func=ForwardStep(run.args, run.device),
+        data_iterator=data,
+        model=[run.model],
+        num_microbatches=num_microbatches,
+        seq_length=run.args.seq_length,
+        micro_batch_size=run.args.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+class ForwardStep:
+    """One microbatch through the model; the schedule gets the losses and a function that makes them one."""
+
+    def __init__(self, args: argparse.Namespace, device: torch.device):
+        self._check = args.check_for_nan_in_loss_and_grad
+        self._iteration = args.iteration
+        self._device = device
+
+    def __call__(self, data: Batches, model: MegatronModule) -> tuple[torch.Tensor, Any]:
+        batch = {name: value.to(self._device, non_blocking=True) for name, value in next(data).items()}
+        mask = batch.pop("loss_mask")
+        losses = model(
+            batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"]
+        )
+        return losses, lambda output: self.loss(output, mask)
+
+    def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """The sum of the losses ``[batch, length]`` where ``mask`` is 1, the number of those tokens, and both to report."""
+        total = torch.sum(losses.float() * mask)
+        tokens = mask.sum().to(torch.int)
+        if self._check and not torch.isfinite(total):
+            raise RuntimeError(f"rank {dist.get_rank()}: the loss is {total.item()} in iteration {self._iteration + 1}")
+        # A copy: the schedule scales the loss in place.
+        return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
+
+
+def reduce_loss(run: Run, losses: list[dict[str, torch.Tensor]]) -> float:
+    """The mean loss per token over microbatches and ranks; the ranks' wishes to stop travel with it."""
+    sums = torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
+    sums = torch.cat([sums, sums.new_tensor([float(wants_to_stop(run))])])
+    dist.all_reduce(sums, group=data_parallel_group())
+    run.stop_requested = bool(sums[2] > 0)
+    return (sums[0] / sums[1]).item()
+
+
+@torch.no_grad()
+def evaluate(run: Run, data: Batches) -> float:
+    """The mean loss per token over ``eval_iters`` global batches; no gradients, no dropout."""
+    run.model.eval()
+    sums = torch.zeros(2, device=run.device)
+    for _ in range(run.args.eval_iters):
+        losses = forward_backward(run, data, get_num_microbatches(), forward_only=True)
+        sums += torch.stack([entry["lm loss"] for entry in losses]).sum(dim=0)
+    dist.all_reduce(sums, group=data_parallel_group())
+    run.model.train()
+    return (sums[0] / sums[1]).item()
+
+
+def evaluate_in_training(run: Run, valid_data: Any) -> None:
+    """Evaluate on the next part of the validation set."""
+    args = run.args
+    run.report.evaluation(evaluate(run, batches(args, valid_data, args.consumed_valid_samples)))
+    args.consumed_valid_samples += args.eval_iters * args.global_batch_size
+
+
+def save(run: Run) -> None:
+    """A checkpoint, and the curves so far."""
+    checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    run.report.keep()
+
+
+def watch_signal(run: Run) -> None:
+    """SIGTERM, which batch systems send before they end a job, asks for a checkpoint and an end."""
+    if not (run.args.save or run.args.exit_signal_handler):
+        return
+
+    def request(number: int, frame: Any) -> None:
+        run.terminated = True
+
+    signal.signal(signal.SIGTERM, request)
+
+
+def wants_to_stop(run: Run) -> bool:
+    """Whether this rank has a reason to stop that the others may not have."""
+    minutes = run.args.exit_duration_in_mins
+    return run.terminated or bool(minutes and time.monotonic() - run.started > minutes * 60)
+
+
+def should_stop(run: Run) -> bool:
+    """Whether to leave the loop; the same on every rank."""
+    args = run.args
+    if run.stop_requested:
+        run.report.say(f"stopping at iteration {args.iteration}: signal or time limit")
+        return True
+    if args.exit_interval and args.iteration % args.exit_interval == 0:
+        run.report.say(f"stopping at iteration {args.iteration}: --exit-interval")
+        return True
+    return False
+
+
+def profiler(args: argparse.Namespace) -> Any:
+    """torch's profiler over the asked steps of the asked ranks, with a trace for TensorBoard."""
+    if not (args.profile and dist.get_rank() in args.profile_ranks):
+        return nullcontext()
+    directory = args.tensorboard_dir or "profile"
+    return torch.profiler.profile(
+        schedule=torch.profiler.schedule(
+            wait=args.profile_step_start, warmup=0, active=args.profile_step_end - args.profile_step_start, repeat=1
+        ),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
+    )

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that fit the arguments to the machine, so that one command runs on CPU and on GPU.
+
+What only changes speed (backend, layer implementation, fused kernels) is replaced with a note, also where it was given.
+What would change results is refused.
+"""
+
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron.training.argument_check import Check
+
+# What runs without Transformer Engine, and what runs without a GPU at all.
+PLAIN_LAYERS = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
+    "apply_rope_fusion": False,
+}
+NO_GPU = PLAIN_LAYERS | {"distributed_backend": "gloo", "masked_softmax_fusion": False}
+# These run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
+COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
+
+
+def fit_to_machine(check: Check) -> None:
+    """Choose backend, layers and kernels for the machine."""
+    args, machine = check.args, check.machine
+    if args.use_flash_attn:
+        asked_other = check.changed("attention_backend") and args.attention_backend is not AttnBackend.flash
+        check.require(not asked_other, "--use-flash-attn contradicts --attention-backend: leave one out")
+        args.attention_backend = AttnBackend.flash
+    fit_numerics(check)
+    if not machine.cuda:
+        keep_tanh_gelu(check)
+        replace(check, "no CUDA", NO_GPU | COMPILED)
+    elif not machine.transformer_engine:
+        # With a GPU the package can be installed, so asking for it by name is an error rather than a wish.
+        asked = check.given.get("transformer_impl") == "transformer_engine"
+        check.require(
+            not asked,
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or give local",
+        )
+        replace(check, "no Transformer Engine", PLAIN_LAYERS)
+    elif args.transformer_impl == "local":
+        replace(check, "local layers", PLAIN_LAYERS)
+    if args.transformer_impl == "local":
+        fit_local_layers(check)
+
+
+def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
+    """Set the destinations to the values and note which of them changed."""
+    changed = {dest: value for dest, value in values.items() if getattr(check.args, dest) != value}
+    for dest, value in changed.items():
+        setattr(check.args, dest, value)
+    named = [f"{dest.replace('_', '-')} {value}" for dest, value in changed.items() if isinstance(value, str)]
+    off = [dest.removeprefix("no_").replace("_", "-") for dest, value in changed.items() if isinstance(value, bool)]
+    if off:
+        named.append(f"off: {', '.join(off)}")
+    if named:
+        check.notes.append(f"{cause}: {'; '.join(named)}")
+
+
+def keep_tanh_gelu(check: Check) -> None:
+    """Keep the numbers where the fused GELU is switched off for the machine: it is the tanh formula, not the exact one."""
+    args = check.args
+    if args.bias_gelu_fusion and args.add_bias_linear and not args.swiglu and not args.squared_relu:
+        args.openai_gelu = True
+
+
+def fit_local_layers(check: Check) -> None:
+    """Layers without Transformer Engine have one attention and PyTorch's norms."""
+    args = check.args
+    if args.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+        check.notes.append(f"local layers: attention-backend {args.attention_backend.name} replaced by auto")
+        args.attention_backend = AttnBackend.auto
+    check.require(
+        not args.layernorm_zero_centered_gamma,
+        "--apply-layernorm-1p needs Transformer Engine layers: PyTorch's norms have no zero-centred weight",
+    )
+    check.require(
+        not args.moe_grouped_gemm,
+        "--moe-grouped-gemm needs a GPU and Transformer Engine: leave it out, the experts then run one after the other",
+    )
+    check.require(
+        not (args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"),
+        "--cross-entropy-fusion-impl te needs Transformer Engine: use native",
+    )
+
+
+def fit_numerics(check: Check) -> None:
+    """Rules of deterministic mode and of environment variables."""
+    args, environment = check.args, check.machine.environment
+    if args.deterministic_mode:
+        check.require(
+            args.attention_backend is not AttnBackend.flash, "--deterministic-mode excludes flash attention"
+        )
+        check.require(
+            not args.cross_entropy_loss_fusion, "--deterministic-mode excludes --cross-entropy-loss-fusion"
+        )
+        algorithms = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+        check.require(
+            not check.machine.cuda or environment.get("NCCL_ALGO") in algorithms,
+            f"--deterministic-mode needs the environment variable NCCL_ALGO, one of {', '.join(algorithms)}",
+        )
+    if check.machine.cuda and args.use_megatron_fsdp:
+        check.require(
+            environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1",
+            "--use-megatron-fsdp overlaps communication and compute, which CUDA_DEVICE_MAX_CONNECTIONS=1 forbids: unset it",
+        )

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the command line knows but this version does not do, with the reason; everything here is refused, never ignored.
+
+A flag listed here is accepted at its default only, so scripts that spell a default out keep working.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+
+FP8 = "FP8 and FP4 training is not built yet; use --bf16"
+USER_BUFFERS = "user-buffer registration is not built yet; leave it out, results are the same"
+DOUBLE_BUFFER = "fixed buffers for gathered units are not built yet; leave it out, results are the same"
+STATE_DTYPE = "optimizer state in low precision is not built yet"
+OFFLOAD = "optimizer state on the host is not built yet"
+MODEL_PARALLEL = "the training loop has data parallelism only; tensor, pipeline, context and expert parallelism are not built yet"
+ASYNC = "saving in the background is not built yet; saves block"
+EXTRA_SAVES = "extra, overwritten saves are not built yet; use --save-interval and --save-retain-interval"
+LATENT = "multi-latent attention is not built yet"
+PREDICTION = "multi-token prediction is not built yet"
+MOE_KERNELS = "needs fused kernels that this program has not been run with"
+RERUN = "repeating iterations to find hardware faults is not built yet"
+WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
+TIMERS = "timers are not built yet; --log-throughput and --profile --use-pytorch-profiler measure"
+FILE_TOKENIZERS = "tokenizers from vocabulary files are not built yet; use HuggingFaceTokenizer with a local folder"
+OTHER_FSDP = "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp"
+
+# Reason -> destinations.
+_REFUSED: dict[str, str] = {
+    FP8: """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
+        fp4 fp4_param""",
+    USER_BUFFERS: "nccl_ub disable_symmetric_registration fsdp_manual_registration",
+    DOUBLE_BUFFER: """fsdp_double_buffer megatron_fsdp_max_pool_double_buffer
+        fsdp_db_use_persist_buf_on_alloc_fail""",
+    STATE_DTYPE: """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
+        exp_avg_sq_dtype""",
+    OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction",
+    MODEL_PARALLEL: """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
+        expert_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout cp_comm_type
+        hierarchical_context_parallel_sizes defer_embedding_wgrad_compute wgrad_deferral_limit
+        overlap_param_gather_with_optimizer_step use_tp_pp_dp_mapping overlap_moe_expert_parallel_comm""",
+    "hybrid sharding is not built yet; sharding is over all data-parallel ranks": """outer_dp_sharding_strategy
+        num_distributed_optimizer_instances enable_full_sharding_in_hsdp""",
+    "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
+    "gathers per submodule are not built yet; a unit is a transformer layer": """
+        megatron_fsdp_enable_fine_grained_param_gather""",
+    "a communicator of their own for gathers is not built yet": "create_all_gather_group use_sharp",
+    "the size of communication is one transformer layer; choosing it is not built yet": """
+        suggested_communication_unit_size""",
+    "gradients are always scaled in one place; choosing where is not built": "gradient_reduce_div_fusion",
+    "building the model on the meta device is not built yet": "init_model_with_meta_device",
+    "CUDA graphs are not built yet": "cuda_graph_impl",
+    "delayed weight gradients are not built yet": "delay_wgrad_compute",
+    "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
+    OTHER_FSDP: "use_torch_fsdp2 torch_fsdp2_reshard_after_forward",
+    "this loop always builds its process groups in the same way": """enable_gloo_process_groups
+        high_priority_stream_groups lazy_mpu_init""",
+    "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
+    ASYNC: "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers ckpt_assume_constant_structure",
+    EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
+    "say which format with --ckpt-format": "auto_detect_ckpt_format",
+    "how ranks share the work of a checkpoint is fixed": """ckpt_fully_parallel_save ckpt_fully_parallel_load
+        distrib_optim_fully_reshardable_mem_efficient""",
+    "not built yet: give the model flags on the command line": "use_checkpoint_args",
+    "hashes of checkpoint files are not built yet": "verify_integrity",
+    "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
+    LATENT: """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+        rotary_scaling_factor mscale mscale_all_dim""",
+    PREDICTION: "mtp_num_layers mtp_loss_scaling_factor",
+    "deprecated; use --position-embedding-type none": "add_position_embedding",
+    "custom layer specifications are not built yet": "spec",
+    "legacy tests during training are not built": "test_mode",
+    MOE_KERNELS: """moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm moe_enable_deepep
+        moe_flex_dispatcher_backend""",
+    "losses of the router are not logged yet": "moe_per_layer_logging",
+    "without expert parallelism there is nothing to split": "expert_tensor_parallel_size",
+    "a batch size that grows is not built yet; give --global-batch-size": "rampup_batch_size",
+    "evaluation is over --eval-iters batches": "full_validation",
+    RERUN: "rerun_mode error_injection_rate check_for_spiky_loss check_for_large_grads",
+    "comparing the weights of replicas is not built yet": "check_weight_hash_across_dp_replicas_interval",
+    "give --data-path": "data_args_path",
+    FILE_TOKENIZERS: "vocab_file merge_file tiktoken_pattern legacy_tokenizer",
+    TIMERS: "log_timers_to_tensorboard timing_log_level timing_log_option",
+    "use --log-memory-to-tensorboard": "log_memory_interval",
+    WANDB: "wandb_project wandb_exp_name wandb_entity wandb_save_dir",
+    "recording GPU allocations is not built yet": "record_memory_history memory_snapshot_path",
+    "external loggers are not built": "one_logger_project",
+}
+
+NOT_BUILT: dict[str, str] = {dest: reason for reason, dests in _REFUSED.items() for dest in dests.split()}
+"""Destination -> why any value but the default is refused."""
+
+_FEW_TOKENIZERS = f"{FILE_TOKENIZERS}, ByteTokenizer or NullTokenizer"
+
+NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
+    "ckpt_format": dict.fromkeys(("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"),
+    "optimizer": dict.fromkeys(
+        ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
+    ),
+    "position_embedding_type": {
+        "yarn": "not built yet; use rope",
+        "mrope": "is for images and video; use rope",
+        "relative": "GPT has no relative positions; use rope",
+    },
+    "transformer_impl": {"inference_optimized": "is for inference; use transformer_engine or local"},
+    "attention_backend": {AttnBackend.local: "needs a custom layer specification, not built yet; use auto"},
+    "moe_token_dispatcher_type": {"flex": f"{MOE_KERNELS}; use alltoall"},
+    "moe_router_score_function": {"sqrtsoftplus": "not part of this release of Megatron-Core"},
+    "dataloader_type": {"external": "this program reads its own data; use single or cyclic"},
+    "tokenizer_type": dict.fromkeys(
+        """BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer
+        Llama2Tokenizer TikTokenizer MultimodalTokenizer NullMultimodalTokenizer SFTTokenizer""".split(),
+        _FEW_TOKENIZERS,
+    ),
+}
+"""Destination -> value -> why this one value is refused."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Flags that would do nothing unless `attribute` has one of `values` (none listed: is set): then they are errors."""
+
+    dests: str
+    attribute: str
+    values: tuple[Any, ...]
+    remedy: str
+
+
+NEEDS: tuple[Needs, ...] = (
+    Needs(
+        "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
+        "megatron_fsdp_grad_comm_dtype strict_fsdp_dtensor_load",
+        "use_megatron_fsdp",
+        (True,),
+        "needs --use-megatron-fsdp",
+    ),
+    Needs(
+        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw dump_param_to_param_group_map "
+        "ddp_reduce_scatter_with_fp32_accumulation dist_ckpt_optim_fully_reshardable",
+        "use_megatron_fsdp",
+        (False,),
+        "does nothing with --use-megatron-fsdp",
+    ),
+    Needs("num_experts", "use_megatron_fsdp", (False,), "with --use-megatron-fsdp is not built yet"),
+    Needs("dist_ckpt_strictness", "ckpt_format", ("torch_dist",), "needs --ckpt-format torch_dist"),
+    Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
+    Needs(
+        "rotary_base rotary_percent use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq",
+        "position_embedding_type",
+        ("rope",),
+        "needs --position-embedding-type rope",
+    ),
+    Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
+    Needs("vocab_size", "tokenizer_type", ("NullTokenizer",), "is for NullTokenizer; others know their size"),
+    Needs("tokenizer_model", "tokenizer_type", ("HuggingFaceTokenizer",), "needs --tokenizer-type HuggingFaceTokenizer"),
+    Needs("lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style", "lr_decay_style", ("WSD",), "needs --lr-decay-style WSD"),
+    Needs("sgd_momentum", "optimizer", ("sgd",), "needs --optimizer sgd"),
+    Needs("adam_beta1 adam_beta2 adam_eps", "optimizer", ("adam",), "needs --optimizer adam"),
+    Needs("manual_gc_interval", "manual_gc", (True,), "needs --manual-gc"),
+    Needs("profile_step_start profile_step_end profile_ranks use_pytorch_profiler", "profile", (True,), "needs --profile"),
+    Needs("grad_reduce_in_bf16", "bf16", (True,), "needs --bf16"),
+    Needs("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "fp16", (True,), "needs --fp16"),
+    Needs("ckpt_step", "load", (), "needs --load"),
+    Needs("save_retain_interval log_progress", "save", (), "needs --save"),
+    Needs(
+        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval tensorboard_queue_size",
+        "tensorboard_dir",
+        (),
+        "needs --tensorboard-dir",
+    ),
+)
+
+HARMLESS: dict[str, tuple[Any, ...]] = {"expert_tensor_parallel_size": (1,)}
+"""Values other than the default that mean the same as the default."""

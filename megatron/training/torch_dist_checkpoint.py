@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs without FSDP: saved and loaded as torch_dist, through Megatron-Core's own dist_checkpointing.
+
+Three defects of its DistributedOptimizer over torch's AdamW are worked around where they strike: loading into an
+optimizer without state fails; the state on disk has no ``step``, which is then looked for; and after a load all
+parameters share one ``step`` tensor, so that a training step advances it once per parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.training.gpt_model import unwrap
+
+
+def save(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    target: Path,
+) -> None:
+    """Write into the empty directory ``target``."""
+    metadata = content_metadata(args)
+    with whole_weights(model), quiet():
+        content = sharded_state(args, state, model, optimizer, metadata, is_loading=False)
+        strategy = FullyParallelSaveStrategyWrapper(
+            get_default_save_sharded_strategy("torch_dist"),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+
+
+def load(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    source: Path,
+) -> dict[str, Any]:
+    """Load ``source`` into the model and the optimizer; the rest of what it holds is returned.
+
+    Raises:
+        ValueError: where it does not fit this run.
+    """
+    with whole_weights(model), quiet():
+        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(args)
+        if optimizer is not None:
+            for inner in distributed_optimizers(optimizer):
+                inner._init_optimizer_states_with_dummy_values()
+        content = sharded_state(args, state, model, optimizer, metadata, is_loading=True)
+        try:
+            loaded = dist_checkpointing.load(content, str(source), strict=StrictHandling(args.dist_ckpt_strictness))
+        except (CheckpointingException, KeyError, RuntimeError) as error:
+            raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
+        if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
+            loaded = loaded[0]
+        unwrap(model).load_state_dict(loaded["model"])
+        if optimizer is not None:
+            load_optimizer(optimizer, loaded["optimizer"])
+    return loaded
+
+
+def content_metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """How the optimizer's state is laid out, which the file says too."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        reshardable = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    return metadata
+
+
+def sharded_state(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: MegatronModule,
+    optimizer: MegatronOptimizer | None,
+    metadata: dict[str, Any],
+    is_loading: bool,
+) -> dict[str, Any]:
+    """``state`` with the model, the optimizer and the random state in Megatron-Core's sharded form."""
+    content = {**state, "model": unwrap(model).sharded_state_dict(metadata=metadata)}
+    if optimizer is not None:
+        content["optimizer"] = optimizer.sharded_state_dict(content["model"], is_loading=is_loading, metadata=metadata)
+    if "rng_state" in state:
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        content["rng_state"] = ShardedObject("rng_state", state["rng_state"], (1, 1), (0, 0), replica_id=data_rank)
+    return content
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
+    """The distributed optimizers inside a chain, or the optimizer itself if it is one."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner, DistributedOptimizer):
+            yield inner
+
+
+def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Hand the state to the optimizer, around the defects named above."""
+    for inner in distributed_optimizers(optimizer):
+        original = inner._set_main_param_and_optimizer_states
+
+        def without_step(model_param: torch.nn.Parameter, tensors: dict[str, Any], inner=inner, original=original) -> None:
+            group, order = inner.model_param_group_index_map[model_param]
+            slots = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+            step = {"step": slots["step"]} if "step" in slots and "step" not in tensors else {}
+            original(model_param, {**tensors, **step})
+
+        inner._set_main_param_and_optimizer_states = without_step
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        for inner in distributed_optimizers(optimizer):
+            del inner._set_main_param_and_optimizer_states  # the method of the class again
+            for slots in inner.optimizer.state.values():
+                if isinstance(slots.get("step"), torch.Tensor):
+                    slots["step"] = slots["step"].clone()
+
+
+@contextmanager
+def whole_weights(model: MegatronModule) -> Iterator[None]:
+    """With overlapped gathers, weights are whole only after a gather that the next forward would begin."""
+    overlapped = isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather
+    if overlapped:
+        model.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        if overlapped:
+            model.enable_forward_pre_hook()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch's checkpoint uses names that torch deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
