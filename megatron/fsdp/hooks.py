@@ -5,7 +5,7 @@
     before forward      hold the unit, and any unit whose parameter is handed in as an argument (tied output layers)
     after forward       let go, except while autograd recomputes: the same unit's backward follows
     output gradient     hold again
-    input gradients     the call's backward is over
+    input gradients     the call's backward is over; with leaves among them, once the unit's own are there too
 Hooks on tensors are attached to what produced them, so inputs and outputs are passed on as they are: they may be
 edited in place, freed or be of any type that holds tensors.
 """
@@ -31,6 +31,7 @@ class Call:
         self.unit = unit
         self.held = [unit, *borrowed]
         self.input_tells_the_end = False
+        self.parameters_may_follow = False
 
 
 class UnitHooks:
@@ -117,13 +118,16 @@ class UnitHooks:
         ]
         if tensors:
             call.input_tells_the_end = True
+            # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
+            call.parameters_may_follow = any(tensor.is_leaf for tensor in tensors)
             torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradients: self._finish(call))
 
     def _finish(self, call: Call) -> None:
         if call in call.unit.open_calls:
-            for borrowed in call.held[1:]:
-                self._schedule.release(borrowed, call)
-            self._schedule.finish_call(call.unit, call)
+            if not call.parameters_may_follow:
+                for borrowed in call.held[1:]:
+                    self._schedule.release(borrowed, call)
+            self._schedule.finish_call(call.unit, call, call.parameters_may_follow)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -134,6 +134,28 @@ def default_mesh() -> DeviceMesh:
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_AXIS,))
 
 
+def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = False) -> list[str]:
+    """Names of the axes that can be taken out of ``device_mesh``; none of a mesh without names.
+
+    Args:
+        device_mesh: also a slice of a larger mesh, and then the larger one's axes count.
+        only_submesh_dims: only the axes of ``device_mesh`` itself, neither the larger mesh's nor flattened ones.
+    """
+    if device_mesh is None:
+        return []
+    names = list(device_mesh.mesh_dim_names or ())
+    if only_submesh_dims:
+        return names
+    root = device_mesh._get_root_mesh()
+    return list(dict.fromkeys([*names, *(root.mesh_dim_names or ()), *root._flatten_mapping]))
+
+
+def contains_submesh(device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None) -> bool:
+    """Whether every one of ``submesh_names`` (one name or several, at least one) names an axis, also a flattened one."""
+    wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
+    return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))
+
+
 def _refuse_unbuilt_axes(device_mesh: DeviceMesh | None, tp_dim: str | None, **unbuilt: object) -> None:
     given = [name for name, value in unbuilt.items() if value is not None]
     if given:

@@ -148,10 +148,14 @@ class Schedule:
         if len(unit.arrived) == unit.awaited_grads and not any(unit.open_calls.values()):
             self.finish_unit(unit)
 
-    def finish_call(self, unit: Unit, call: Hashable) -> None:
-        """The gradients of a call's inputs are there: its backward is over."""
-        unit.open_calls.pop(call, None)
-        if not unit.open_calls:
+    def finish_call(self, unit: Unit, call: Hashable, parameters_may_follow: bool) -> None:
+        """The gradients of a call's inputs are there: its backward is over, or when all of the unit's are there too."""
+        if parameters_may_follow:
+            unit.open_calls[call] = False
+        else:
+            unit.open_calls.pop(call, None)
+        all_arrived = len(unit.arrived) == unit.awaited_grads
+        if not any(unit.open_calls.values()) and (all_arrived or not unit.open_calls):
             self.finish_unit(unit)
 
     def finish_unit(self, unit: Unit) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State of Megatron-Core's optimizer over sharded parameters, before its first step."""
+"""State of Megatron-Core's optimizers before their first step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
     Optimizers that are not torch's own (Transformer Engine's, Apex') make it themselves.
     """
-    inner = optimizer.optimizer
-    if not isinstance(inner, torch.optim.Adam):
-        return
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            if not inner.state.get(parameter):
-                inner.state[parameter] = initial_state(inner, group, parameter)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam):
+            continue
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state.get(parameter):
+                    inner.state[parameter] = initial_state(inner, group, parameter)

@@ -48,7 +48,7 @@ def save(
     try:
         FORMATS[args.ckpt_format].save(args, state, *content, staging)
     except Exception as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
-        problem = f"rank {dist.get_rank()}: {error}"
+        problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     problems = agree(problem)
     if problems:
         _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")

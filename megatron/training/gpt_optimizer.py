@@ -25,8 +25,7 @@ def build_optimizer(
         use_gloo_process_groups=args.enable_gloo_process_groups,
         dump_param_to_param_group_map=args.dump_param_to_param_group_map,
     )
-    if args.use_megatron_fsdp:
-        make_optimizer_state(optimizer)
+    make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
 
 

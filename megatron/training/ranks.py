@@ -53,7 +53,7 @@ def start(args: argparse.Namespace) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     parallel_state.initialize_model_parallel(
-        create_gloo_process_groups=args.enable_gloo_process_groups and args.use_distributed_optimizer,
+        create_gloo_process_groups=args.enable_gloo_process_groups,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
     )
     seed(args)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs without FSDP: saved and loaded as torch_dist, through Megatron-Core's own dist_checkpointing.
 
-Three defects of its DistributedOptimizer over torch's AdamW are worked around where they strike: loading into an
-optimizer without state fails; the state on disk has no ``step``, which is then looked for; and after a load all
-parameters share one ``step`` tensor, so that a training step advances it once per parameter.
+Three defects of its DistributedOptimizer over torch's AdamW are worked around: saving, or loading into, an optimizer
+without state fails, so it has state from the beginning (``make_optimizer_state``); the state on disk has no ``step``,
+which is then looked for; and after a load all parameters share one ``step`` tensor, so that a training step advances it
+once per parameter.
 """
 
 from __future__ import annotations
@@ -61,9 +62,6 @@ def load(
     """
     with whole_weights(model), quiet():
         metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(args)
-        if optimizer is not None:
-            for inner in distributed_optimizers(optimizer):
-                inner._init_optimizer_states_with_dummy_values()
         content = sharded_state(args, state, model, optimizer, metadata, is_loading=True)
         try:
             loaded = dist_checkpointing.load(content, str(source), strict=StrictHandling(args.dist_ckpt_strictness))
@@ -120,12 +118,13 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
         def without_step(model_param: torch.nn.Parameter, tensors: dict[str, Any], inner=inner, original=original) -> None:
             group, order = inner.model_param_group_index_map[model_param]
             slots = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
-            step = {"step": slots["step"]} if "step" in slots and "step" not in tensors else {}
-            original(model_param, {**tensors, **step})
+            # The group's step is in place already; bucket layouts bring back that of the empty optimizer.
+            original(model_param, {**tensors, **{name: slots[name] for name in slots if name == "step"}})
 
         inner._set_main_param_and_optimizer_states = without_step
     try:
-        optimizer.load_state_dict(state)
+        with torch.no_grad():  # in fp32 runs main parameters are views of the model's
+            optimizer.load_state_dict(state)
     finally:
         for inner in distributed_optimizers(optimizer):
             del inner._set_main_param_and_optimizer_states  # the method of the class again
