@@ -13,15 +13,14 @@ import os
 import sys
 import time
 
-# Compiling small fusions takes ten seconds each; on a CPU none of them pays.
-if not os.path.exists("/dev/nvidiactl"):
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
 import torch
 
 from megatron.training.noise import quieten
 
 quieten()
+if not torch.cuda.is_available():
+    # Megatron-Core compiles small functions; on a CPU each costs ten seconds and a C++ compiler, and none pays.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from megatron.training import ranks  # noqa: E402
 from megatron.training.arguments import ArgumentErrors, parse_arguments  # noqa: E402

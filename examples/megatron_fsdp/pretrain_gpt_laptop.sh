@@ -14,10 +14,9 @@ PARALLEL=(
 )
 MODEL=(
     --num-layers 4
-    --hidden-size 192
-    --num-attention-heads 6
-    --seq-length 256
-    --max-position-embeddings 256
+    --hidden-size 256
+    --num-attention-heads 4
+    --seq-length 128
     --position-embedding-type rope
     --normalization RMSNorm
     --swiglu
@@ -27,10 +26,10 @@ MODEL=(
     --hidden-dropout 0
 )
 TRAINING=(
-    --micro-batch-size 4
+    --micro-batch-size 8
     --global-batch-size 16
     --train-iters 250
-    --lr 2e-3
+    --lr 3e-3
     --min-lr 2e-4
     --lr-decay-style cosine
     --lr-warmup-iters 20

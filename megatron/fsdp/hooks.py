@@ -19,6 +19,7 @@ from typing import Any, Callable, Iterator
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.device import in_backward
 from megatron.fsdp.schedule import Schedule, Unit
@@ -31,6 +32,7 @@ class Call:
         self.unit = unit
         self.held = [unit, *borrowed]
         self.input_tells_the_end = False
+        self.input_hook: RemovableHandle | None = None
         self.parameters_may_follow = False
 
 
@@ -120,9 +122,12 @@ class UnitHooks:
             call.input_tells_the_end = True
             # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
             call.parameters_may_follow = any(tensor.is_leaf for tensor in tensors)
-            torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradients: self._finish(call))
+            call.input_hook = torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradients: self._finish(call))
 
     def _finish(self, call: Call) -> None:
+        # The hook refers to the graph and the graph to the hook: unless taken off, the pass' activations would live
+        # until Python's garbage collector comes by.
+        call.input_hook.remove()
         if call in call.unit.open_calls:
             if not call.parameters_may_follow:
                 for borrowed in call.held[1:]:
