@@ -20,5 +20,6 @@ def quieten(level: int | None = None) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(megatron\.core|torch)\b.*")
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"(megatron\.core|torch)\b.*")
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b.*")
-    # The random tracker forks the only generator there is on a CPU.
-    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
+    # The random tracker forks the only generator there is on a CPU; mock data needs no index files.
+    for name in ("megatron.core.tensor_parallel.random", "megatron.core.datasets.gpt_dataset"):
+        logging.getLogger(name).setLevel(logging.ERROR)
