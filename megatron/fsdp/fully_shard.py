@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, Sequence
 
 import torch
@@ -188,17 +189,20 @@ def fully_shard(
         ValueError, NotImplementedError, RuntimeError: as both functions do; the model and the optimizer are as
             before then.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}")
     refuse_matrix_optimizers(optimizer)
-    if isinstance(module, nn.Module):
-        known = set(module.parameters())
-        strangers = sum(1 for group in optimizer.param_groups for p in group["params"] if p not in known)
-        if strangers:
-            raise ValueError(f"{strangers} parameters of the optimizer are none of the module's")
+    _raise_everywhere(_problems_of_optimizer(module, optimizer))
     model = fully_shard_model(module, *args, **kwargs)
     swap_parameters(optimizer, model)
     return model, shard_optimizer(optimizer, model.checkpoint_ready)
+
+
+def _signature_with_optimizer() -> inspect.Signature:
+    module, *others = inspect.signature(fully_shard_model).parameters.values()
+    optimizer = module.replace(name="optimizer", annotation=torch.optim.Optimizer)
+    return inspect.Signature([module, optimizer, *others], return_annotation=tuple[MegatronFSDP, torch.optim.Optimizer])
+
+
+fully_shard.__signature__ = _signature_with_optimizer()  # what editors and `help` show
 
 
 def precision_policy(
@@ -217,10 +221,11 @@ def precision_policy(
             f"preserve_fp32_weights={preserve_fp32_weights} contradicts mixed_precision_policy.main_params_dtype="
             f"{policy.main_params_dtype}: give one of them"
         )
-    if grad_reduce_in_fp32 is not None and policy.main_grads_dtype != old.main_grads_dtype:
+    in_fp32 = policy.main_grads_dtype == torch.float32 == (policy.grad_comm_dtype or policy.main_grads_dtype)
+    if grad_reduce_in_fp32 is not None and grad_reduce_in_fp32 != in_fp32:
         raise ValueError(
             f"grad_reduce_in_fp32={grad_reduce_in_fp32} contradicts mixed_precision_policy.main_grads_dtype="
-            f"{policy.main_grads_dtype}: give one of them"
+            f"{policy.main_grads_dtype} and grad_comm_dtype={policy.grad_comm_dtype}: give one of them"
         )
     return policy
 
@@ -235,6 +240,16 @@ def _check_module(module: Any) -> None:
         raise ValueError(f"parameters on the meta device have no values to shard: {', '.join(meta[:5])}")
     if not any(True for _ in module.parameters()):
         raise ValueError("the module has no parameters to shard")
+
+
+def _problems_of_optimizer(module: Any, optimizer: Any) -> list[str]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return [f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"]
+    if not isinstance(module, nn.Module):
+        return []  # the model's own check names it
+    known = set(module.parameters())
+    strangers = sum(1 for group in optimizer.param_groups for p in group["params"] if p not in known)
+    return [f"{strangers} parameters of the optimizer are none of the module's"] if strangers else []
 
 
 def _parse_or_keep(value: Any) -> Any:

@@ -156,10 +156,13 @@ class MegatronFSDP(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names, as of any wrapper with a ``module``, and main weights as DTensors."""
+        """Names, as of any wrapper with a ``module``, and main weights as DTensors.
+
+        They are the wrapper's own, whether ``recurse`` or not: torch's ``set_state_dict`` asks module by module.
+        """
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
-        for name, sharded in self._by_name.items() if recurse else ():
+        for name, sharded in self._by_name.items():
             if not remove_duplicate or sharded not in seen:
                 seen.add(sharded)
                 yield prefix + name, sharded.parameter

@@ -76,8 +76,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         _check_names(self.param_groups, state_dict["param_groups"])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        # Numbers, or the names that torch's `set_state_dict` puts in their place.
+        saved = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameter_of = dict(zip(saved, parameters))
         state = {
-            position: _local_slots(parameters[position], slots) for position, slots in state_dict["state"].items()
+            key: _local_slots(parameter_of[key], slots) if key in parameter_of else slots
+            for key, slots in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
 
@@ -190,8 +194,8 @@ def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
         self._opt_called = True  # what the scheduler looks at to warn about a wrong order
         return type(self).step(self, *args, **kwargs)
 
+    step._wrapped_by_lr_sched = True
     optimizer.step = step.__get__(optimizer)
-    optimizer.step._wrapped_by_lr_sched = True
 
 
 def _is_slot(name: str, value: Any, member: ShardedParam) -> bool:
@@ -217,7 +221,10 @@ def _local_slots(parameter: nn.Parameter, slots: dict[str, Any]) -> dict[str, An
 
 def _check_names(groups: list[dict], saved: list[dict]) -> None:
     for number, (group, other) in enumerate(zip(groups, saved)):
-        names = other.get("param_names")
-        if names is not None and list(names) != group["param_names"]:
-            different = sorted(set(names) ^ set(group["param_names"])) or "the same names in another order"
+        if other.get("param_names") is None:
+            continue
+        # Those of an optimizer over the unsharded model have no wrapper in front.
+        names, own = ([name.removeprefix("module.") for name in each["param_names"]] for each in (other, group))
+        if names != own:
+            different = sorted(set(names) ^ set(own)) or "the same names in another order"
             raise ValueError(f"param_groups[{number}] of the state dict is for other parameters: {different}")

@@ -151,11 +151,12 @@ class ShardedParam:
         if tuple(value.shape) not in (self.run.shape, self.run.shape or (1,)):
             raise ValueError(f"{self.name}: expects shape {tuple(self.run.shape)} but got {tuple(value.shape)}")
         if isinstance(value, DTensor):
-            local = value.to_local()
-            if local.numel() != self.run.numel:
+            local = value._local_tensor
+            same_run = local.run == self.run if isinstance(local, RunTensor) else local.numel() == self.run.numel
+            if not same_run:
                 raise ValueError(
-                    f"{self.name}: the state was sharded for another layout ({local.numel()} elements on this rank instead of"
-                    f" {self.run.numel}); load it with torch.distributed.checkpoint, which reshards"
+                    f"{self.name}: the state was sharded for another layout ({local.numel()} elements on this rank, not the"
+                    f" {self.run.numel} of this one); load it with torch.distributed.checkpoint, which reshards"
                 )
             return local.reshape(self.run.local_shape)
         return value.detach().reshape(-1)[self.run.start : self.run.stop].view(self.run.local_shape)
@@ -180,6 +181,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     The pieces of the ranks follow one another, so they need only be put together.
     """
     local = dtensor.to_local().detach()
-    if all(isinstance(placement, Replicate) for placement in dtensor.placements):
+    # A scalar in a state dict says that it is replicated, because torch has no sharded ones; one rank may hold it.
+    if dtensor.shape and all(isinstance(placement, Replicate) for placement in dtensor.placements):
         return local.clone().view(dtensor.shape)
-    return all_gather_uneven(local.reshape(-1), dtensor.device_mesh.get_group()).view(dtensor.shape)
+    pieces = all_gather_uneven(local.reshape(-1), dtensor.device_mesh.get_group())
+    return pieces[: dtensor.shape.numel()].view(dtensor.shape)
