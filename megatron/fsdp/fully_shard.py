@@ -15,9 +15,13 @@ from megatron.fsdp.collectives import agree
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.optimizer import refuse_matrix_optimizers, shard_optimizer, swap_parameters
+from megatron.fsdp.optimizer import refuse_optimizer, shard_optimizer, swap_parameters
 from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.units import resolve_unit_modules
+
+
+# The object itself says that no policy was given, and the older keywords may speak.
+DEFAULT_PRECISION = MixedPrecisionPolicy()
 
 
 def fully_shard_model(
@@ -36,7 +40,7 @@ def fully_shard_model(
     outer_dp_sharding_strategy: str | int | ShardingStrategy = 0,
     device: torch.device | str | None = None,
     init_model_with_meta_device: bool = False,
-    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
     overlap_grad_reduce: bool = True,
     overlap_param_gather: bool = True,
     sync_model_each_microbatch: bool = True,
@@ -79,7 +83,7 @@ def fully_shard_model(
             the unit of the whole module, which is gathered for its whole forward and its whole backward.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         device: where the module goes first. None: the mesh's.
-        mixed_precision_policy: dtypes of main weights and gradients. None: ``MixedPrecisionPolicy()``.
+        mixed_precision_policy: dtypes of main weights and gradients.
         overlap_grad_reduce, overlap_param_gather: communicate beside compute.
         sync_model_each_microbatch: after every backward gradients are final on ``param.grad``; several backward
             passes before a step add up. False: the optimizer's step, or ``finish_grad_sync``, makes them final.
@@ -189,7 +193,7 @@ def fully_shard(
         ValueError, NotImplementedError, RuntimeError: as both functions do; the model and the optimizer are as
             before then.
     """
-    refuse_matrix_optimizers(optimizer)
+    refuse_optimizer(optimizer)
     _raise_everywhere(_problems_of_optimizer(module, optimizer))
     model = fully_shard_model(module, *args, **kwargs)
     swap_parameters(optimizer, model)
@@ -206,7 +210,7 @@ fully_shard.__signature__ = _signature_with_optimizer()  # what editors and `hel
 
 
 def precision_policy(
-    policy: MixedPrecisionPolicy | None, grad_reduce_in_fp32: bool | None, preserve_fp32_weights: bool | None
+    policy: MixedPrecisionPolicy, grad_reduce_in_fp32: bool | None, preserve_fp32_weights: bool | None
 ) -> MixedPrecisionPolicy:
     """The policy of either spelling; ``ValueError`` where both are given and disagree."""
     old = MixedPrecisionPolicy(
@@ -214,7 +218,7 @@ def precision_policy(
         main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
         grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
     )
-    if policy is None:
+    if policy is None or policy is DEFAULT_PRECISION:
         return old
     if preserve_fp32_weights is not None and policy.main_params_dtype != old.main_params_dtype:
         raise ValueError(

@@ -12,8 +12,11 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.model import MegatronFSDP
 from megatron.fsdp.sharded_param import ShardedParam
 
-# Their updates look at whole rows, matrices or the whole model; on a piece they would compute something else.
-NOT_ELEMENT_WISE = ("Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP")
+# Why an optimizer cannot work on pieces: the updates of most of these look at whole rows, matrices or the whole model.
+_WHOLE = "needs whole matrices or the whole model, but ranks hold pieces of them: not built yet"
+NOT_ELEMENT_WISE = dict.fromkeys(("Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP"), _WHOLE) | {
+    "Rprop": "assigns by index, which torch's DTensors cannot do",
+}
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -57,6 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if zero_grad_buffer:
             for model in self._fsdp_models:
                 model.zero_grad_buffer()
+                if not set_to_none:
+                    model.attach_grad_to_optimizer_state()  # zeros
 
     def state_dict(self) -> dict[str, Any]:
         """torch's structure with ``param_names`` in every group; tensors are DTensors that torch's checkpoint takes."""
@@ -103,7 +108,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, checkpoint_ready: bool = T
     kind = type(optimizer)
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
-    refuse_matrix_optimizers(optimizer)
+    refuse_optimizer(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(1 for parameter in parameters if not hasattr(parameter, "_fsdp_model"))
     if strangers:
@@ -123,13 +128,12 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, checkpoint_ready: bool = T
     return optimizer
 
 
-def refuse_matrix_optimizers(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``NotImplementedError`` for optimizers that would compute something else on a piece of a matrix."""
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``NotImplementedError`` for optimizers that cannot work on pieces of matrices."""
     name = next((base.__name__ for base in type(optimizer).__mro__ if base.__name__ in NOT_ELEMENT_WISE), None)
     if name:
         raise NotImplementedError(
-            f"{name} needs whole matrices or the whole model, but ranks hold pieces of them: not built yet."
-            " Use an element-wise optimizer (AdamW, Adam, SGD, RMSprop, Adagrad, ...)"
+            f"{name} {NOT_ELEMENT_WISE[name]}. Use AdamW, Adam, SGD, RMSprop, Adagrad or another element-wise one"
         )
 
 

@@ -170,7 +170,7 @@ class Schedule:
         unit.open_calls.clear()
         unit.holders.clear()
         unit.reshard()
-        if in_backward():
+        if self.backward_active:
             self._prefetch()
 
     def finish_backward(self) -> None:

@@ -19,6 +19,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint import directory
 from megatron.fsdp.collectives import agree
@@ -47,6 +48,8 @@ def save(
     problem = None
     try:
         FORMATS[args.ckpt_format].save(args, state, *content, staging)
+    except CheckpointException as error:  # raised on every rank (and no Exception): each tells its own part
+        problem = _cause(error, dist.get_rank())
     except Exception as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     problems = agree(problem)
@@ -83,10 +86,14 @@ def load(
     module = FORMATS[args.ckpt_format]
     _check_format(source, args.ckpt_format)
     state = run_state(args, scheduler if with_optimizer else None, with_rng)
+    rates = _rates(scheduler) if with_optimizer else []
     try:
         loaded = module.load(args, state, model, optimizer if with_optimizer else None, source)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
+    except CheckpointException as error:
+        causes = [_cause(error, rank) for rank in sorted(error.failures)]
+        raise ValueError("\n  ".join([f"{source} cannot be loaded, its files are damaged or of another run:", *causes])) from error
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
     if not weights_only:
@@ -95,7 +102,7 @@ def load(
             setattr(args, name, getattr(loaded["args"], name, 0))
         args.num_floating_point_operations_so_far = loaded.get("num_floating_point_operations_so_far", 0.0)
     if with_optimizer:
-        scheduler.load_state_dict(loaded["opt_param_scheduler"])
+        _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         _restore_rng(args, loaded["rng_state"])
     say(f"loaded {'the weights of ' if weights_only else ''}{source}" + ("" if weights_only else f", iteration {args.iteration}"))
@@ -170,6 +177,49 @@ def _check_format(source: Path, expected: str) -> None:
     if actual != expected:
         flag = "with" if actual == "fsdp_dtensor" else "without"
         raise ValueError(f"{source} is in the format {actual}, but this run reads {expected}: it was written {flag} --use-megatron-fsdp")
+
+
+def _cause(error: CheckpointException, rank: int) -> str | None:
+    """What went wrong on ``rank``, without the traceback."""
+    if rank not in error.failures:
+        return None
+    cause = error.failures[rank][0]
+    return f"rank {rank}: {type(cause).__name__}: {cause}"
+
+
+def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
+    """The highest and lowest learning rate of every param group."""
+    return [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in scheduler.optimizer.param_groups]
+
+
+def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]) -> None:
+    """Go on where the saved schedule was. ``rates`` are those of this run; the groups have the file's already.
+
+    Raises:
+        ValueError: listing the settings that differ, unless a flag says which ones count.
+    """
+    if scheduler.override_opt_param_scheduler:
+        for group, own in zip(scheduler.optimizer.param_groups, rates):
+            group.update(own)
+    elif not scheduler.use_checkpoint_opt_param_scheduler:
+        different = _differences(saved, scheduler.state_dict())
+        for number, (theirs, own) in enumerate(zip(_rates(scheduler), rates)):
+            different += [f"param group {number}, {line}" for line in _differences(theirs, own)]
+        if different:
+            raise ValueError(
+                "the checkpoint has another schedule of learning rate and weight decay (steps count samples):\n  "
+                + "\n  ".join(different)
+                + "\n--use-checkpoint-opt-param-scheduler takes the file's, --override-opt-param-scheduler this run's"
+            )
+    scheduler.load_state_dict(saved)
+
+
+def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    return [
+        f"{name}: {value} in the file, {own[name]} in this run"
+        for name, value in saved.items()
+        if name != "num_steps" and name in own and own[name] != value
+    ]
 
 
 def _note_progress(args: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.fsdp_dtensor import (
     CHECKPOINT_VERSION,
+    META_PREFIX,
     MODEL_PREFIX,
     entry_names,
     plain_name,
@@ -71,6 +72,8 @@ def load(
         if optimizer.grad_scaler is not None and any(key.startswith("grad_scaler.") for key in metadata.state_dict_metadata):
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     _check(args, content, metadata, source)
+    if optimizer is not None:
+        _drop_absent_groups(content["optimizer"]["param_to_group_meta"], metadata)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(content, checkpoint_id=source, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
@@ -144,10 +147,18 @@ def _load_groups(model: FullyShardedDataParallel, optimizer: MegatronOptimizer, 
     fields_of = {plain_name(name): fields for name, fields in meta.items()}
     name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        fields = [fields_of[name_of[parameter]] for parameter in group["params"]]
+        names = [name_of[parameter] for parameter in group["params"]]
+        fields = [fields_of[name] for name in names if name in fields_of]
         if any(other != fields[0] for other in fields[1:]):
             raise ValueError("the checkpoint's param groups are divided otherwise than this run's (--no-load-optim skips them)")
         group.update(fields[0] if fields else {})
+
+
+def _drop_absent_groups(meta: dict[str, dict[str, Any]], metadata: Metadata) -> None:
+    """In a partial load, parameters that the file does not know take the fields of those it does."""
+    for name, fields in list(meta.items()):
+        if not any(f"{META_PREFIX}{name}.{field}" in metadata.state_dict_metadata for field in fields):
+            del meta[name]
 
 
 def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path) -> None:
@@ -168,7 +179,9 @@ def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata
     if problems:
         hint = ""
         if any(key.startswith("rng_state") for key in missing) or any(line.startswith("rng_state") for line in shapes):
-            hint = "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+            hint += "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+        if any(key.startswith(("optimizer.", "opt_param_scheduler.")) for key in missing):
+            hint += "\nSome of the optimizer's state is not there: --no-load-optim loads weights without it."
         raise ValueError(f"{source} is a checkpoint of another model or run:\n  " + "\n  ".join(problems) + hint)
 
 

@@ -9,12 +9,22 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.training.ranks import data_parallel_group
+from megatron.training.torch_dist_checkpoint import whole_weights
 
 
 @torch.no_grad()
 def params_norm(model: MegatronModule) -> float:
     """The L2 norm of the weights that the optimizer updates: fp32 main weights where there are any."""
-    pieces, whole = [], []  # of which every rank has a part; which every rank has
+    with whole_weights(model):
+        pieces, whole = _weights(model)
+        square = _square(pieces)
+        dist.all_reduce(square, group=data_parallel_group())
+        return (square + _square(whole)).sqrt().item()
+
+
+def _weights(model: MegatronModule) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Weights of which every rank has a part, and weights that every rank has."""
+    pieces, whole = [], []
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             replicated = all(isinstance(placement, Replicate) for placement in parameter.placements)
@@ -24,9 +34,7 @@ def params_norm(model: MegatronModule) -> float:
                 pieces.append(parameter.main_param)
         else:
             whole.append(getattr(parameter, "main_param", parameter))
-    square = _square(pieces)
-    dist.all_reduce(square, group=data_parallel_group())
-    return (square + _square(whole)).sqrt().item()
+    return pieces, whole
 
 
 def _square(tensors: list[torch.Tensor]) -> torch.Tensor:

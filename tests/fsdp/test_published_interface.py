@@ -44,7 +44,7 @@ SHARD = {
     "outer_dp_sharding_strategy": 0,
     "device": None,
     "init_model_with_meta_device": False,
-    "mixed_precision_policy": None,  # MixedPrecisionPolicy(), unless the older keywords say otherwise
+    "mixed_precision_policy": megatron_fsdp.MixedPrecisionPolicy(),
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "sync_model_each_microbatch": True,
