@@ -7,6 +7,7 @@ A checkpoint is complete or absent: it is written beside its place, renamed, and
 from __future__ import annotations
 
 import argparse
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,25 @@ from megatron.training import fsdp_dtensor_checkpoint, torch_dist_checkpoint
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
+
+
+def check_target(args: argparse.Namespace) -> None:
+    """Find out before training whether ``--save`` can be written to; writes nothing.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    problem = None
+    if args.save and dist.get_rank() == 0:
+        place = Path(args.save).absolute()
+        nearest = next(path for path in (place, *place.parents) if path.exists())
+        if not nearest.is_dir():
+            problem = f"--save {args.save}: {nearest} is a file, not a directory"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            problem = f"--save {args.save}: no permission to write in {nearest}"
+    problems = agree(problem)
+    if problems:
+        raise ValueError(problems[0])
 
 
 def save(

@@ -60,7 +60,7 @@ def load(
     Raises:
         ValueError: listing the entries that are missing or of another shape, unless partial loads are allowed.
     """
-    metadata = dcp.FileSystemReader(source).read_metadata()
+    metadata = _read_metadata(source)
     content: dict[str, Any] = {**_with_rng_by_stage(state), "model": model_entries(args, model)}
     del content["checkpoint_version"]
     if "num_floating_point_operations_so_far" not in metadata.state_dict_metadata:
@@ -86,6 +86,13 @@ def load(
     if "rng_state" in content:
         content["rng_state"] = content["rng_state"][_STAGE]
     return content
+
+
+def _read_metadata(source: Path) -> Metadata:
+    try:
+        return dcp.FileSystemReader(source).read_metadata()
+    except Exception as error:  # a pickle that was cut off or overwritten can fail in any way
+        raise ValueError(f"{source / '.metadata'} is damaged: {type(error).__name__}: {error}") from error
 
 
 # The key of the random state of one pipeline stage and tensor-parallel rank; there is one of each.

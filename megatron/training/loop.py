@@ -55,6 +55,7 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     Raises:
         ValueError, RuntimeError: with a message for the user, the same on every rank where the cause is.
     """
+    checkpointing.check_target(args)
     tokenizer = build_tokenizer(args)
     args.padded_vocab_size = padded_vocab_size(tokenizer, args)
     model = build_model(args, args.padded_vocab_size, device)

@@ -61,7 +61,7 @@ def load(
         ValueError: where it does not fit this run.
     """
     with whole_weights(model), quiet():
-        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(args)
+        metadata = _saved_metadata(source) or content_metadata(args)
         content = sharded_state(args, state, model, optimizer, metadata, is_loading=True)
         try:
             loaded = dist_checkpointing.load(content, str(source), strict=StrictHandling(args.dist_ckpt_strictness))
@@ -73,6 +73,13 @@ def load(
         if optimizer is not None:
             load_optimizer(optimizer, loaded["optimizer"])
     return loaded
+
+
+def _saved_metadata(source: Path) -> dict[str, Any] | None:
+    try:
+        return dist_checkpointing.load_content_metadata(str(source))
+    except Exception as error:  # the first file that is read; if it is cut off, that can fail in any way
+        raise ValueError(f"{source / 'common.pt'} is damaged: {type(error).__name__}: {error}") from error
 
 
 def content_metadata(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FullyShardedDataParallel is what Megatron-Core's schedules and optimizers expect of a data-parallel wrapper."""
+
+import inspect
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.sharded_param import full_tensor
+from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.mcore_adapter.data_parallel import default_unit_modules
+from megatron.training import gpt_model
+from megatron.training.configs import ddp_config, transformer_config
+from tests.rank_pool import run_ranks
+from tests.training.training_runs import SMALL, assert_close, prepare
+
+LINE = f"{SMALL} --use-megatron-fsdp --untie-embeddings-and-output-weights --overlap-grad-reduce"
+LAYERS = {f"decoder.layers.{number}." for number in (0, 1)}
+
+
+def make_module(flags: str = "") -> tuple[Any, Any, torch.nn.Module]:
+    """Arguments, config and the model before it is wrapped."""
+    args, device = prepare(f"{LINE} {flags}")
+    with patch.object(gpt_model, "wrap", lambda args, config, model: model):
+        module = gpt_model.build_model(args, 99, device)
+    return args, transformer_config(args), module
+
+
+def make_wrapper(flags: str = "", **arguments: Any) -> FullyShardedDataParallel:
+    args, config, module = make_module(flags)
+    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments)
+
+
+def backward(model: torch.nn.Module, seed: int) -> None:
+    """Forward and backward of one microbatch that no other rank has."""
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
+    tokens = torch.randint(99, (2, 33), generator=generator)
+    mask = torch.ones(1, 1, 32, 32).triu(1).bool()
+    positions = torch.arange(32).expand(2, 32)
+    model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).sum().backward()
+
+
+def gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
+    return {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def step(model: FullyShardedDataParallel, context: Any = None) -> dict[str, torch.Tensor]:
+    """The gradients of two microbatches, the first one inside `context` (default: no_sync)."""
+    model.zero_grad_buffer()
+    with model.no_sync() if context is None else context:
+        backward(model, 1)
+    backward(model, 2)
+    model.finish_grad_sync(force_all_reduce=False)
+    return gradients(model)
+
+
+def assert_same(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float = 1e-6) -> None:
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, rtol=relative, atol=relative * float(value.abs().max()), msg=name)
+
+
+# ---- interface -------------------------------------------------------------------------------------------------------
+
+
+def call_every_member() -> dict[str, Any]:
+    """Job: the members and the calls that Megatron-Core makes, as it makes them."""
+    model = make_wrapper(disable_bucketing=False, pg_collection=None)
+    model.force_all_reduce = False
+    model.zero_grad_buffer()
+    backward(model, 0)
+    model.start_grad_sync(model.parameters())
+    model.finish_grad_sync(force_all_reduce=False)
+    model.scale_gradients(torch.tensor(0.5))
+    model.param_and_grad_buffer.copy_main_weights_to_model_weights()
+    model.start_param_sync()
+    model.start_param_sync(model.parameters(), force_sync=True)
+    model.start_param_sync(force_dispatch=True, force_sync=True)
+    model.stop_communication()
+    model.broadcast_params()
+    with model.no_sync():
+        pass
+    prefixed = model.state_dict_for_save_checkpoint(prefix="model.", keep_vars=True)
+    model.load_state_dict(model.state_dict(), strict=True)
+    own = [name for name in ("decoder", "set_input_tensor", "pre_process", "model_type", "vp_stage") if hasattr(model, name)]
+    return {
+        "config": get_model_config(model) is model.config,
+        "found_inside": get_attr_wrapped_model(model, "pre_process"),
+        "own": own,
+        "ddp_config": model.ddp_config.use_megatron_fsdp,
+        "gpt": sum(isinstance(module, GPTModel) for module in model.modules()),
+        "keys": sorted({key.split(".")[0] for key in model.state_dict()}),
+        "prefixed": all(key.startswith("model.module.") for key in prefixed),
+    }
+
+
+def test_every_member_that_megatron_core_uses_takes_its_calls():
+    for seen in run_ranks(2, call_every_member):
+        assert seen == {
+            "config": True,
+            "found_inside": True,
+            "own": [],  # lookups of these go on to the module; an attribute here would hide the module's
+            "ddp_config": True,
+            "gpt": 1,
+            "keys": ["module"],
+            "prefixed": True,
+        }
+
+
+def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper():
+    names = set(inspect.signature(FullyShardedDataParallel).parameters)
+    assert names >= {"config", "ddp_config", "module", "disable_bucketing", "pg_collection", "fsdp_unit_modules", "device"}
+
+
+def describe_parameters(flags: str) -> dict[str, Any]:
+    """Job: what the optimizer sees, beside the model before it was wrapped."""
+    args, config, module = make_module(flags)
+    module.output_layer.weight.a_mark = "kept"
+    plain = {name: (tuple(parameter.shape), dict(vars(parameter))) for name, parameter in module.named_parameters()}
+    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(args, num_parameters=1), module=module)
+    first, second = dict(model.named_parameters()), dict(model.named_parameters())
+    backward(model, 0)
+    model.finish_grad_sync()
+    third = dict(model.named_parameters())
+    return {
+        "same": all(first[name] is second[name] is third[name] for name in first),
+        "as_parameters": [id(value) for value in model.parameters()] == [id(value) for value in first.values()],
+        "names": list(first),
+        "shapes": {name: tuple(parameter.shape) for name, parameter in first.items()},
+        "plain": {f"module.module.{name}": shape for name, (shape, _) in plain.items()},
+        "lost": [
+            (name, key)
+            for name, (_, attributes) in plain.items()
+            for key, value in attributes.items()
+            if getattr(first[f"module.module.{name}"], key, None) != value
+        ],
+        "mark": first["module.module.output_layer.weight"].a_mark,
+        "marked": all(parameter.__fsdp_param__ and isinstance(parameter, DTensor) for parameter in first.values()),
+        "embedding": [name for name, p in first.items() if getattr(p, "is_embedding_or_output_parameter", False)],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(strategy):
+    for seen in run_ranks(2, describe_parameters, f"--data-parallel-sharding-strategy {strategy}"):
+        assert seen["same"] and seen["as_parameters"] and seen["marked"]
+        assert seen["shapes"] == seen["plain"]  # weight decay goes by the number of dimensions
+        assert seen["lost"] == [] and seen["mark"] == "kept"
+        assert seen["embedding"] == ["module.module.embedding.word_embeddings.weight", "module.module.output_layer.weight"]
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
+
+
+def groups_of(units: Any = None, **arguments: Any) -> list[set[str]]:
+    """Job: the names of the parameters that are gathered together."""
+    chosen = {} if units is None else {"fsdp_unit_modules": units}
+    return [set(group.names) for group in make_wrapper(**chosen, **arguments).module.groups]
+
+
+def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more():
+    groups = run_ranks(2, groups_of)[0]
+    assert len(groups) == 5
+    for prefix in (*LAYERS, "embedding.", "output_layer.", "decoder.final_layernorm."):
+        assert sum(all(name.startswith(prefix) for name in group) for group in groups) == 1, prefix
+
+
+def test_units_may_be_given_as_classes_or_as_import_paths():
+    paths = [f"{kind.__module__}.{kind.__qualname__}" for kind in (TransformerLayer, LanguageModelEmbedding)]
+    by_class = run_ranks(2, groups_of, [TransformerLayer, LanguageModelEmbedding])[0]
+    assert run_ranks(2, groups_of, paths)[0] == by_class
+    rest = [group for group in by_class if "output_layer.weight" in group]
+    assert rest == [{"output_layer.weight", "decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}]
+
+
+def test_without_bucketing_there_is_one_group():
+    assert len(run_ranks(2, groups_of, disable_bucketing=True)[0]) == 1
+
+
+def default_units() -> list[str]:
+    """Job: the default units of a model with an output layer of its own."""
+    *kinds, output = default_unit_modules(module := make_module()[2])
+    assert output is module.output_layer
+    return [kind.__name__ for kind in kinds]
+
+
+def test_the_default_units_are_found_in_the_module():
+    assert run_ranks(1, default_units) == [["TransformerLayer", "LanguageModelEmbedding"]]
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
+    """Job: the error of a constructor call."""
+    args, config, module = make_module()
+    for name, value in config_changes.items():
+        setattr(config, name, value)
+    try:
+        settings = replace(ddp_config(args, num_parameters=1), **ddp_changes)
+        FullyShardedDataParallel(config=config, ddp_config=settings, module=module)
+    except (ValueError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize(
+    ("ddp", "config", "words"),
+    [
+        ({"use_distributed_optimizer": False}, {}, "ValueError: FullyShardedDataParallel needs"),
+        ({"use_megatron_fsdp": False}, {}, "ValueError: FullyShardedDataParallel needs"),
+        ({}, {"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
+        ({"num_distributed_optimizer_instances": 2}, {}, "hybrid sharding"),
+        ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
+    ],
+    ids=["no_distributed_optimizer", "no_fsdp", "fusion", "instances", "strategy"],
+)
+def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words):
+    for message in run_ranks(2, refusal, ddp, config):
+        assert words in message
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Job: elements of every gradient that this rank has, and the gradient's shape."""
+    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
+    backward(model, 0)
+    model.finish_grad_sync()
+    assert all(parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    return {name: (p.grad._local_tensor.numel(), p.numel()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy):
+    per_rank = run_ranks(4, pieces, strategy)
+    assert any(owned == 0 for rank in per_rank for owned, _ in rank.values())
+    for name, (_, total) in per_rank[0].items():
+        assert sum(rank[name][0] for rank in per_rank) == total
+
+
+def ways_through_a_step(strategy: str) -> None:
+    """Job: every order of calls that schedules use ends with the same gradients."""
+    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
+    expected = step(model)
+    assert_same(step(model, nullcontext()), expected)
+
+    # A pipeline stage that is not the first: all backwards inside, then start_grad_sync.
+    model.zero_grad_buffer()
+    with model.no_sync():
+        backward(model, 1)
+        backward(model, 2)
+    model.start_grad_sync(model.parameters())
+    model.finish_grad_sync(force_all_reduce=False)
+    assert_same(gradients(model), expected)
+
+    # An evaluation in a pipeline enters no_sync and never leaves it; the generator may live on for a while.
+    for keep_alive in (False, True):
+        context = model.no_sync()
+        context.__enter__()
+        if not keep_alive:
+            del context
+        with torch.no_grad():
+            model(torch.zeros(2, 32, dtype=torch.long), torch.arange(32).expand(2, 32), torch.ones(1, 1, 32, 32).triu(1).bool())
+        assert_same(step(model), expected)
+
+    # The optimizer clears a second time; what was there before is forgotten.
+    model.zero_grad_buffer()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.zero_grad_buffer()
+    assert_same(step(model), expected)
+
+    model.scale_gradients(torch.tensor(0.25))
+    assert_same(gradients(model), {name: value * 0.25 for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_order_of_calls_gives_the_same_gradients(strategy):
+    run_ranks(2, ways_through_a_step, strategy)
+
+
+def mean_gradients() -> None:
+    """Job: the wrapper's gradients are the mean over ranks of those of the bare model, summed over microbatches."""
+    model = make_wrapper()
+    values = step(model)
+    _, _, module = make_module()
+    backward(module, 1)
+    backward(module, 2)
+    expected = {}
+    for name, parameter in module.named_parameters():
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        expected[f"module.module.{name}"] = total / dist.get_world_size()
+    assert_same(values, expected, 1e-5)
+
+
+def test_gradients_are_the_mean_over_ranks_of_those_of_the_bare_model():
+    run_ranks(2, mean_gradients)
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_bare_model():
+    wrapped, bare = zip(*run_ranks(2, evaluations))
+    assert_close(list(wrapped), list(bare), 1e-7)
+
+
+def evaluations() -> tuple[float, float]:
+    """Job: the loss without gradients, wrapped and bare."""
+    losses = []
+    for model in (make_wrapper(), make_module()[2]):
+        tokens = torch.arange(66).view(2, 33)
+        with torch.no_grad():
+            output = model(tokens[:, :-1], torch.arange(32).expand(2, 32), torch.ones(1, 1, 32, 32).triu(1).bool(), labels=tokens[:, 1:].contiguous())
+        losses.append(float(output.mean()))
+    return losses[0], losses[1]

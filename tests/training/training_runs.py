@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training program on warm ranks: command lines in, exact numbers out. Jobs for `tests.rank_pool.run_ranks`."""
+
+import gc
+import shlex
+import signal
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from megatron.checkpoint.fsdp_dtensor import plain_name
+from megatron.fsdp.sharded_param import full_tensor
+from megatron.mcore_adapter import cpu
+from megatron.training import checkpointing, loop, ranks
+from megatron.training.arguments import parse_arguments
+from megatron.training.gpt_model import build_model
+from megatron.training.gpt_optimizer import build_optimizer
+from megatron.training.noise import quieten
+from megatron.training.report import Report
+from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
+from tests.model_parallel import initialize_data_parallel
+
+SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8"
+DATA = "--mock-data --vocab-size 99 --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
+STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
+"""Two microbatches a step on two ranks, one on four, four on one: the batches are the same."""
+
+
+@dataclass
+class Record:
+    """What one rank saw of one run."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """The values that the loop reports, with `iteration` and `skipped`; floats as they were computed."""
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Name of the split -> iterations and losses."""
+    lines: list[str] = field(default_factory=list)
+    iteration: int = 0
+    operations: float = 0.0
+
+    def column(self, name: str) -> list[Any]:
+        """One value of every step."""
+        return [step[name] for step in self.steps]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.column("lm loss")
+
+
+class RecordingReport(Report):
+    """A report that keeps what it is told, on every rank, and prints nothing."""
+
+    record: Record
+
+    def step(self, values: dict[str, float | None], skipped: bool) -> None:
+        self.record.steps.append({"iteration": self._args.iteration, "skipped": skipped, **values})
+        super().step(values, skipped)
+
+    def evaluation(self, loss: float, name: str = "validation") -> None:
+        self.record.evaluations.setdefault(name, []).append((self._args.iteration, loss))
+        super().evaluation(loss, name)
+
+    def say(self, line: str) -> None:
+        self.record.lines.append(line)
+
+
+def prepare(command_line: str) -> tuple[Any, torch.device]:
+    """What `ranks.start` does, in a world that exists already; the arguments and the device."""
+    quieten()
+    args, _ = parse_arguments(
+        shlex.split(command_line), world_size=dist.get_world_size(), cuda=False, transformer_engine=False
+    )
+    cpu.install()
+    initialize_data_parallel()
+    ranks.seed(args)
+    destroy_num_microbatches_calculator()
+    gc.collect()
+    return args, torch.device("cpu")
+
+
+def _drop_old_groups() -> None:
+    """Megatron-Core makes two dozen process groups a job, each with threads and sockets, and never ends any."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    _clear_sharding_prop_cache()  # what torch remembers of DTensors refers to meshes over such groups
+
+
+def pretrain(command_line: str) -> Record:
+    """One run from start to end on this rank."""
+    args, device = prepare(command_line)
+    report = type("ThisReport", (RecordingReport,), {"record": Record()})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with patch.object(loop, "Report", report):
+            loop.pretrain(args, device)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report.record.iteration = args.iteration
+    report.record.operations = args.num_floating_point_operations_so_far
+    return report.record
+
+
+def train(*command_lines: str) -> list[Record]:
+    """Job: runs one after the other, each as if it were alone."""
+    return [pretrain(command_line) for command_line in command_lines]
+
+
+def refuse(command_line: str) -> str:
+    """Job: a run that must fail; type and message of the error."""
+    try:
+        pretrain(command_line)
+    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("the run did not fail")
+
+
+def assert_close(values: list[float], expected: list[float], relative: float) -> None:
+    """Every value within `relative` of its reference; the message shows the worst."""
+    assert len(values) == len(expected) > 0
+    worst = max(abs(value - other) / max(abs(other), 1e-12) for value, other in zip(values, expected))
+    assert worst <= relative, f"differs by {worst:.2e}, more than {relative:.0e}:\n{values}\n{expected}"
+
+
+@dataclass
+class State:
+    """Weights and optimizer after `--load`, as full tensors by plain name, and what was restored beside them."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """`exp_avg`, `exp_avg_sq`, `step` -> name -> tensor."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of the param groups without their parameters."""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def build(command_line: str, **overrides: Any) -> loop.Run:
+    """Everything of a run up to its first load, with a report that keeps what it is told.
+
+    `overrides` are arguments after all rules, for what the command line does not let through on this machine.
+    """
+    args, device = prepare(command_line)
+    vars(args).update(overrides)
+    args.padded_vocab_size = padded_vocab_size(build_tokenizer(args), args)
+    model = build_model(args, args.padded_vocab_size, device)
+    optimizer, scheduler = build_optimizer(args, model)
+    report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)
+    return loop.Run(args, device, model, optimizer, scheduler, report, started=time.monotonic())
+
+
+def state_of(run: loop.Run) -> State:
+    """The state of a run with --use-megatron-fsdp."""
+    state = State(args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")})
+    for name, parameter in run.model.named_parameters():
+        plain = plain_name(name)
+        state.weights[plain] = full_tensor(parameter)
+        for slot, value in run.optimizer.optimizer.state[parameter].items():
+            state.slots.setdefault(slot, {})[plain] = full_tensor(value) if slot != "step" else value.clone()
+    state.groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    return state
+
+
+def load_state(command_line: str) -> State:
+    """Job: what a run has after it has loaded its checkpoint."""
+    run = build(command_line)
+    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    return state_of(run)
