@@ -24,6 +24,7 @@ if not torch.cuda.is_available():
 
 from megatron.training import ranks  # noqa: E402
 from megatron.training.arguments import ArgumentErrors, parse_arguments  # noqa: E402
+from megatron.training.errors import RunError  # noqa: E402
 from megatron.training.loop import pretrain  # noqa: E402
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     try:
         device = ranks.start(args)
         pretrain(args, device)
-    except (ValueError, NotImplementedError, FileNotFoundError) as error:
+    except (ValueError, NotImplementedError, OSError, RunError) as error:
         complain(f"error: {error}")
         return 1
     ranks.stop()

@@ -14,6 +14,19 @@ def iteration_directory(root: str | Path, iteration: int) -> Path:
     return Path(root) / f"iter_{iteration:07d}"
 
 
+def find(root: str | Path, iteration: int) -> Path | None:
+    """The directory of a complete iteration; None where there is none.
+
+    A save that replaces an iteration and is killed between its two renames leaves the old one under another name.
+    """
+    final = iteration_directory(root, iteration)
+    return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".old_{final.name}")
+
+
 def staging_directory(root: str | Path, iteration: int) -> Path:
     """Where an iteration is written before it is published. No reader looks there."""
     return Path(root) / f".writing_iter_{iteration:07d}"
@@ -46,10 +59,10 @@ def prepare(root: str | Path, iteration: int) -> Path:
 def publish(root: str | Path, iteration: int) -> Path:
     """Make a completely written checkpoint visible: rename it, then point the tracker at it. Called on one rank."""
     staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
-    old = final.with_name(f".old_{final.name}")
-    if old.exists():
-        shutil.rmtree(old)
+    old = _replaced(final)
     if final.exists():
+        if old.exists():
+            shutil.rmtree(old)
         final.rename(old)
     staging.rename(final)
     tracker = Path(root) / TRACKER

@@ -38,11 +38,11 @@ def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
 
 def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
     """``<P>.`` of the optimizer keys in a file that has parameters called ``names``; None where it has none of them."""
-    stems = {key.removeprefix(META_PREFIX).rpartition(".")[0] for key in keys if key.startswith(META_PREFIX)}
-    for name in names:
-        for stem in stems:
-            if stem == name or stem.endswith("." + name):
-                return stem[: len(stem) - len(name)]
+    known = set(names)
+    for key in keys:
+        stem = key.removeprefix(META_PREFIX).rpartition(".")[0]
+        if key.startswith(META_PREFIX) and plain_name(stem) in known:
+            return stem.removesuffix(plain_name(stem))
     return None
 
 

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch
 
+from megatron.fsdp.policy import MixedPrecisionPolicy
+
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Settings of a sharded model. Megatron-Core's class of this name serves as well: fields are read by name."""
+    """Settings of a sharded model. Megatron-Core's class of this name serves as well: fields are read by name.
+
+    ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune another way of
+    communicating; there is nothing here for them to change.
+    """
 
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -44,6 +50,15 @@ class DistributedDataParallelConfig:
         return cls(
             data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
         )
+
+
+def policy_of(config: Any) -> MixedPrecisionPolicy:
+    """The dtypes of a configuration object."""
+    return MixedPrecisionPolicy(
+        getattr(config, "megatron_fsdp_main_params_dtype", torch.float32),
+        getattr(config, "megatron_fsdp_main_grads_dtype", None),
+        getattr(config, "megatron_fsdp_grad_comm_dtype", None),
+    )
 
 
 UNBUILT_FIELDS = (

@@ -26,14 +26,15 @@ from megatron.fsdp.schedule import Schedule, Unit
 
 
 class Call:
-    """One call of a unit's forward: the units it holds."""
+    """One call of a unit's forward: what it holds."""
 
     def __init__(self, unit: Unit, borrowed: list[Unit]):
         self.unit = unit
-        self.held = [unit, *borrowed]
-        self.input_tells_the_end = False
-        self.input_hook: RemovableHandle | None = None
-        self.parameters_may_follow = False
+        self.borrowed = borrowed  # units whose parameters were handed in as arguments
+        self.awaited_inputs = 0  # gradients of inputs that will tell the end of the call's backward
+        self.input_hooks: list[RemovableHandle] = []
+        # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
+        self.hurried = False
 
 
 class UnitHooks:
@@ -71,8 +72,7 @@ class UnitHooks:
                 self._schedule.begin_pass()
             call = Call(unit, self._borrowed(unit, (*args, *kwargs.values())))
             self._calls.append(call)
-            for held in call.held:
-                self._schedule.acquire(held, call)
+            self._acquire(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
 
@@ -86,12 +86,17 @@ class UnitHooks:
                 self._watch_outputs(call, output)
             if in_backward():
                 return
-            for held in call.held:
+            for held in (unit, *call.borrowed):
                 self._schedule.release(held, call)
             if unit is self._root:
                 self._schedule.end_forward()
 
         return hook
+
+    def _acquire(self, call: Call) -> None:
+        for borrowed in call.borrowed:
+            self._schedule.borrow(borrowed, call)
+        self._schedule.acquire(call.unit, call)
 
     def _borrowed(self, unit: Unit, arguments: tuple) -> list[Unit]:
         owners = [self._owner.get(argument) for argument in arguments if isinstance(argument, nn.Parameter)]
@@ -110,29 +115,38 @@ class UnitHooks:
     def _begin_backward(self, call: Call) -> None:
         self._schedule.enter_backward(_queue_callback)
         if call not in call.unit.open_calls:
-            call.unit.open_calls[call] = call.input_tells_the_end
-            for held in call.held:
-                self._schedule.acquire(held, call)
+            call.unit.open_calls[call] = call.awaited_inputs > 0
+            self._acquire(call)
 
     def _watch_inputs(self, call: Call, inputs: Any) -> None:
         tensors = [
             tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
         ]
-        if tensors:
-            call.input_tells_the_end = True
-            # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
-            call.parameters_may_follow = any(tensor.is_leaf for tensor in tensors)
-            call.input_hook = torch.autograd.graph.register_multi_grad_hook(tensors, lambda gradients: self._finish(call))
+        leaves = [tensor for tensor in tensors if tensor.is_leaf]
+        others = [tensor for tensor in tensors if not tensor.is_leaf]
+        call.awaited_inputs = len(leaves) + bool(others)
+        call.hurried = bool(leaves)
+
+        def arrived(gradient: Any) -> None:
+            call.awaited_inputs -= 1
+            if call.awaited_inputs == 0:
+                self._finish(call)
+
+        # torch's hook on several tensors knows which of them get no gradient, but refuses leaves in `autograd.grad`.
+        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
+        if others:
+            call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
     def _finish(self, call: Call) -> None:
-        # The hook refers to the graph and the graph to the hook: unless taken off, the pass' activations would live
+        # The hooks refer to the graph and the graph to the hooks: unless taken off, the pass' activations would live
         # until Python's garbage collector comes by.
-        call.input_hook.remove()
+        for hook in call.input_hooks:
+            hook.remove()
         if call in call.unit.open_calls:
-            if not call.parameters_may_follow:
-                for borrowed in call.held[1:]:
+            if not call.hurried:
+                for borrowed in call.borrowed:
                     self._schedule.release(borrowed, call)
-            self._schedule.finish_call(call.unit, call, call.parameters_may_follow)
+            self._schedule.finish_call(call.unit, call, parameters_may_follow=call.hurried)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron.fsdp import model_state
 from megatron.fsdp.collectives import Communicator, agree
-from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt, refuse_unbuilt_config
+from megatron.fsdp.config import DistributedDataParallelConfig, policy_of, refuse_unbuilt, refuse_unbuilt_config
 from megatron.fsdp.hooks import UnitHooks
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.param_group import ParamGroup
@@ -32,7 +32,7 @@ class MegatronFSDP(nn.Module):
         module: initialised on every rank; the weights of the axis' first rank are taken.
         dist_index: the mesh.
         ddp_config: strategy and overlap; of this package or Megatron-Core's. None: level 3 with overlap.
-        mixed_precision_policy: dtypes of main weights and gradients.
+        mixed_precision_policy: dtypes of main weights and gradients; the default takes those of ``ddp_config``.
         fsdp_unit_modules: classes, instances or import paths of the modules that are gathered and freed as one. The
             parameters outside of them, without any all parameters, form the unit of the whole module.
         disable_bucketing: no units at all: one group per dtype.
@@ -92,7 +92,7 @@ class MegatronFSDP(nn.Module):
         self._index = dist_index
         self._auto_sync = sync_model_each_microbatch
         self.checkpoint_ready = True  # state dicts tell torch's checkpoint which chunks they hold
-        self._report_nan = report_nan_in_param_grad
+        self._report_nan = report_nan_in_param_grad or getattr(self.ddp_config, "check_for_nan_in_grad", False)
         self._grads_attached = False  # final gradients are on `param.grad`
         self._grads_final = True  # no backward since they were made final
 
@@ -100,6 +100,8 @@ class MegatronFSDP(nn.Module):
         communicator = Communicator.over(
             dist_index.get_fsdp_group(), device, gradients.sum_only, gradients.average_in_collective
         )
+        if mixed_precision_policy == MixedPrecisionPolicy():
+            mixed_precision_policy = policy_of(self.ddp_config)
         self._shard(assign_parameters(self._units), mixed_precision_policy, communicator, device)
         self._schedule = Schedule(
             self._units, self.strategy, overlap, self._forget_cleared_grads, self._after_backward
@@ -277,14 +279,14 @@ class MegatronFSDP(nn.Module):
 
     def _check_gradients(self) -> None:
         """Raise on every rank what any rank has found."""
-        bad = [group for group in self._trainable if not torch.isfinite(group.grad_shard.sum())]
         names = [
             sharded.name
-            for group in bad
-            for sharded in self._trainable[group]
+            for group, members in self._trainable.items()
+            if not torch.isfinite(group.grad_shard.sum(dtype=torch.float32))  # one look at each group; names if need be
+            for sharded in members
             if not torch.isfinite(sharded.parameter.grad._local_tensor).all()
         ]
-        problem = f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}" if bad else None
+        problem = f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}" if names else None
         problems = agree(problem, self._index.get_dp_group())
         if problems:
             raise RuntimeError("\n".join(problems))
@@ -316,10 +318,15 @@ class MegatronFSDP(nn.Module):
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def install_optimized_model_weights(self) -> None:
-        """Cast main weights into compute weights; the next forward uses them."""
+    def install_optimized_model_weights(self, only_shared: bool = False) -> None:
+        """Put main weights into compute weights; the next forward uses them.
+
+        ``only_shared`` leaves those of another dtype alone; the others are the main weights, and what other ranks have
+        gathered of them is out of date.
+        """
         for group in self._trainable:
-            group.install_main_weights()
+            if not only_shared or group.main_shard is group.compute_shard:
+                group.install_main_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Begin to gather weights that stay gathered (levels 1 and 2); level 3 gathers unit by unit in forward."""

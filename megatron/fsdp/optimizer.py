@@ -18,6 +18,8 @@ NOT_ELEMENT_WISE = dict.fromkeys(("Adafactor", "Muon", "Shampoo", "LBFGS", "SOAP
     "Rprop": "assigns by index, which torch's DTensors cannot do",
 }
 
+COUNTERS = ("step", "mu_product")  # state of a parameter as a whole, which a scalar parameter's shape cannot tell apart
+
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """What sharding adds to an optimizer; mixed into its class by :func:`shard_optimizer`."""
@@ -37,7 +39,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             closure: as in torch; its gradients are reduced too.
             sync_grad_before_optimizer_step: reduce what is not reduced yet.
-            install_optimized_model_weights: False leaves the compute weights as they are.
+            install_optimized_model_weights: False leaves compute weights of another dtype as they are until
+                ``model.install_optimized_model_weights()``. Where the dtypes agree they are the same tensors.
         """
 
         def synchronised_closure() -> Any:
@@ -48,10 +51,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         self._finish_grad_sync(sync_grad_before_optimizer_step)
         loss = super().step() if closure is None else super().step(synchronised_closure)
-        if install_optimized_model_weights:
-            for model in self._fsdp_models:
-                model.install_optimized_model_weights()
-                model.start_param_sync()
+        for model in self._fsdp_models:
+            model.install_optimized_model_weights(only_shared=not install_optimized_model_weights)
+            model.start_param_sync()
         return loss
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
@@ -204,7 +206,7 @@ def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
 
 def _is_slot(name: str, value: Any, member: ShardedParam) -> bool:
     """Whether a piece of optimizer state is element-wise, not a counter."""
-    if name == "step" or not isinstance(value, torch.Tensor):
+    if name in COUNTERS or not isinstance(value, torch.Tensor):
         return False
     return isinstance(value, DTensor) or tuple(value.shape) == member.run.shape
 

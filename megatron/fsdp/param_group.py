@@ -130,15 +130,11 @@ class ParamGroup:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Take the weights of the first rank of the axis."""
-        self.unshard()
-        self.wait_for_unshard()
-        self._communicator.broadcast(self.compute.flat)
-        if self._comes_and_goes:
-            self.compute_shard.copy_(self.compute.shard(self.rank))
-        if self.main_shard is not self.compute_shard:
-            self.main_shard.copy_(self.compute_shard)
-        self.reshard()
+        """Take the main weights of the first rank of the axis. Where they are sharded every piece has one owner, and
+        there is nothing to take."""
+        if not self.strategy.shards_optimizer:
+            self._communicator.broadcast(self.main_shard)
+            self.install_main_weights()
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -238,10 +234,6 @@ class ParamGroup:
     def zero_grad(self) -> None:
         """Forget all gradients: reduced, local and those still on the compute parameters."""
         self.forget_reduced_grad()
-        self.drop_local_grad()
-
-    def drop_local_grad(self) -> None:
-        """Forget gradients that have not been reduced."""
         if self._grads is not None:
             self._grads.free()
         self._has_local_grad = False

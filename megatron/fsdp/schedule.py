@@ -82,14 +82,18 @@ class Schedule:
 
     def acquire(self, unit: Unit, holder: Hashable) -> None:
         """Gather a unit for ``holder`` and begin with the ones that follow it."""
-        unit.holders.add(holder)
+        self.borrow(unit, holder)
         if self.units[0].holders and not in_backward():
             self._recording.append(unit)
+        self._current = unit
+        self._prefetch()
+
+    def borrow(self, unit: Unit, holder: Hashable) -> None:
+        """Gather a unit out of turn: ``holder`` is a call of another one."""
+        unit.holders.add(holder)
         self._ahead.discard(unit)
         unit.unshard()
         unit.wait_for_unshard()
-        self._current = unit
-        self._prefetch()
 
     def release(self, unit: Unit, holder: Hashable) -> None:
         """``holder`` needs the unit no longer; the last one frees it."""
@@ -205,7 +209,7 @@ class Schedule:
         self.wait_for_reductions()
         for unit in self.units:
             for group in unit.trainable_groups:
-                group.drop_local_grad()
+                group.zero_grad()  # how much of the dead pass is in the sums differs from group to group
             unit.arrived.clear()
             unit.open_calls.clear()
             unit.holders.clear()

@@ -229,7 +229,11 @@ def complete_batch_and_length(check: Check) -> None:
         args.skip_train or args.train_iters or args.train_samples, "required but not given: --train-iters or --train-samples"
     )
     if args.train_samples and args.global_batch_size and args.global_batch_size > 0:
-        args.train_iters = -(-args.train_samples // args.global_batch_size)
+        args.train_iters = args.train_samples // args.global_batch_size
+        check.require(
+            args.train_iters,
+            f"--train-samples {args.train_samples} is less than one --global-batch-size {args.global_batch_size}",
+        )
     args.train_iters = args.train_iters or 0
     args.no_load_optim = args.no_load_optim or args.skip_train
 

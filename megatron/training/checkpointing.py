@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint import directory
 from megatron.fsdp.collectives import agree
 from megatron.training import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+from megatron.training.errors import RunError
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
@@ -59,7 +60,7 @@ def save(
     """Write the state after ``args.iteration`` iterations under ``args.save`` and publish it.
 
     Raises:
-        RuntimeError: on every rank, where any rank could not write; nothing is left behind then.
+        RunError: on every rank, where any rank could not write; nothing is left behind then.
     """
     state = run_state(args, None if args.no_save_optim else scheduler, with_rng=not args.no_save_rng)
     content = (model, None if args.no_save_optim else optimizer)
@@ -75,7 +76,7 @@ def save(
     problems = agree(problem)
     if problems:
         _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")
-        raise RuntimeError(f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems))
+        raise RunError(f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems))
     _on_first_rank(lambda: directory.publish(args.save, args.iteration), "cannot publish the checkpoint")
     if args.save_retain_interval:
         _on_first_rank(lambda: directory.retain(args.save, args.save_retain_interval, args.iteration), "cannot clean up")
@@ -97,7 +98,7 @@ def load(
         ValueError: on every rank, where there is no such checkpoint, or it is one of another model.
     """
     args.num_floating_point_operations_so_far = 0.0
-    found = _find(args)
+    found = _find(args, say)
     if found is None:
         return
     source, weights_only = found
@@ -169,19 +170,23 @@ def _restore_rng(args: argparse.Namespace, states: list[dict[str, Any]]) -> None
     tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
 
 
-def _find(args: argparse.Namespace) -> tuple[Path, bool] | None:
+def _find(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Path, bool] | None:
     """The directory to load and whether only weights are taken; None to start from scratch."""
     for root, weights_only in ((args.load, args.finetune), (args.pretrained_checkpoint, True)):
         if not root:
             continue
         iteration = args.ckpt_step if args.ckpt_step is not None and root == args.load else directory.read_tracker(root)
         if iteration is not None:
-            source = directory.iteration_directory(root, iteration)
-            if not source.is_dir():
-                raise ValueError(f"there is no checkpoint {source}; in {root} are: {_inventory(root)}")
+            source = directory.find(root, iteration)
+            if source is None:
+                raise ValueError(f"there is no checkpoint of iteration {iteration} in {root}; there are: {_inventory(root)}")
             return source, weights_only
-    if args.load and args.exit_on_missing_checkpoint:
-        raise ValueError(f"--exit-on-missing-checkpoint: {args.load} has no {directory.TRACKER}")
+    if args.pretrained_checkpoint:
+        raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}")
+    if args.load and (args.exit_on_missing_checkpoint or args.finetune):
+        raise ValueError(f"--load {args.load} has no {directory.TRACKER}, so there is nothing to start from")
+    if args.load:
+        say(f"{args.load} has no {directory.TRACKER}: starting from scratch")
     return None
 
 
@@ -258,4 +263,4 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
             trouble = f"{problem}: {error}"
     problems = agree(trouble)
     if problems:
-        raise RuntimeError(problems[0])
+        raise RunError(problems[0])

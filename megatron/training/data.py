@@ -19,6 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.training.corpus import standard_library_corpus
+from megatron.training.errors import RunError
 from megatron.training.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,7 @@ def build_iterator(
         Dictionaries of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each of shape
         `[micro_batch_size, seq_length]`, and, where the dataset makes it, `attention_mask`
         (bool, `[micro_batch_size, 1, seq_length, seq_length]`, True where attention is forbidden).
-        In pinned memory where there is CUDA. A single pass that has used all samples up raises RuntimeError.
+        In pinned memory where there is CUDA. A single pass that has used all samples up raises RunError.
 
     Raises:
         ValueError: a number out of range, an empty dataset, or an unknown `dataloader_type`.
@@ -240,7 +241,7 @@ def _on_rank_zero(action: Callable[[], Result]) -> Result:
         except (ValueError, OSError) as error:
             outcome = [error]
         except Exception as error:  # the others wait, whatever went wrong; not every error can be pickled
-            outcome = [RuntimeError(f"{type(error).__name__}: {error}")]
+            outcome = [RunError(f"{type(error).__name__}: {error}")]
     torch.distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):
         raise outcome[0]
@@ -372,7 +373,7 @@ def _until_exhausted(
     batches: Iterator[dict[str, torch.Tensor]], num_samples: int, consumed_samples: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     yield from batches
-    raise RuntimeError(
+    raise RunError(
         f"the data is used up: the dataset has {num_samples} samples and this run began after {consumed_samples}; "
         "train for fewer iterations, give more data, or use --dataloader-type cyclic"
     )

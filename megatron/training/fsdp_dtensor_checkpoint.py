@@ -20,6 +20,7 @@ from megatron.checkpoint.fsdp_dtensor import (
     CHECKPOINT_VERSION,
     META_PREFIX,
     MODEL_PREFIX,
+    STATE_PREFIX,
     entry_names,
     plain_name,
     wrapper_prefix,
@@ -178,7 +179,8 @@ def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata
         for key, value in asked.items()
         if isinstance(value, torch.Tensor) and isinstance(have.get(key), TensorStorageMetadata) and have[key].size != value.shape
     ]
-    unexpected = sorted(key for key in have if key.startswith("model.") and key not in asked)
+    ours = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
+    unexpected = sorted(key for key in have if key.startswith(ours) and key not in asked)
     problems = [f"other shapes: {_some(shapes)}"] if shapes else []
     if args.strict_fsdp_dtensor_load:
         problems += [f"not in the file: {_some(missing)}"] if missing else []

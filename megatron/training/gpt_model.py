@@ -80,7 +80,9 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 def floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
     """Operations of matrix products in one training step over ``batch_size`` sequences (forward, and twice that
-    for backward), after Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries and gated MLPs."""
+    for backward), after Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries and gated MLPs.
+
+    Every layer counts as one with experts if any is; routers and shared experts are left out."""
     hidden, length = args.hidden_size, args.seq_length
     query = args.num_attention_heads * args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads

@@ -24,6 +24,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.training import checkpointing
 from megatron.training.data import build_datasets, build_iterator
+from megatron.training.errors import RunError
 from megatron.training.gpt_model import build_model, floating_point_operations
 from megatron.training.gpt_optimizer import build_optimizer
 from megatron.training.params_norm import params_norm
@@ -53,7 +54,7 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     """Build everything, load, train, evaluate, save.
 
     Raises:
-        ValueError, RuntimeError: with a message for the user, the same on every rank where the cause is.
+        ValueError, RunError, OSError: with a message for the user, the same on every rank where the cause is.
     """
     checkpointing.check_target(args)
     tokenizer = build_tokenizer(args)
@@ -68,8 +69,10 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     connect(run)
     if not args.skip_train and args.iteration < args.train_iters:
         train(run, batches(args, train_data, args.consumed_train_samples), valid_data)
+    # A run that was told to stop has no time for this.
+    finished = args.skip_train or args.iteration >= args.train_iters
     for name, data in (("validation", valid_data if args.skip_train else None), ("test", test_data)):
-        if data is not None and args.eval_iters:
+        if data is not None and finished:
             run.report.evaluation(evaluate(run, batches(args, data, 0)), name)
     run.report.end()
 
@@ -107,7 +110,7 @@ def train(run: Run, data: Batches, valid_data: Any) -> None:
             if profile is not None:
                 profile.step()
             report.stop_clock()
-            if args.eval_interval and args.eval_iters and args.iteration % args.eval_interval == 0:
+            if valid_data is not None and args.eval_interval and args.iteration % args.eval_interval == 0:
                 evaluate_in_training(run, valid_data)
             if args.save and args.iteration % args.save_interval == 0:
                 save(run)
@@ -185,7 +188,7 @@ class ForwardStep:
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
         if self._check and not torch.isfinite(total):
-            raise RuntimeError(f"rank {dist.get_rank()}: the loss is {total.item()} in iteration {self._iteration + 1}")
+            raise RunError(f"rank {dist.get_rank()}: the loss is {total.item()} in iteration {self._iteration + 1}")
         # A copy: the schedule scales the loss in place.
         return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
 
@@ -213,10 +216,12 @@ def evaluate(run: Run, data: Batches) -> float:
 
 
 def evaluate_in_training(run: Run, valid_data: Any) -> None:
-    """Evaluate on the next part of the validation set."""
+    """Evaluate on the next part of the validation set; after its end, on the first again."""
     args = run.args
-    run.report.evaluation(evaluate(run, batches(args, valid_data, args.consumed_valid_samples)))
-    args.consumed_valid_samples += args.eval_iters * args.global_batch_size
+    part = args.eval_iters * args.global_batch_size
+    consumed = args.consumed_valid_samples % (len(valid_data) // part * part)
+    run.report.evaluation(evaluate(run, batches(args, valid_data, consumed)))
+    args.consumed_valid_samples += part
 
 
 def save(run: Run) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
 
-import pickle
 from pathlib import Path
 from unittest.mock import patch
 
@@ -288,10 +287,8 @@ def failing_save(command_line: str, failing_rank: int) -> str:
 
     def save(args, *rest) -> None:
         if args.iteration == 2 and dist.get_rank() == failing_rank:
-            original_writer = dcp.FileSystemWriter.write_data
             with patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full")):
                 original(args, *rest)
-            assert dcp.FileSystemWriter.write_data is original_writer
         else:
             original(args, *rest)
 
@@ -398,4 +395,3 @@ def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_pa
     dcp.load(content, storage_reader=reader, no_dist=True)
     assert any("word_embeddings" in key for key in content)
     assert all(value is not None for value in content.values())
-    assert pickle.dumps(content)
