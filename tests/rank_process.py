@@ -162,6 +162,8 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
     if fresh_world:
         if dist.is_initialized():
             dist.destroy_process_group()
+        if (module := sys.modules.get("torch.distributed.tensor.debug")) is not None:
+            module._clear_sharding_prop_cache()  # what torch remembers of DTensors refers to meshes of the old world
         _join_world(place, number)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)

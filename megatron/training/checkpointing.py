@@ -179,12 +179,14 @@ def _find(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Path, b
         if iteration is not None:
             source = directory.find(root, iteration)
             if source is None:
-                raise ValueError(f"there is no checkpoint of iteration {iteration} in {root}; there are: {_inventory(root)}")
+                missing = directory.iteration_directory(root, iteration)
+                raise ValueError(f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}")
             return source, weights_only
     if args.pretrained_checkpoint:
         raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}")
     if args.load and (args.exit_on_missing_checkpoint or args.finetune):
-        raise ValueError(f"--load {args.load} has no {directory.TRACKER}, so there is nothing to start from")
+        flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
+        raise ValueError(f"{flag}: {args.load} has no {directory.TRACKER}")
     if args.load:
         say(f"{args.load} has no {directory.TRACKER}: starting from scratch")
     return None

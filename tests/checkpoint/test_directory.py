@@ -8,6 +8,7 @@ import pytest
 from megatron.checkpoint.directory import (
     TRACKER,
     discard,
+    find,
     iteration_directory,
     prepare,
     publish,
@@ -84,3 +85,26 @@ def test_multiples_and_the_newest_are_retained(tmp_path):
     (tmp_path / "iter_notes").mkdir()
     retain(tmp_path, 4, newest=7)
     assert visible(tmp_path) == ["iter_0000004", "iter_0000007", "iter_notes", TRACKER]
+
+
+def test_a_save_that_was_killed_while_it_replaced_an_iteration_loses_nothing(tmp_path, monkeypatch):
+    for _ in range(2):
+        (prepare(tmp_path, 3) / "content").write_text("complete")
+        if find(tmp_path, 3) is None:
+            publish(tmp_path, 3)
+    original = Path.rename
+
+    def killed(self: Path, target: Path) -> Path:
+        if self.name.startswith(".writing"):
+            raise KeyboardInterrupt
+        return original(self, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path, 3)
+    monkeypatch.undo()
+    found = find(tmp_path, read_tracker(tmp_path))
+    assert (found / "content").read_text() == "complete"
+    prepare(tmp_path, 3)
+    publish(tmp_path, 3)
+    assert find(tmp_path, 3) == iteration_directory(tmp_path, 3)

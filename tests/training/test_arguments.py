@@ -418,7 +418,8 @@ def test_a_prefix_is_checked_with_and_without_weights(tmp_path):
 def test_sample_mode_derives_iterations_and_decay():
     line = MOCK.replace("--train-iters 20", "--train-samples 21 --lr-warmup-samples 4")
     args, _ = parse(line)
-    assert (args.train_iters, args.lr_decay_samples, args.lr_decay_iters) == (11, 21, None)
+    assert (args.train_iters, args.lr_decay_samples, args.lr_decay_iters) == (10, 21, None)  # never more than asked for
+    assert any("less than one" in problem for problem in problems(line.replace("samples 21", "samples 1")))
 
 
 def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for():

@@ -249,6 +249,12 @@ def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_
         assert refusal.startswith("ValueError: --exit-on-missing-checkpoint") and str(tmp_path) in refusal
 
 
+def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path):
+    for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
+        for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
+            assert refusal.startswith("ValueError") and str(tmp_path) in refusal
+
+
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32):
     folder, _ = fp32
     for refusal in run_ranks(2, refuse, f"{LINE} --load {folder} --ckpt-step 4"):

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism, whatever the settings."""
 
+from unittest.mock import patch
+
 import pytest
 
+from megatron.training import loop
 from megatron.training.gpt_model import build_model
 from megatron.training.gpt_optimizer import build_optimizer
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import NO_DROPOUT, SMALL, Record, assert_close, prepare, train
+from tests.training.training_runs import NO_DROPOUT, SMALL, Record, assert_close, prepare, pretrain, train
 
 FSDP = "--use-megatron-fsdp"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -124,6 +127,35 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
     assert [iteration for iteration, _ in fsdp.evaluations["validation"]] == [1, 2, 3]
     for name in ("validation", "test"):
         assert_close([loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in ddp.evaluations[name]], 1e-5)
+
+
+def test_without_validation_data_training_goes_on():
+    (record,) = run_ranks(2, train, f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace("--eval-iters 0 ", ""))[0]
+    assert record.iteration == 3 and not record.evaluations
+
+
+def test_a_run_that_was_told_to_stop_does_not_evaluate_first():
+    line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1")
+    stopped, whole = run_ranks(2, train, f"{line} --exit-interval 2", line)[0]
+    assert stopped.iteration == 2 and not stopped.evaluations
+    assert list(whole.evaluations) == ["test"]
+
+
+def validation_after(command_line: str, consumed: int) -> list[float]:
+    """Job: the losses of validations by a run that has used `consumed` validation samples before."""
+    original = loop.checkpointing.load
+
+    def load(args, *rest):
+        original(args, *rest)
+        args.consumed_valid_samples = consumed
+
+    with patch.object(loop.checkpointing, "load", load):
+        return [loss for _, loss in pretrain(command_line).evaluations["validation"]]
+
+
+def test_validation_begins_again_where_the_data_ends():
+    line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
+    assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3
 
 
 def groups_of(command_line: str) -> dict[str, tuple]:

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from megatron.checkpoint.fsdp_dtensor import plain_name
 from megatron.fsdp.sharded_param import full_tensor
@@ -84,14 +83,6 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     destroy_num_microbatches_calculator()
     gc.collect()
     return args, torch.device("cpu")
-
-
-def _drop_old_groups() -> None:
-    """Megatron-Core makes two dozen process groups a job, each with threads and sockets, and never ends any."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
-    _clear_sharding_prop_cache()  # what torch remembers of DTensors refers to meshes over such groups
 
 
 def pretrain(command_line: str) -> Record:
