@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.mcore_adapter import FullyShardedDataParallel
-from megatron.training.configs import ddp_config, transformer_config
+from megatron.training.arguments.configs import ddp_config, transformer_config
 
 
 def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.device) -> MegatronModule:

@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
-from megatron.training.configs import optimizer_config
+from megatron.training.arguments.configs import optimizer_config
 
 
 def build_optimizer(

@@ -20,7 +20,7 @@ from megatron.fsdp.sharded_param import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.training import gpt_model
-from megatron.training.configs import ddp_config, transformer_config
+from megatron.training.arguments.configs import ddp_config, transformer_config
 from tests.rank_pool import run_ranks
 from tests.training.training_runs import SMALL, assert_close, prepare
 

@@ -11,10 +11,10 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 
 from megatron.training.arguments import ArgumentErrors, all_flags, build_parser, parse_arguments
-from megatron.training.config_flags import CONFIG_GROUPS, STATE_DTYPES
-from megatron.training.configs import ddp_config, optimizer_config, transformer_config
-from megatron.training.flags import frequency
-from megatron.training.not_built import HARMLESS, NEEDS, NOT_BUILT, NOT_BUILT_VALUES
+from megatron.training.arguments.config_flags import CONFIG_GROUPS, STATE_DTYPES
+from megatron.training.arguments.configs import ddp_config, optimizer_config, transformer_config
+from megatron.training.arguments.flags import frequency
+from megatron.training.arguments.not_built import HARMLESS, NEEDS, NOT_BUILT, NOT_BUILT_VALUES
 
 TABLE = json.loads((Path(__file__).parent / "data" / "flags.json").read_text())
 SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2

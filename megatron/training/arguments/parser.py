@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of pretrain_gpt.py: parse, complete, check; everything that is wrong is reported at once.
-
-`config_flags` and `program_flags` say which flags there are, `not_built` which are refused and why,
-`argument_rules` and `machine_rules` what follows from what, `configs` turns the result into Megatron-Core's configs.
-"""
+"""Parse, complete, check; everything that is wrong is reported at once."""
 
 import argparse
 import difflib
@@ -12,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.training.argument_check import ArgumentErrors, Check, Machine
-from megatron.training.argument_rules import RULES
-from megatron.training.config_flags import config_flags
-from megatron.training.configs import ddp_config, optimizer_config, transformer_config
-from megatron.training.flags import Flag
-from megatron.training.not_built import NOT_BUILT
-from megatron.training.program_flags import PROGRAM_GROUPS
-
-__all__ = ["ArgumentErrors", "all_flags", "build_parser", "parse_arguments"]
+from megatron.training.arguments.check import ArgumentErrors, Check, Machine
+from megatron.training.arguments.config_flags import config_flags
+from megatron.training.arguments.configs import ddp_config, optimizer_config, transformer_config
+from megatron.training.arguments.flags import Flag
+from megatron.training.arguments.not_built import NOT_BUILT
+from megatron.training.arguments.program_flags import PROGRAM_GROUPS
+from megatron.training.arguments.rules import RULES
 
 
 class CommandLineParser(argparse.ArgumentParser):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.training.argument_check import Check
+from megatron.training.arguments.check import Check
 
 # What runs without Transformer Engine, and what runs without a GPU at all.
 PLAIN_LAYERS = {

@@ -6,7 +6,7 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megatron.training.flags import ConfigFields, Flag, frequency, integer_pair, one_of
+from megatron.training.arguments.flags import ConfigFields, Flag, frequency, integer_pair, one_of
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS_OR_AUTO = FLOATS | {"auto": None}

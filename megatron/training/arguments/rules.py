@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megatron.training.argument_check import Check
-from megatron.training.machine_rules import fit_to_machine
-from megatron.training.not_built import HARMLESS, NEEDS, NOT_BUILT, NOT_BUILT_VALUES
+from megatron.training.arguments.check import Check
+from megatron.training.arguments.machine_rules import fit_to_machine
+from megatron.training.arguments.not_built import HARMLESS, NEEDS, NOT_BUILT, NOT_BUILT_VALUES
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 POSITIVE = (

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of the training program itself: everything that is not a field of a Megatron-Core config class."""
 
-from megatron.training.config_flags import FLOATS_OR_AUTO
-from megatron.training.flags import Flag, one_of, row
+from megatron.training.arguments.config_flags import FLOATS_OR_AUTO
+from megatron.training.arguments.flags import Flag, one_of, row
 
 TOKENIZERS = tuple(
     """ByteTokenizer NullTokenizer HuggingFaceTokenizer BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer

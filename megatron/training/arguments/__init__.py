@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of pretrain_gpt.py.
+
+`config_flags` and `program_flags` say which flags there are, `not_built` which are refused and why, `rules` and
+`machine_rules` what follows from what, `configs` turns the result into Megatron-Core's config objects.
+"""
+
+from megatron.training.arguments.check import ArgumentErrors
+from megatron.training.arguments.parser import all_flags, build_parser, parse_arguments
+
+__all__ = ["ArgumentErrors", "all_flags", "build_parser", "parse_arguments"]
