@@ -95,7 +95,7 @@ class UnitHooks:
 
     def _acquire(self, call: Call) -> None:
         for borrowed in call.borrowed:
-            self._schedule.borrow(borrowed, call)
+            self._schedule.hold(borrowed, call)
         self._schedule.acquire(call.unit, call)
 
     def _borrowed(self, unit: Unit, arguments: tuple) -> list[Unit]:

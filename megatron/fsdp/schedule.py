@@ -82,14 +82,14 @@ class Schedule:
 
     def acquire(self, unit: Unit, holder: Hashable) -> None:
         """Gather a unit for ``holder`` and begin with the ones that follow it."""
-        self.borrow(unit, holder)
+        self.hold(unit, holder)
         if self.units[0].holders and not in_backward():
             self._recording.append(unit)
         self._current = unit
         self._prefetch()
 
-    def borrow(self, unit: Unit, holder: Hashable) -> None:
-        """Gather a unit out of turn: ``holder`` is a call of another one."""
+    def hold(self, unit: Unit, holder: Hashable) -> None:
+        """Gather a unit for ``holder``, out of turn: nothing follows from it."""
         unit.holders.add(holder)
         self._ahead.discard(unit)
         unit.unshard()

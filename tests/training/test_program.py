@@ -25,7 +25,7 @@ from megatron.training.corpus import write_corpus
 from megatron.training.noise import quieten
 from megatron.training.tokenizer import ByteTokenizer
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import SMALL, Record, prepare, pretrain, train
+from tests.training.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
 
 ROOT = Path(__file__).parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
@@ -186,7 +186,7 @@ def test_bad_arguments_are_named(flags, words, tmp_path):
 
 
 def test_missing_data_is_named(tmp_path):
-    line = LINE.replace("--mock-data --vocab-size 99", f"--data-path {tmp_path / 'corpus'}")
+    line = LINE.replace(SOURCE, f"--vocab-size 99 --tokenizer-type NullTokenizer --data-path {tmp_path / 'corpus'}")
     assert_refused(f"{line} --save {tmp_path / 'new'} --save-interval 1", tmp_path, f"{tmp_path / 'corpus'}.idx", "not found")
 
 

@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training program on warm ranks: command lines in, exact numbers out. Jobs for `tests.rank_pool.run_ranks`."""
 
+import functools
 import gc
+import os
 import shlex
+import shutil
 import signal
+import tempfile
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
 from megatron.checkpoint.fsdp_dtensor import plain_name
@@ -26,11 +33,26 @@ from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 from tests.model_parallel import initialize_data_parallel
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8"
-DATA = "--mock-data --vocab-size 99 --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
+CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
+"""Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
+SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
+DATA = f"{SOURCE} --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
 STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
 SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 """Two microbatches a step on two ranks, one on four, four on one: the batches are the same."""
+
+
+@functools.cache
+def write_counting_corpus() -> None:
+    """Documents that count, from anywhere, around the vocabulary: easy to learn. The index caches lie beside it."""
+    shutil.rmtree(CORPUS.parent, ignore_errors=True)
+    CORPUS.parent.mkdir(parents=True)
+    builder = IndexedDatasetBuilder(f"{CORPUS}.bin", dtype=np.uint16)
+    for start in range(200):
+        document = (7 * start + np.arange(150 + start)) % 99
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{CORPUS}.idx")
 
 
 @dataclass
