@@ -3,6 +3,7 @@
 
 import argparse
 import logging
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -151,11 +152,17 @@ def build_iterator(
         collate_fn=_collate,
         num_workers=args.num_workers,
         pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_outlive_termination,
         # Its own generator: otherwise starting the loader draws from the global one, and dropout would differ
         # between a run that stopped and resumed and one that did not.
         generator=torch.Generator().manual_seed(args.seed),
     )
     return _until_exhausted(iter(loader), len(dataset), consumed_samples)
+
+
+def _outlive_termination(worker: int) -> None:
+    """SIGTERM goes to the whole process group; the run still needs its data while it ends in order and saves."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class MicrobatchSampler:

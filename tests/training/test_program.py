@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
 MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 0"""
+    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 2"""
 LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
 
 
