@@ -7,6 +7,8 @@ A checkpoint is complete or absent: it is written beside its place, renamed, and
 from __future__ import annotations
 
 import argparse
+import copyreg
+import enum
 import os
 import random
 from collections.abc import Callable
@@ -131,6 +133,10 @@ def load(
 
 def run_state(args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool) -> dict[str, Any]:
     """Everything but weights and optimizer, in the structure that both formats share."""
+    for value in vars(args).values():
+        if isinstance(value, enum.Enum):
+            # Early releases of Python 3.11 pickle members by `getattr`, which careful readers refuse to call.
+            copyreg.pickle(type(value), _pickle_by_value)
     state: dict[str, Any] = {
         "args": args,
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
@@ -142,6 +148,10 @@ def run_state(args: argparse.Namespace, scheduler: OptimizerParamScheduler | Non
     if with_rng:
         state["rng_state"] = _gather_rng(args)
     return state
+
+
+def _pickle_by_value(member: enum.Enum) -> tuple[type, tuple[Any]]:
+    return type(member), (member.value,)
 
 
 def _gather_rng(args: argparse.Namespace) -> list[dict[str, Any]]:

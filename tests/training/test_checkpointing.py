@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.checkpoint.directory import TRACKER
@@ -253,6 +254,18 @@ def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path):
     for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
         for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
             assert refusal.startswith("ValueError") and str(tmp_path) in refusal
+
+
+def train_with_members_pickled_by_getattr(line: str) -> None:
+    """Job: a run under a Python that pickles members of enumerations as 3.11.2 does."""
+    with patch.object(AttnBackend, "__reduce_ex__", lambda self, protocol: (getattr, (AttnBackend, self.name))):
+        train(line)
+
+
+def test_a_checkpoint_of_an_early_python_3_11_loads(tmp_path):
+    line = f"{SIX} --train-iters 2 --lr-decay-iters 6"
+    run_ranks(2, train_with_members_pickled_by_getattr, f"{line} --save {tmp_path} --save-interval 1 --exit-interval 1")
+    assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].column("iteration") == [2]
 
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(fp32):

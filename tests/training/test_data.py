@@ -5,19 +5,18 @@ import argparse
 import json
 import logging
 import sys
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from torch.multiprocessing import start_processes
 
 from megatron.training import data as data_module
 from megatron.training.corpus import standard_library_corpus, write_corpus
 from megatron.training.data import build_datasets, build_iterator, parse_blend, wanted_samples
 from megatron.training.loss_curve import draw_loss_curves
 from megatron.training.tokenizer import ByteTokenizer, NullTokenizer
+from tests.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
 NUMBERS = NullTokenizer(100)
@@ -328,30 +327,24 @@ def test_iterator_arguments_out_of_range_are_refused(arguments, error, message):
         samples_read(**{"num_samples": 8, "count": 8, **arguments})
 
 
-def build_on_rank(rank: int, folder: str, prefix: str) -> None:
-    limit = timedelta(seconds=30)
-    torch.distributed.init_process_group("gloo", f"file://{folder}/rendezvous", limit, rank=rank, world_size=2)
-    try:
-        # The folder of the default corpus is a file: only rank 0 tries to write there, both must report it.
-        with pytest.raises(OSError, match="blocked"):
-            build_datasets(namespace(data_cache_path=f"{folder}/blocked"), BYTES)
-        arguments = namespace(data_path=[prefix], data_cache_path=f"{folder}/cache", split="80,10,10")
-        datasets = build_datasets(arguments, NUMBERS)
-        torch.save([[sample["tokens"] for sample in dataset] for dataset in datasets], f"{folder}/rank{rank}.pt")
-    finally:
-        torch.distributed.destroy_process_group()
+def build_on_rank(folder: str, prefix: str) -> list[list[list[int]]]:
+    """Job: the tokens of every sample of every split."""
+    # The folder of the default corpus is a file: only rank 0 tries to write there, both must report it.
+    with pytest.raises(OSError, match="blocked"):
+        build_datasets(namespace(data_cache_path=f"{folder}/blocked"), BYTES)
+    arguments = namespace(data_path=[prefix], data_cache_path=f"{folder}/cache", split="80,10,10")
+    return tokens_of(build_datasets(arguments, NUMBERS))
+
+
+def tokens_of(datasets) -> list[list[list[int]]]:
+    return [[sample["tokens"].tolist() for sample in dataset] for dataset in datasets]
 
 
 def test_all_ranks_get_the_same_datasets_and_the_same_errors(tmp_path, corpus):
     (tmp_path / "blocked").touch()
-    start_processes(build_on_rank, (str(tmp_path), corpus), nprocs=2, start_method="fork")
-    on_rank0, on_rank1 = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    alone = build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS)
-    for expected, ours, theirs in zip(alone, on_rank0, on_rank1, strict=True):
-        assert len(expected) == len(ours) == len(theirs) > 0
-        tokens = [sample["tokens"] for sample in expected]
-        assert torch.equal(torch.stack(tokens), torch.stack(ours))
-        assert torch.equal(torch.stack(tokens), torch.stack(theirs))
+    on_rank0, on_rank1 = run_ranks(2, build_on_rank, str(tmp_path), corpus)
+    alone = tokens_of(build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS))
+    assert all(alone) and alone == on_rank0 == on_rank1
 
 
 def test_loss_curves_become_a_picture(tmp_path):
