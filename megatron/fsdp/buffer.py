@@ -23,10 +23,6 @@ class FlatBuffer:
         self._gaps = [self.flat[end:start] for end, start in zip(ends, starts) if end < start]
         self._is_allocated = True
 
-    @property
-    def is_allocated(self) -> bool:
-        return self._is_allocated
-
     def allocate(self) -> None:
         if not self._is_allocated:
             memory.allocate(self.flat)

@@ -194,8 +194,10 @@ class MegatronFSDP(nn.Module):
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
         """Load DTensors of the same layout, or full tensors, under the wrapper's names or the module's own.
 
-        The weights are active at once. Raises ``RuntimeError`` like any module, listing everything that does not fit.
+        The weights are active at once. Raises ``RuntimeError`` like any module, listing everything that does not fit,
+        and ``NotImplementedError`` for ``assign``: the weights lie in buffers that many views share.
         """
+        refuse_unbuilt(assign=assign)
         # Wrappers inside (Float16Module) name keys as they like: ask the module, not its parameters' paths.
         own = self.module.state_dict(keep_vars=True)
         sharded = {key: self._by_compute[value] for key, value in own.items() if isinstance(value, nn.Parameter)}
@@ -334,7 +336,7 @@ class MegatronFSDP(nn.Module):
             return
         for unit in self._units:
             unit.unshard()
-        if force_sync:
+        if force_sync or not self.ddp_config.overlap_param_gather:
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:

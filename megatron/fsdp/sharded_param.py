@@ -71,11 +71,6 @@ def with_run(local: torch.Tensor, run: Run) -> RunTensor:
 torch.serialization.add_safe_globals([with_run, Run])  # so that `torch.load` takes a saved state dict
 
 
-def uneven_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A DTensor of ``like``'s mesh, placement and logical shape over ``local``, whatever its size."""
-    return dtensor_over(local, like.device_mesh, like.placements, like.shape)
-
-
 def dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """A DTensor of logical ``shape`` over ``local``, which it shares."""
     # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or save one that

@@ -216,3 +216,29 @@ def gradients_after_a_failed_backward(level: int) -> bool:
 @pytest.mark.parametrize("level", range(4))
 def test_after_a_failed_backward_every_level_begins_anew(level: int) -> None:
     assert ranks(2, gradients_after_a_failed_backward, level) == [True, True]
+
+
+def load_by_assignment() -> str:
+    model = fully_shard_model(nn.Linear(4, 4))
+    with pytest.raises(NotImplementedError) as error:
+        model.load_state_dict(model.state_dict(), assign=True)
+    return str(error.value)
+
+
+def test_assigning_a_state_dict_is_refused_not_ignored() -> None:
+    assert all("assign" in message for message in ranks(1, load_by_assignment))
+
+
+def states_after_a_step(overlap: bool) -> set[str]:
+    net = nn.Linear(8, 8)
+    model, optimizer = fully_shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), zero_dp_strategy=2, overlap_param_gather=overlap
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return {group.state.name for group in model.groups}
+
+
+def test_gathers_after_a_step_overlap_only_if_asked_to() -> None:
+    assert ranks(2, states_after_a_step, False) == [{"UNSHARDED"}] * 2
+    assert ranks(2, states_after_a_step, True) == [{"GATHERING"}] * 2

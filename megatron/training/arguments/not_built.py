@@ -72,6 +72,7 @@ _REFUSED: dict[str, str] = {
     PREDICTION: "mtp_num_layers mtp_loss_scaling_factor",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "custom layer specifications are not built yet": "spec",
+    "no layer of this release of Megatron-Core reads it": "apply_residual_connection_post_layernorm",
     "legacy tests during training are not built": "test_mode",
     MOE_KERNELS: """moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm moe_enable_deepep
         moe_flex_dispatcher_backend""",
