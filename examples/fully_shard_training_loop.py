@@ -105,6 +105,7 @@ def main() -> None:
         print(f"continuing from {directory[0]}")
     torch.manual_seed(1001 + dist.get_rank())
     train(model, optimizer, device, steps // 2)
+    dist.barrier()  # leave together: without it a gloo rank was now and then seen to abort at exit
     dist.destroy_process_group()
 
 
