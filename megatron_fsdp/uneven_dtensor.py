@@ -2,13 +2,27 @@
 """Functions on sharded parameters, gradients and state. See `megatron.fsdp.uneven_dtensor`."""
 
 from megatron.fsdp.uneven_dtensor import (
+    filter_unflattened_state_dict,
+    gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,
+    get_unflattened_state_dict,
+    preprocess_state_dict_for_uneven_dtensor,
     redistribute_uneven_dtensor_to_replicated,
+    split_dtensor,
     uneven_dtensor_to_full_tensor,
+    update_uneven_dtensor_chunk_metadata,
+    validate_uneven_dtensor,
 )
 
 __all__ = [
+    "filter_unflattened_state_dict",
+    "gather_and_compute_chunk_metadata",
     "gather_uneven_dtensor_to_full_tensor",
+    "get_unflattened_state_dict",
+    "preprocess_state_dict_for_uneven_dtensor",
     "redistribute_uneven_dtensor_to_replicated",
+    "split_dtensor",
     "uneven_dtensor_to_full_tensor",
+    "update_uneven_dtensor_chunk_metadata",
+    "validate_uneven_dtensor",
 ]

@@ -70,9 +70,7 @@ UNBUILT_FIELDS = (
     "fsdp_db_use_persist_buf_on_alloc_fail",
     "disable_symmetric_registration",
     "fsdp_manual_registration",
-    "megatron_fsdp_use_decoupled_grad",
     "megatron_fsdp_cuda_graph_mode",
-    "megatron_fsdp_enable_fine_grained_param_gather",
     "megatron_fsdp_max_pool_double_buffer",
 )
 
@@ -86,6 +84,4 @@ def refuse_unbuilt(**arguments: Any) -> None:
 
 def refuse_unbuilt_config(config: Any) -> None:
     """The same for the fields of a configuration object."""
-    fields = {name: getattr(config, name, None) for name in UNBUILT_FIELDS}
-    outer = getattr(config, "outer_dp_sharding_strategy", 0)
-    refuse_unbuilt(**fields, outer_dp_sharding_strategy=None if outer in (0, "no_shard") else outer)
+    refuse_unbuilt(**{name: getattr(config, name, None) for name in UNBUILT_FIELDS})

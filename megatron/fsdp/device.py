@@ -18,6 +18,9 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
 
+Collective = Callable[[bool], "Work | None"]  # whether to be asynchronous -> its work, if it is
+
+
 class Pending:
     """An operation under way. ``wait`` returns when compute may use its result; calling it again does nothing."""
 
@@ -35,25 +38,40 @@ class Pending:
 class CpuLanes:
     """Collectives as asynchronous works of the process group."""
 
-    def launch(self, lane: str, collective: Callable[[bool], Work | None]) -> Pending:
-        work = collective(True)
-        return Pending(work.wait if work is not None else None)
+    gathers_write_own_part = True  # gloo writes what a rank sends into what it receives, at any time before the end
+
+    def launch(self, lane: str, *collectives: Collective) -> Pending:
+        """Run ``collectives`` one after another. Later ones need what earlier ones leave: they begin in ``wait``."""
+        first, *others = collectives
+        work = first(True)
+
+        def wait() -> None:
+            if work is not None:
+                work.wait()
+            for collective in others:
+                collective(False)
+
+        return Pending(wait)
 
 
 class CudaLanes:
     """One stream for gathers, one for reductions, ordered with compute by events."""
 
+    gathers_write_own_part = False  # in place, NCCL leaves it alone
+
     def __init__(self, device: torch.device):
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def launch(self, lane: str, collective: Callable[[bool], Work | None]) -> Pending:
+    def launch(self, lane: str, *collectives: Collective) -> Pending:
+        """Run ``collectives`` one after another on the stream of ``lane``."""
         if lane not in self._streams:
             self._streams[lane] = torch.cuda.Stream(self._device)
         stream = self._streams[lane]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            collective(False)
+            for collective in collectives:
+                collective(False)
             done = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
@@ -75,4 +93,12 @@ def free(tensor: torch.Tensor) -> None:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return current_pass() != -1
+
+
+def current_pass() -> int:
+    """The number of the backward pass that autograd is running in this thread, -1 outside of one.
+
+    Reentrant checkpoints run passes inside of a pass, each with a number of its own.
+    """
+    return torch._C._current_graph_task_id()

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.collectives import agree
+from megatron.fsdp.checks import check_flags, check_module, device_of, outer_strategy
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.optimizer import refuse_optimizer, shard_optimizer, swap_parameters
+from megatron.fsdp.optimizer import refuse_optimizer, refuse_own_step, shard_optimizer, swap_parameters
 from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
+from megatron.fsdp.problems import Problems
 from megatron.fsdp.units import resolve_unit_modules
 
 
@@ -75,22 +76,37 @@ def fully_shard_model(
     as without sharding.
 
     Args:
-        module: any initialised module; the weights of the axis' first rank are taken.
+        module: any module, initialised; the weights of the first data rank are taken.
         device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator there is, else cpu.
-        dp_shard_dim: axis to shard over; required with a mesh of several axes.
-        tp_dim: tensor-parallel axis, of size 1 in this version.
-        fsdp_unit_modules: classes (or instances, or import paths) of units. Parameters outside of units belong to
-            the unit of the whole module, which is gathered for its whole forward and its whole backward.
+        dp_shard_dim: axis to shard over, also a flattened one; required with a mesh of several axes.
+        dp_outer_dim: outer data axis, whose ranks replicate what the shard axis divides: hybrid sharding.
+        tp_dim: tensor-parallel axis, of a model whose parameters are DTensors or have Megatron-Core's attributes.
+        hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
+        hybrid_fsdp_expt_group: the same for expert parameters.
+        expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called ``experts``), with
+            axes of the same names: the ranks that hold the same experts.
+        fsdp_group_ag, expt_fsdp_group_ag: groups of the shard axis' ranks for gathers alone, so that they do not
+            queue behind reductions.
+        fsdp_unit_modules: classes (or instances, or import paths) of units, whose parameters are used inside their
+            forward only, or handed on as arguments. Outside of them, without any everywhere, each module that owns
+            parameters is gathered and freed by itself: little memory, many small gathers.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
-        device: where the module goes first. None: the mesh's.
+        outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis divides optimizer state too.
+        device: where the module goes first. None: the mesh's. Ignored with meta initialisation.
+        init_model_with_meta_device: parameters on the meta device get their values unit by unit, through
+            ``reset_parameters()`` of the modules that own them, in module order.
         mixed_precision_policy: dtypes of main weights and gradients.
         overlap_grad_reduce, overlap_param_gather: communicate beside compute.
         sync_model_each_microbatch: after every backward gradients are final on ``param.grad``; several backward
             passes before a step add up. False: the optimizer's step, or ``finish_grad_sync``, makes them final.
+        preproc_state_dict_for_dcp_ckpt: state dicts are ready for torch.distributed.checkpoint.
         report_nan_in_param_grad: name parameter and rank of a NaN or Inf gradient (older: ``check_for_nan_in_grad``).
         average_in_collective: the process group divides; otherwise its sum is divided.
         disable_bucketing: one group per dtype instead of per unit.
         calculate_per_token_loss: gradients are summed, not averaged.
+        enable_fine_grained_param_gather: inside of units too each module that owns parameters is gathered by itself.
+        use_decoupled_grad: gradients go to ``param.decoupled_grad``, in ``main_grads_dtype``, for optimizers that
+            read it.
         grad_reduce_in_fp32, preserve_fp32_weights: older spellings of ``mixed_precision_policy``.
 
     Raises:
@@ -100,65 +116,7 @@ def fully_shard_model(
 
     ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
     """
-    refuse_unbuilt(
-        outer_dp_sharding_strategy=_parse_or_keep(outer_dp_sharding_strategy),
-        init_model_with_meta_device=init_model_with_meta_device,
-        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-        nccl_ub=nccl_ub,
-        fsdp_double_buffer=fsdp_double_buffer,
-        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-        disable_symmetric_registration=disable_symmetric_registration,
-        enable_fine_grained_param_gather=enable_fine_grained_param_gather,
-        use_decoupled_grad=use_decoupled_grad,
-        cuda_graph_mode=cuda_graph_mode,
-        maxpool_double_buffer=maxpool_double_buffer,
-    )
-    problems: list[str] = []
-
-    def check(function: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except ValueError as error:
-            problems.append(str(error))
-
-    check(_check_module, module)
-    strategy = check(ShardingStrategy.parse, zero_dp_strategy)
-    units = check(resolve_unit_modules, fsdp_unit_modules)
-    check(GradientPolicy, calculate_per_token_loss, average_in_collective)
-    precision = check(precision_policy, mixed_precision_policy, grad_reduce_in_fp32, preserve_fp32_weights)
-    index = check(
-        FSDPDistributedIndex,
-        device_mesh,
-        dp_shard_dim,
-        dp_outer_dim,
-        tp_dim,
-        hybrid_fsdp_group,
-        hybrid_fsdp_expt_group,
-        expt_device_mesh=expt_device_mesh,
-        fsdp_group_ag=fsdp_group_ag,
-        expt_fsdp_group_ag=expt_fsdp_group_ag,
-    )
-    _raise_everywhere(problems)
-
-    model = MegatronFSDP(
-        module,
-        index,
-        DistributedDataParallelConfig(
-            data_parallel_sharding_strategy=strategy.name.lower(),
-            overlap_grad_reduce=overlap_grad_reduce,
-            overlap_param_gather=overlap_param_gather,
-            average_in_collective=average_in_collective,
-        ),
-        mixed_precision_policy=precision,
-        fsdp_unit_modules=units,
-        disable_bucketing=disable_bucketing,
-        device=device,
-        calculate_per_token_loss=calculate_per_token_loss,
-        sync_model_each_microbatch=sync_model_each_microbatch,
-        report_nan_in_param_grad=report_nan_in_param_grad if check_for_nan_in_grad is None else check_for_nan_in_grad,
-    )
-    model.checkpoint_ready = preproc_state_dict_for_dcp_ckpt
-    return model
+    return _shard(Problems(), dict(locals()))
 
 
 def fully_shard_optimizer(
@@ -193,11 +151,26 @@ def fully_shard(
         ValueError, NotImplementedError, RuntimeError: as both functions do; the model and the optimizer are as
             before then.
     """
-    refuse_optimizer(optimizer)
-    _raise_everywhere(_problems_of_optimizer(module, optimizer))
-    model = fully_shard_model(module, *args, **kwargs)
+    problems = Problems()
+    for text in _problems_of_optimizer(module, optimizer):
+        problems.add(text)
+    problems.check(refuse_optimizer, optimizer)
+    problems.check(refuse_own_step, optimizer)
+    bound = inspect.signature(fully_shard).bind(module, optimizer, *args, **kwargs)
+    bound.apply_defaults()
+    problems.check(_refuse_decoupled, optimizer, bound.arguments["use_decoupled_grad"])
+    model = _shard(problems, bound.arguments)
     swap_parameters(optimizer, model)
     return model, shard_optimizer(optimizer, model.checkpoint_ready)
+
+
+# Names of the arguments of `fully_shard_model`, by what they are for.
+FLAGS = [name for name, parameter in inspect.signature(fully_shard_model).parameters.items() if isinstance(parameter.default, bool)]
+PRECISION = ["mixed_precision_policy", "grad_reduce_in_fp32", "preserve_fp32_weights"]
+MESH = ["device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group"]
+MESH += ["expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag"]
+UNBUILT = ["keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer", "fsdp_db_use_persist_buf_on_alloc_fail"]
+UNBUILT += ["disable_symmetric_registration", "cuda_graph_mode", "maxpool_double_buffer"]
 
 
 def _signature_with_optimizer() -> inspect.Signature:
@@ -220,6 +193,8 @@ def precision_policy(
     )
     if policy is None or policy is DEFAULT_PRECISION:
         return old
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(f"mixed_precision_policy expects a MixedPrecisionPolicy but got {policy!r}")
     if preserve_fp32_weights is not None and policy.main_params_dtype != old.main_params_dtype:
         raise ValueError(
             f"preserve_fp32_weights={preserve_fp32_weights} contradicts mixed_precision_policy.main_params_dtype="
@@ -234,16 +209,49 @@ def precision_policy(
     return policy
 
 
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"module expects a torch.nn.Module but got {type(module).__name__}")
-    if isinstance(module, MegatronFSDP):
-        raise ValueError("the module is sharded already")
-    meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if meta:
-        raise ValueError(f"parameters on the meta device have no values to shard: {', '.join(meta[:5])}")
-    if not any(True for _ in module.parameters()):
-        raise ValueError("the module has no parameters to shard")
+def _shard(problems: Problems, given: dict[str, Any]) -> MegatronFSDP:
+    """:func:`fully_shard_model` with all its arguments ``given``; what is wrong with them is raised together with the
+    ``problems`` that the caller has found."""
+    module, device_mesh, device = given["module"], given["device_mesh"], given["device"]
+    problems.check(refuse_unbuilt, **{name: given[name] for name in UNBUILT})
+    problems.check(check_flags, **{name: given[name] for name in FLAGS})
+    policy, in_fp32, fp32_weights = (given[name] for name in PRECISION)
+    precision = problems.check(precision_policy, policy, in_fp32, fp32_weights)
+    config = DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=given["zero_dp_strategy"],
+        outer_dp_sharding_strategy=given["outer_dp_sharding_strategy"],
+        overlap_grad_reduce=given["overlap_grad_reduce"],
+        overlap_param_gather=given["overlap_param_gather"],
+        average_in_collective=given["average_in_collective"],
+        megatron_fsdp_use_decoupled_grad=given["use_decoupled_grad"],
+        megatron_fsdp_enable_fine_grained_param_gather=given["enable_fine_grained_param_gather"],
+    )
+    strategy = problems.check(ShardingStrategy.parse, given["zero_dp_strategy"])
+    units = problems.check(resolve_unit_modules, given["fsdp_unit_modules"])
+    problems.check(GradientPolicy, given["calculate_per_token_loss"], given["average_in_collective"])
+    index = problems.check(FSDPDistributedIndex, **{name: given[name] for name in MESH})
+    problems.check(outer_strategy, config, index, strategy)
+    problems.check(device_of, device)
+    initialiser = MegatronFSDP.initialiser if given["init_model_with_meta_device"] else None
+    problems.check(check_module, module, index, strategy, initialiser)
+    problems.raise_everywhere(reach(device_mesh))
+
+    older = given["check_for_nan_in_grad"]
+    model = MegatronFSDP(
+        module,
+        index,
+        config,
+        mixed_precision_policy=precision,
+        fsdp_unit_modules=units,
+        disable_bucketing=given["disable_bucketing"],
+        device=device,
+        calculate_per_token_loss=given["calculate_per_token_loss"],
+        init_model_with_meta_device=given["init_model_with_meta_device"],
+        sync_model_each_microbatch=given["sync_model_each_microbatch"],
+        report_nan_in_param_grad=given["report_nan_in_param_grad"] if older is None else older,
+    )
+    model.checkpoint_ready = given["preproc_state_dict_for_dcp_ckpt"]
+    return model
 
 
 def _problems_of_optimizer(module: Any, optimizer: Any) -> list[str]:
@@ -256,17 +264,14 @@ def _problems_of_optimizer(module: Any, optimizer: Any) -> list[str]:
     return [f"{strangers} parameters of the optimizer are none of the module's"] if strangers else []
 
 
-def _parse_or_keep(value: Any) -> Any:
-    """The outer strategy as a number, so that "no_shard" counts as the default."""
-    try:
-        return int(ShardingStrategy.parse(value, "outer_dp_sharding_strategy"))
-    except ValueError:
-        return value
+def _refuse_decoupled(optimizer: Any, use_decoupled_grad: bool) -> None:
+    if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"use_decoupled_grad puts gradients on param.decoupled_grad, which {type(optimizer).__name__} does not read:"
+            " it would not train. Leave it False, or pass a precision-aware optimizer"
+        )
 
 
-def _raise_everywhere(problems: list[str]) -> None:
-    """Raise what any rank has found, on all of them."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        problems = agree("\n".join(problems) or None)
-    if problems:
-        raise ValueError("\n".join(problems))
+def reach(device_mesh: Any) -> list[dist.ProcessGroup | None]:
+    """Groups that reach every rank of a mesh, one after the other; all ranks there are where it is none."""
+    return list(device_mesh.get_all_groups()) if isinstance(device_mesh, DeviceMesh) else [None]

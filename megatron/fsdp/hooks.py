@@ -2,7 +2,9 @@
 """Who tells the schedule: hooks on modules, on their inputs and outputs, and on compute parameters.
 
 [Note: one call of a unit]
-    before forward      hold the unit, and any unit whose parameter is handed in as an argument (tied output layers)
+    before forward      hold the unit, those it shares parameters with others in, and any unit whose parameter is handed in
+                        as an argument (tied output layers)
+    in forward          hold a unit whose parameter the code of this one reads by name (`self.embedding.weight`)
     after forward       let go, except while autograd recomputes: the same unit's backward follows
     output gradient     hold again
     input gradients     the call's backward is over; with leaves among them, once the unit's own are there too
@@ -18,6 +20,7 @@ from typing import Any, Callable, Iterator
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -30,27 +33,40 @@ class Call:
 
     def __init__(self, unit: Unit, borrowed: list[Unit]):
         self.unit = unit
-        self.borrowed = borrowed  # units whose parameters were handed in as arguments
+        self.borrowed = borrowed  # units that are not its own but whose parameters it uses
         self.awaited_inputs = 0  # gradients of inputs that will tell the end of the call's backward
         self.input_hooks: list[RemovableHandle] = []
         # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
         self.hurried = False
 
 
-class UnitHooks:
-    """Connects the modules of units to their schedule."""
+PASSED_ON = "_fsdp_passed_on"
+"""Attribute of parameters that code reads only to hand them on as arguments: reading one does not hold its unit."""
 
-    def __init__(self, schedule: Schedule):
+
+class UnitHooks:
+    """Connects the modules of units to their schedule.
+
+    Args:
+        sharded: the sharded parameters, by the module's own: what code outside of any forward finds where weights are away.
+    """
+
+    def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
         self._schedule = schedule
+        self._sharded = sharded
         self._root = schedule.units[0]
         self._owner = {
             parameter: unit for unit in schedule.units for group in unit.groups for parameter in group.parameters
         }
         self._calls: list[Call] = []  # forwards under way, innermost last
         for unit in schedule.units:
-            unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
+            if unit.module is not None:
+                unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True, with_kwargs=True)
+                unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
             self._watch_gradients(unit)
+        for module in _not_compiled(self._root.module):
+            if any(True for _ in module.parameters(recurse=False)):
+                module._parameters = WatchedParameters(module._parameters, self._read, self._present)
 
     def _watch_gradients(self, unit: Unit) -> None:
         parameters = [parameter for group in unit.trainable_groups for parameter in group.parameters]
@@ -70,7 +86,7 @@ class UnitHooks:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             if unit is self._root:
                 self._schedule.begin_pass()
-            call = Call(unit, self._borrowed(unit, (*args, *kwargs.values())))
+            call = Call(unit, self._borrowed(unit, (*args, *kwargs.values())) + unit.shared)
             self._calls.append(call)
             self._acquire(call)
             if torch.is_grad_enabled():
@@ -93,6 +109,13 @@ class UnitHooks:
 
         return hook
 
+    def forget_calls(self) -> None:
+        """Let go of what forwards hold that an interrupt has ended: torch calls no hooks then."""
+        while self._calls and not in_backward():
+            call = self._calls.pop()
+            for held in (call.unit, *call.borrowed):
+                self._schedule.release(held, call)
+
     def _acquire(self, call: Call) -> None:
         for borrowed in call.borrowed:
             self._schedule.hold(borrowed, call)
@@ -101,6 +124,22 @@ class UnitHooks:
     def _borrowed(self, unit: Unit, arguments: tuple) -> list[Unit]:
         owners = [self._owner.get(argument) for argument in arguments if isinstance(argument, nn.Parameter)]
         return list(dict.fromkeys(owner for owner in owners if owner is not None and owner is not unit))
+
+    def _present(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What code gets that looks at ``parameter``: outside of forwards, where its weights are away, the sharded one."""
+        owner = self._owner.get(parameter)
+        if owner is not None and not self._calls:
+            owner.wait_for_unshard()
+        return parameter if owner is None or self._calls or owner.is_readable else self._sharded[parameter]
+
+    def _read(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The same for code that asks for it by name: inside a forward its unit is held as long as that call may need it."""
+        owner = self._owner.get(parameter)
+        if owner is not None and self._calls and not hasattr(parameter, PASSED_ON):
+            if not any(owner is call.unit or owner in call.borrowed for call in self._calls):
+                self._calls[-1].borrowed.append(owner)
+                self._schedule.hold(owner, self._calls[-1])
+        return self._present(parameter)
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -147,6 +186,48 @@ class UnitHooks:
                 for borrowed in call.borrowed:
                     self._schedule.release(borrowed, call)
             self._schedule.finish_call(call.unit, call, parameters_may_follow=call.hurried)
+
+
+class WatchedParameters(dict):
+    """A module's own parameters, by name.
+
+    Args:
+        parameters: the module's.
+        on_read: what those get who ask for one by name.
+        present: what those get who look at all.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter | None],
+        on_read: Callable[[nn.Parameter], nn.Parameter],
+        present: Callable[[nn.Parameter], nn.Parameter],
+    ):
+        super().__init__(parameters)
+        self._on_read = on_read
+        self._present = present
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        parameter = super().__getitem__(name)
+        return None if parameter is None else self._on_read(parameter)
+
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+        return [(name, None if value is None else self._present(value)) for name, value in super().items()]
+
+    def values(self) -> list[nn.Parameter | None]:
+        return [value for _, value in self.items()]
+
+    def __reduce__(self) -> tuple:
+        return dict, (dict(super().items()),)
+
+
+def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules in ``module`` that are not part of a compiled one: its guards read parameters before its forward."""
+    if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
+        return
+    yield module
+    for child in module.children():
+        yield from _not_compiled(child)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

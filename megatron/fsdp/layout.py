@@ -2,21 +2,67 @@
 """Which rank owns which elements of which parameter: pure integers, the same on every rank.
 
 A group of parameters is one flat buffer of ``world_size * shard_size`` elements. Parameters lie in it whole and
-contiguous; rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Cuts prefer rows (slices of dim 0): a parameter is
-moved behind a little padding until the cut falls between two rows. Where that would cost more than ``ROW_BUDGET``,
-cuts fall anywhere on the alignment and the parameter's pieces are flat element runs.
+contiguous, in any order; rank r owns ``[r * shard_size, (r + 1) * shard_size)``, so the multiples of ``shard_size`` are
+where parameters are cut. A parameter's *grain* is the number of elements that no cut divides: by wish one row.
+
+How :func:`plan` chooses. A parameter longer than two shards is cut where the shard size says, so its grain must divide
+the shard size; a shorter one can be moved until its cut falls between grains.
+
+1. The smallest buffer is one where only requirements count and wishes are ignored. It cannot be refused, whatever it costs.
+2. The buffer may be larger than the elements by 1 % (``ROW_BUDGET``), by 8 elements a rank and 8 a parameter, or as large
+   as the smallest one: the largest of the three. Where nothing is required the smallest one is below the second.
+3. Within that, shard sizes are tried that are multiples of common multiples of the grains. The layout in which the fewest
+   parameters are cut inside a grain wins, then the one with the smallest shard.
+
+For one shard size, parameters are laid one behind the other: always the one that leaves the smallest gap, and of equals
+the one with the largest grain, so that small and undemanding ones are left to fill gaps. Where even the smallest gap is
+more than the buffer has to spare, a parameter with only a wish is cut anywhere on the alignment: an element run.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, lcm, prod
-from typing import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm, prod
+from typing import Iterator, Literal, Sequence
 
 ALIGNMENT = 8  # elements: 16 bytes of a 2-byte dtype, what vector loads and matrix kernels want
-ROW_BUDGET = 0.01  # padding, as a share of the parameters, that whole rows may cost
+ROW_BUDGET = 0.01  # padding, as a share of the parameters, that wishes may cost
+MAX_STEPS = 32  # common multiples of grains worth trying; models have three or four grains, so this binds for random shapes only
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d tensor
+
+
+@dataclass(frozen=True)
+class Granularity:
+    """The smallest piece of a parameter that no cut divides: ``count`` elements or rows, or the whole tensor.
+
+    A requirement is kept whatever the padding; a wish gives way to element runs where it does not fit the budget.
+    Elements are counted from the start of the parameter, and cuts also stay on ``ALIGNMENT``.
+
+    Raises:
+        ValueError: the unit is unknown or the count is below 1.
+    """
+
+    unit: Literal["elements", "rows", "tensor"]
+    count: int = 1
+    is_required: bool = True
+
+    def __post_init__(self) -> None:
+        if self.unit not in ("elements", "rows", "tensor") or self.count < 1:
+            raise ValueError(f"expects elements, rows or tensor and a count of at least 1 but got {self.unit!r}, {self.count}")
+
+    def grain(self, shape: Sequence[int]) -> int:
+        """Elements of a piece of a tensor of ``shape``."""
+        if self.unit == "tensor":
+            return max(prod(shape), 1)
+        return self.count * (row_size(shape) if self.unit == "rows" else 1)
+
+
+ELEMENTS = Granularity("elements")
+ROWS = Granularity("rows")
+WHOLE_TENSOR = Granularity("tensor")
+PREFER_ROWS = Granularity("rows", is_required=False)
 
 
 @dataclass(frozen=True)
@@ -107,65 +153,197 @@ def row_size(shape: Sequence[int]) -> int:
     return max(prod(shape[1:]), 1)
 
 
-def plan(shapes: Sequence[Sequence[int]], world_size: int) -> Layout:
+def plan(
+    shapes: Sequence[Sequence[int]], world_size: int, granularity: Granularity | Sequence[Granularity] = PREFER_ROWS
+) -> Layout:
     """Lay parameters out for ``world_size`` ranks with little padding, cut between rows if that is cheap.
 
+    With wishes only, padding is at most 1 % of the elements, or ``ALIGNMENT * (world_size + len(shapes))`` if that is more.
+    Requirements are kept whatever they cost; wishes beside them add nothing beyond that bound. Equal arguments give the
+    same object; the result depends on nothing else.
+
     Args:
-        shapes: logical shapes, in the order in which they are to lie.
+        shapes: logical shapes; ``slots`` of the result has the same order, the buffer need not.
         world_size: size of the shard axis, at least 1.
+        granularity: of all parameters, or one for each.
+
+    Raises:
+        ValueError: the world size is below 1, a dim is negative, or there are not as many granularities as shapes.
     """
-    shapes = [tuple(shape) for shape in shapes]
-    elements = sum(prod(shape) for shape in shapes)
-    candidates = [_fit(shapes, world_size, step, respect_rows=True) for step in _steps(shapes, world_size)]
-    rows = min((layout for layout in candidates if layout), key=lambda layout: layout.numel, default=None)
-    if rows and rows.padding <= max(ROW_BUDGET * elements, world_size * ALIGNMENT):
-        return rows
-    return _fit(shapes, world_size, ALIGNMENT, respect_rows=False)
+    sizes = tuple(tuple(shape) for shape in shapes)
+    wanted = (granularity,) * len(sizes) if isinstance(granularity, Granularity) else tuple(granularity)
+    if world_size < 1:
+        raise ValueError(f"expects a world size of at least 1 but got {world_size}")
+    if len(wanted) != len(sizes):
+        raise ValueError(f"expects one granularity for each of {len(sizes)} parameters but got {len(wanted)}")
+    if any(dim < 0 for shape in sizes for dim in shape):
+        raise ValueError(f"expects dims of at least 0 but got {[shape for shape in sizes if min(shape, default=0) < 0]}")
+    return _plan(sizes, world_size, wanted)
 
 
-def _steps(shapes: Sequence[tuple[int, ...]], world_size: int) -> list[int]:
-    """Shard sizes worth trying are multiples of these: a parameter with two cuts needs whole rows in a shard."""
-    shard = ceil(sum(prod(shape) for shape in shapes) / world_size)
-    rows = {row_size(shape) for shape in shapes if prod(shape) > shard}
-    return [ALIGNMENT, *sorted({lcm(ALIGNMENT, row) for row in rows} | {lcm(ALIGNMENT, *rows)})]
+@dataclass(frozen=True)
+class _Kind:
+    """Parameters that are alike to the planner. Its numbers are multiples of ``ALIGNMENT``, as all starts and cuts are."""
+
+    room: int  # elements of one of them, rounded up
+    grain: int
+    is_required: bool
+    indices: tuple[int, ...]
+
+    def roomy_shard(self) -> int:
+        """From this shard size on there is always a start with no cut inside, or one, between grains."""
+        return self.room - self.room // (2 * self.grain) * self.grain
+
+    def suits(self, shard: int) -> bool:
+        """Whether there is a start from which no cut divides a grain."""
+        return shard % self.grain == 0 or shard >= self.roomy_shard()
+
+    def first_start(self, cursor: int, shard: int) -> int:
+        """The first of these starts at or behind the cursor; the shard size must suit."""
+        cut = _next_cut(cursor, shard)
+        if cursor + self.room <= cut:
+            return cursor
+        moved = cursor + (cut - cursor) % self.grain
+        if moved < cut and (shard % self.grain == 0 or moved + self.room <= cut + shard):
+            return moved
+        return self.first_start(cut, shard)
+
+    def without_grain(self) -> _Kind:
+        return replace(self, grain=ALIGNMENT)
 
 
-def _fit(shapes: Sequence[tuple[int, ...]], world_size: int, step: int, respect_rows: bool) -> Layout | None:
-    """The smallest shard, a multiple of ``step``, into which everything goes; None where rows cannot be kept whole."""
-    elements = sum(prod(shape) for shape in shapes)
-    shard = max(_round_up(ceil(elements / world_size), step), step)
-    while True:
-        slots, end = _place(shapes, shard, respect_rows)
-        if end <= world_size * shard:
-            break
-        shard = max(shard + step, _round_up(ceil(end / world_size), step))
-    if respect_rows and not all(slot.by_rows for slot in slots):
+@dataclass(frozen=True, order=True)
+class _Placement:
+    """Where everything lies for one shard size, the better ones first in order."""
+
+    broken: int  # parameters that are cut inside a grain
+    shard: int
+    starts: tuple[tuple[int, int], ...]  # index and start of each parameter that has elements
+
+
+@lru_cache(maxsize=1024)  # most layers of a model are equal
+def _plan(shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]) -> Layout:
+    kinds = _kinds(shapes, granularities)
+    total = sum(kind.room * len(kind.indices) for kind in kinds)
+    low = max(_round_up(-(-total // world_size), ALIGNMENT), ALIGNMENT)
+    # With a shard for everything nothing is cut, so this search finds something.
+    best = _search([kind if kind.is_required else kind.without_grain() for kind in kinds], world_size, low, max(total, low))
+    assert best is not None
+    if not all(kind.is_required for kind in kinds):
+        elements = sum(prod(shape) for shape in shapes)
+        allowed = elements + max(int(ROW_BUDGET * elements), ALIGNMENT * (world_size + len(shapes)))
+        best = _search(kinds, world_size, low, max(allowed // world_size, best.shard)) or best
+    return _layout(shapes, world_size, best)
+
+
+def _kinds(shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularity]) -> list[_Kind]:
+    """Parameters that have elements, the largest grains first."""
+    alike: dict[tuple[int, int, bool], list[int]] = {}
+    for index, (shape, granularity) in enumerate(zip(shapes, granularities)):
+        if room := _round_up(prod(shape), ALIGNMENT):
+            # A grain of more than the parameter says no more than that it is not cut.
+            grain = min(lcm(granularity.grain(shape), ALIGNMENT), room)
+            alike.setdefault((grain, room, granularity.is_required), []).append(index)
+    return [_Kind(room, grain, required, tuple(alike[grain, room, required])) for grain, room, required in sorted(alike)[::-1]]
+
+
+def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Placement | None:
+    """The best placement with a shard size in ``[low, high]``; None where the sizes tried do not do for the requirements."""
+    best: _Placement | None = None
+    for step in _steps(kinds, low, high):
+        required = [kind.roomy_shard() for kind in kinds if kind.is_required and step % kind.grain]
+        hopeless = sum(len(kind.indices) for kind in kinds if not kind.suits(high // step * step))
+        for multiple in _ladder(-(-max([low, *required]) // step), high // step):
+            shard = multiple * step
+            if best and (best.broken, best.shard) <= (hopeless, shard):
+                break  # larger multiples are no better, but for those that are multiples of another step
+            found = _place(kinds, world_size, shard)
+            if found and (best is None or found < best):
+                best = found
+    return best
+
+
+def _steps(kinds: Sequence[_Kind], low: int, high: int) -> list[int]:
+    """Shard sizes worth trying are multiples of these. Grains of parameters that fit in a shard need not divide it."""
+    count: dict[int, int] = {}
+    for kind in kinds:
+        if kind.room > low:
+            count[kind.grain] = count.get(kind.grain, 0) + len(kind.indices)
+    steps = [ALIGNMENT]
+    for grain in sorted(count, key=lambda grain: (-count[grain], grain)):  # the most frequent ones first: the list is cut off
+        common = {lcm(step, grain) for step in steps}
+        steps = [*steps, *sorted(step for step in common.difference(steps) if step <= high)][:MAX_STEPS]
+    return steps
+
+
+def _ladder(first: int, last: int) -> Iterator[int]:
+    """Numbers from first to last: the first nine, then ever fewer, so that what they add is known to a quarter."""
+    rung = first
+    while rung < last:
+        yield rung
+        rung += max((rung - first) // 4, 1)
+    if first <= last:
+        yield last
+
+
+def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | None:
+    """One parameter behind the other, for one shard size; None where the buffer is too small for the requirements."""
+    if not all(kind.suits(shard) for kind in kinds if kind.is_required):
         return None
-    return Layout(world_size, shard, tuple(slots))
+    # Wishes that no start can grant are given up at once. These parameters can go anywhere: they come last, to fill gaps.
+    waiting = [(kind, [*kind.indices]) for kind in kinds if kind.suits(shard)]
+    waiting += [(kind.without_grain(), [*kind.indices]) for kind in kinds if not kind.suits(shard)]
+    starts: list[tuple[int, int]] = []
+    cursor, spare = 0, world_size * shard - sum(kind.room * len(kind.indices) for kind in kinds)
+    while waiting:
+        position, start = _smallest_gap(waiting, cursor, shard)
+        if start - cursor > spare:
+            wishes = [position for position, (kind, _) in enumerate(waiting) if not kind.is_required]
+            if not wishes:
+                return None
+            position, start = wishes[0], cursor
+        kind, indices = waiting[position]
+        starts.append((indices.pop(0), start))
+        spare -= start - cursor
+        cursor = start + kind.room
+        if not indices:
+            del waiting[position]
+    return _Placement(_broken(kinds, dict(starts), shard), shard, tuple(starts))
 
 
-def _place(shapes: Sequence[tuple[int, ...]], shard: int, respect_rows: bool) -> tuple[list[Slot], int]:
-    """Put the parameters one behind the other; the end of the last one is returned beside their slots."""
-    slots: list[Slot] = []
-    cursor = 0
-    for shape in shapes:
-        start = _round_up(cursor, ALIGNMENT)
-        if respect_rows:
-            moved = start + (_next_cut(start, shard) - start) % row_size(shape)
-            # Without a cut inside there is nothing to respect; with one, moving must not cost the alignment.
-            if start + prod(shape) > _next_cut(start, shard) and moved % ALIGNMENT == 0:
-                start = moved
-        slot = Slot(shape, start, by_rows=_cuts_between_rows(shape, start, shard))
-        slots.append(slot)
-        cursor = slot.stop
-    return slots, cursor
+def _smallest_gap(waiting: Sequence[tuple[_Kind, list[int]]], cursor: int, shard: int) -> tuple[int, int]:
+    """Which kind can start closest behind the cursor, the first of equals, and where."""
+    best = (0, waiting[0][0].first_start(cursor, shard))
+    for position, (kind, _) in enumerate(waiting):
+        if best[1] == cursor:
+            break
+        start = kind.first_start(cursor, shard)
+        if start < best[1]:
+            best = (position, start)
+    return best
 
 
-def _cuts_between_rows(shape: tuple[int, ...], start: int, shard: int) -> bool:
-    if not shape:
-        return False  # a scalar has no dim 0: it is a run of one element
-    cuts = range(_next_cut(start, shard), start + prod(shape), shard)
-    return all((cut - start) % row_size(shape) == 0 for cut in cuts[:2])  # two good cuts make all good
+def _broken(kinds: Sequence[_Kind], starts: dict[int, int], shard: int) -> int:
+    """How many parameters are cut inside a grain."""
+    return sum(not _cuts_fall_between(kind.grain, starts[i], kind.room, shard) for kind in kinds for i in kind.indices)
+
+
+def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Placement) -> Layout:
+    """Parameters without elements lie behind all others, where they are between no two."""
+    starts = dict(placement.starts)
+    end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
+    slots = []
+    for index, shape in enumerate(shapes):
+        start = starts.get(index, _round_up(end, ALIGNMENT))
+        # A scalar has no dim 0: it is a run of one element.
+        by_rows = bool(shape) and _cuts_fall_between(row_size(shape), start, prod(shape), placement.shard)
+        slots.append(Slot(shape, start, by_rows))
+    return Layout(world_size, placement.shard, tuple(slots))
+
+
+def _cuts_fall_between(grain: int, start: int, numel: int, shard: int) -> bool:
+    cuts = range(_next_cut(start, shard), start + numel, shard)
+    return all((cut - start) % grain == 0 for cut in cuts[:2])  # two good cuts make all good
 
 
 def _next_cut(position: int, shard: int) -> int:

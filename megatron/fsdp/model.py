@@ -4,22 +4,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import contextmanager
-from typing import Any, Iterator, Sequence
+from typing import Any, Callable, Iterator, NoReturn, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import model_state
-from megatron.fsdp.collectives import Communicator, agree
+from megatron.fsdp import meta_init, model_state
+from megatron.fsdp.buffer import shard_view
+from megatron.fsdp.checks import check_agreement, check_module, device_of, outer_strategy
+from megatron.fsdp.collectives import agree
 from megatron.fsdp.config import DistributedDataParallelConfig, policy_of, refuse_unbuilt, refuse_unbuilt_config
 from megatron.fsdp.hooks import UnitHooks
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.param_group import ParamGroup
 from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
-from megatron.fsdp.schedule import Schedule, Unit
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.schedule import Schedule
 from megatron.fsdp.sharded_param import ShardedParam
-from megatron.fsdp.units import assign_parameters, find_units
+from megatron.fsdp.sharding import Sharding
+from megatron.fsdp.units import assign_parameters, find_units, resolve_unit_modules
 
 
 class MegatronFSDP(nn.Module):
@@ -29,22 +35,28 @@ class MegatronFSDP(nn.Module):
     steps. The user's module is ``module``; its own parameters hold values only while a unit computes.
 
     Args:
-        module: initialised on every rank; the weights of the axis' first rank are taken.
+        module: initialised on every rank; the weights of the first data rank are taken.
         dist_index: the mesh.
         ddp_config: strategy and overlap; of this package or Megatron-Core's. None: level 3 with overlap.
         mixed_precision_policy: dtypes of main weights and gradients; the default takes those of ``ddp_config``.
-        fsdp_unit_modules: classes, instances or import paths of the modules that are gathered and freed as one. The
-            parameters outside of them, without any all parameters, form the unit of the whole module.
+        fsdp_unit_modules: classes, instances or import paths of the modules that are gathered and freed as one. Outside
+            of them every module that owns parameters is gathered and freed by itself.
         disable_bucketing: no units at all: one group per dtype.
         device: where the module goes first; None: the mesh's.
         calculate_per_token_loss: gradients are summed, not averaged.
+        init_model_with_meta_device: parameters on the meta device get their values unit by unit, by ``reset_parameters``.
         sync_model_each_microbatch: every backward outside ``no_sync`` ends with final gradients on ``param.grad``.
+        enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: both: inside of units too
+            every module that owns parameters is gathered and freed by itself.
         report_nan_in_param_grad: raise and name the parameter and rank of a NaN or Inf gradient.
 
     Raises:
         NotImplementedError: for arguments of the published interface that are not built yet.
-        ValueError: for units or strategies that are none.
+        ValueError: listing everything that is wrong with the arguments, the same on every rank.
     """
+
+    initialiser = meta_init.Initialiser()  # of modules on the meta device
+    _fsdp_is_sharded = True
 
     def __init__(
         self,
@@ -69,69 +81,83 @@ class MegatronFSDP(nn.Module):
         report_nan_in_param_grad: bool = False,
     ):
         super().__init__()
-        refuse_unbuilt(
-            init_model_with_meta_device=init_model_with_meta_device,
+        config = ddp_config if ddp_config is not None else DistributedDataParallelConfig.fully_sharded()
+        fine_grained = enable_fine_grained_param_gather_hook and enable_fine_grained_param_gather_backward_hook
+        fine_grained = fine_grained or getattr(config, "megatron_fsdp_enable_fine_grained_param_gather", False)
+        if not isinstance(dist_index, FSDPDistributedIndex):
+            raise ValueError(f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}")
+        if not hasattr(config, "data_parallel_sharding_strategy"):
+            raise ValueError(f"ddp_config expects a DistributedDataParallelConfig but got {config!r}")
+        problems = Problems()
+        problems.check(device_of, device)
+        problems.check(
+            refuse_unbuilt,
             keep_fp8_transpose_cache=keep_fp8_transpose_cache,
             nccl_ub=nccl_ub,
             fsdp_double_buffer=fsdp_double_buffer,
             fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
             disable_symmetric_registration=disable_symmetric_registration,
-            enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather_hook,
-            enable_fine_grained_param_gather_backward_hook=enable_fine_grained_param_gather_backward_hook,
+            enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather_hook and not fine_grained,
+            enable_fine_grained_param_gather_backward_hook=enable_fine_grained_param_gather_backward_hook and not fine_grained,
             fine_grained_recurse_module_types=fine_grained_recurse_module_types,
         )
-        self.ddp_config = ddp_config if ddp_config is not None else DistributedDataParallelConfig.fully_sharded()
-        refuse_unbuilt_config(self.ddp_config)
-        device = torch.device(device) if device is not None else dist_index.device
-        self.strategy = ShardingStrategy.parse(
-            self.ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
+        problems.check(refuse_unbuilt_config, config)
+        problems.check(resolve_unit_modules, fsdp_unit_modules)
+        strategy = problems.check(
+            ShardingStrategy.parse, config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
         )
-        gradients = GradientPolicy(calculate_per_token_loss, getattr(self.ddp_config, "average_in_collective", False))
-        overlap = OverlapPolicy(self.ddp_config.overlap_grad_reduce, self.ddp_config.overlap_param_gather)
-        self._units = find_units(module, () if disable_bucketing else fsdp_unit_modules)
+        outer = problems.check(outer_strategy, config, dist_index, strategy)
+        gradients = problems.check(
+            GradientPolicy, calculate_per_token_loss, getattr(config, "average_in_collective", False)
+        )
+        initialiser = self.initialiser if init_model_with_meta_device else None
+        problems.check(check_module, module, dist_index, strategy, initialiser)
+        problems.raise_everywhere(dist_index.all_groups())
+
+        self.ddp_config = config
+        self.strategy = strategy
         self._index = dist_index
         self._auto_sync = sync_model_each_microbatch
         self.checkpoint_ready = True  # state dicts tell torch's checkpoint which chunks they hold
-        self._report_nan = report_nan_in_param_grad or getattr(self.ddp_config, "check_for_nan_in_grad", False)
+        self._report_nan = report_nan_in_param_grad or getattr(config, "check_for_nan_in_grad", False)
+        self._use_decoupled_grad = getattr(config, "megatron_fsdp_use_decoupled_grad", False)
         self._grads_attached = False  # final gradients are on `param.grad`
         self._grads_final = True  # no backward since they were made final
 
-        self.module = module.to(device)
-        communicator = Communicator.over(
-            dist_index.get_fsdp_group(), device, gradients.sum_only, gradients.average_in_collective
+        sharding = Sharding(
+            index=dist_index,
+            strategy=strategy,
+            outer_strategy=outer,
+            gradients=gradients,
+            precision=policy_of(config) if mixed_precision_policy == MixedPrecisionPolicy() else mixed_precision_policy,
+            device=dist_index.device if device is None or initialiser is not None else torch.device(device),
+            initialiser=initialiser,
         )
-        if mixed_precision_policy == MixedPrecisionPolicy():
-            mixed_precision_policy = policy_of(self.ddp_config)
-        self._shard(assign_parameters(self._units), mixed_precision_policy, communicator, device)
+        self._units = find_units(module, fsdp_unit_modules or (), only_root=disable_bucketing, fine_grained=fine_grained)
+        # What has no values yet is materialised where it belongs.
+        self.module = module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(sharding.device))
+        self._shard(sharding)
+        overlap = OverlapPolicy(config.overlap_grad_reduce, config.overlap_param_gather)
         self._schedule = Schedule(
-            self._units, self.strategy, overlap, self._forget_cleared_grads, self._after_backward
+            self._units, strategy, overlap, self._forget_cleared_grads, self._after_backward
         )
-        UnitHooks(self._schedule)
+        sharded = {compute: member.parameter for compute, member in self._by_compute.items()}
+        self._hooks = UnitHooks(self._schedule, sharded)
 
-    def _shard(
-        self,
-        parameters_of: dict[Unit, dict[str, nn.Parameter]],
-        precision: MixedPrecisionPolicy,
-        communicator: Communicator,
-        device: torch.device,
-    ) -> None:
-        sharded: dict[nn.Parameter, ShardedParam] = {}
-        for unit, parameters in parameters_of.items():
-            kinds: dict[tuple[torch.dtype, bool], list[str]] = defaultdict(list)
-            for name, parameter in parameters.items():
-                kinds[parameter.dtype, parameter.requires_grad].append(name)
-            for (dtype, trainable), names in kinds.items():
-                group = ParamGroup(
-                    names,
-                    [parameters[name] for name in names],
-                    self.strategy,
-                    precision.resolve(dtype, trainable),
-                    communicator,
-                    device,
-                )
-                unit.groups.append(group)
-                for position, parameter in enumerate(group.parameters):
-                    sharded[parameter] = self._present(ShardedParam(group, position, self._index.shard_mesh), parameter)
+    def _shard(self, sharding: Sharding) -> None:
+        parameters_of = assign_parameters(self._units)
+        check_agreement(
+            sharding,
+            parameters_of,
+            report_nan_in_param_grad=self._report_nan,
+            sync_model_each_microbatch=self._auto_sync,
+            overlap_grad_reduce=self.ddp_config.overlap_grad_reduce,
+            overlap_param_gather=self.ddp_config.overlap_param_gather,
+            use_decoupled_grad=self._use_decoupled_grad,
+        )
+        sharded = sharding.shard(self._units, parameters_of)
+        for compute, member in sharded.items():
+            self._present(member, compute)
         # In the module's own order, tied names included.
         self._by_name = {
             name: sharded[parameter] for name, parameter in self.module.named_parameters(remove_duplicate=False)
@@ -141,19 +167,24 @@ class MegatronFSDP(nn.Module):
         for member in sharded.values():
             if member.group.requires_grad:
                 self._trainable[member.group].append(member)
+        self._frozen = [member for member in sharded.values() if not member.group.requires_grad]
 
-    def _present(self, sharded: ShardedParam, compute: nn.Parameter) -> ShardedParam:
+    def _present(self, sharded: ShardedParam, compute: nn.Parameter) -> None:
         """Attributes that others have put on the module's parameter belong on the optimizer's too."""
         for name, value in vars(compute).items():
-            setattr(sharded.parameter, name, value)
+            if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
+                setattr(sharded.parameter, name, value)
         sharded.parameter._fsdp_model = self
         sharded.parameter._fsdp_sharded = sharded
-        return sharded
 
     # ---- module interface ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.forget_calls()
+            raise
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -168,6 +199,24 @@ class MegatronFSDP(nn.Module):
             if not remove_duplicate or sharded not in seen:
                 seen.add(sharded)
                 yield prefix + name, sharded.parameter
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        _refuse_copy()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:
+        """``to``, ``cuda``, ``half`` and so on: nothing to do where the parameters are as asked for, else refused."""
+        for group in self.groups:
+            empty = group.main_shard.new_empty(0, dtype=group.precision.compute)
+            changed = fn(empty)
+            if (changed.dtype, changed.device) != (empty.dtype, empty.device):
+                raise NotImplementedError(
+                    f"a sharded model cannot be moved or converted ({empty.dtype} on {empty.device} to {changed.dtype} on"
+                    f" {changed.device}): convert the module before sharding it, or pass device="
+                )
+        return self
 
     @property
     def sharded_params(self) -> list[ShardedParam]:
@@ -186,10 +235,16 @@ class MegatronFSDP(nn.Module):
         return state
 
     def _for_checkpoint(self, value: Any, keep_vars: bool) -> Any:
-        sharded = self._by_compute.get(value) if isinstance(value, nn.Parameter) else None
+        sharded = self._member(value)
         if sharded is not None:
             return sharded.parameter if keep_vars else sharded.checkpoint_tensor(with_chunks=self.checkpoint_ready)
         return value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
+
+    def _member(self, value: Any) -> ShardedParam | None:
+        """The sharded parameter of what the module shows: one of its own, or the sharded one already."""
+        return getattr(value, "_fsdp_sharded", None) or (
+            self._by_compute.get(value) if isinstance(value, nn.Parameter) else None
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
         """Load DTensors of the same layout, or full tensors, under the wrapper's names or the module's own.
@@ -198,9 +253,11 @@ class MegatronFSDP(nn.Module):
         and ``NotImplementedError`` for ``assign``: the weights lie in buffers that many views share.
         """
         refuse_unbuilt(assign=assign)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
         # Wrappers inside (Float16Module) name keys as they like: ask the module, not its parameters' paths.
         own = self.module.state_dict(keep_vars=True)
-        sharded = {key: self._by_compute[value] for key, value in own.items() if isinstance(value, nn.Parameter)}
+        sharded = {key: self._member(value) for key, value in own.items() if isinstance(value, nn.Parameter)}
         result = model_state.load(self.module, sharded, set(own), state_dict, strict)
         for group in self.groups:
             group.install_main_weights()
@@ -210,6 +267,8 @@ class MegatronFSDP(nn.Module):
         """Forget gradients, accumulated ones included."""
         super().zero_grad(set_to_none)
         self.zero_grad_buffer()
+        if not set_to_none:
+            self.attach_grad_to_optimizer_state()  # zeros
 
     # ---- gradients -----------------------------------------------------------------------------------------------
 
@@ -270,14 +329,35 @@ class MegatronFSDP(nn.Module):
         self.attach_grad_to_optimizer_state()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Put the reduced gradients on the parameters; of size zero where this rank owns nothing."""
+        """Put the reduced gradients on the parameters; of size zero where this rank owns nothing.
+
+        Raises:
+            RuntimeError: for a NaN or Inf, if they are to be reported; for a parameter that was frozen when it was sharded
+                and is not any more.
+        """
+        thawed = [each.name for each in self._frozen if each.parameter.requires_grad or each.compute.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no gradients; shard the model with"
+                " every parameter trainable that is to be trained, and freeze afterwards"
+            )
         for group, members in self._trainable.items():
-            gradient = group.final_grad()
+            gradient = group.final_grad(in_main_dtype=not self._use_decoupled_grad)
             for sharded in members:
-                sharded.attach_grad(gradient)
+                wanted = sharded.parameter.requires_grad and sharded.compute.requires_grad  # may have been frozen since
+                self._set_grad(sharded.parameter, sharded.gradient(gradient) if wanted else None)
         self._grads_final = self._grads_attached = True
         if self._report_nan:
             self._check_gradients()
+
+    def _set_grad(self, parameter: nn.Parameter, gradient: DTensor | None) -> None:
+        if self._use_decoupled_grad:
+            parameter.decoupled_grad = gradient
+        else:
+            parameter.grad = gradient
+
+    def _get_grad(self, parameter: nn.Parameter) -> DTensor | None:
+        return getattr(parameter, "decoupled_grad", None) if self._use_decoupled_grad else parameter.grad
 
     def _check_gradients(self) -> None:
         """Raise on every rank what any rank has found."""
@@ -286,48 +366,51 @@ class MegatronFSDP(nn.Module):
             for group, members in self._trainable.items()
             if not torch.isfinite(group.grad_shard.sum(dtype=torch.float32))  # one look at each group; names if need be
             for sharded in members
-            if not torch.isfinite(sharded.parameter.grad._local_tensor).all()
+            if (gradient := self._get_grad(sharded.parameter)) is not None
+            and not torch.isfinite(gradient._local_tensor).all()
         ]
-        problem = f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}" if names else None
-        problems = agree(problem, self._index.get_dp_group())
-        if problems:
-            raise RuntimeError("\n".join(problems))
+        found = [f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}"] if names else []
+        found = agree(found, self._index.all_groups())
+        if found:
+            raise RuntimeError("\n".join(found))
 
     def _forget_cleared_grads(self) -> None:
         """Gradients that a plain ``optimizer.zero_grad()`` took off the parameters must not come back."""
         if not self._grads_attached:
             return
         for group, members in self._trainable.items():
-            if all(sharded.parameter.grad is None for sharded in members):
+            if all(self._get_grad(sharded.parameter) is None for sharded in members):
                 group.forget_reduced_grad()
+                continue
+            for sharded in members:
+                if self._get_grad(sharded.parameter) is None:
+                    shard_view(group.grad_shard, group.layout, sharded.index, group.rank).zero_()
         self._grads_attached = False
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
-        """Multiply every reduced gradient by ``factor``, a number or a 0-d tensor."""
+        """Multiply every gradient, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
         for group in self._trainable:
             group.scale_grad(factor)
-        if self._grads_attached:
-            self.attach_grad_to_optimizer_state()
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients: accumulated, reduced, and those on parameters."""
         for group, members in self._trainable.items():
             group.zero_grad()
             for sharded in members:
-                sharded.parameter.grad = None
+                self._set_grad(sharded.parameter, None)
         self._grads_attached = False
         self._grads_final = True
 
     # ---- weights -------------------------------------------------------------------------------------------------
 
-    def install_optimized_model_weights(self, only_shared: bool = False) -> None:
+    def install_optimized_model_weights(self, only_shared: bool = False, only_trainable: bool = False) -> None:
         """Put main weights into compute weights; the next forward uses them.
 
         ``only_shared`` leaves those of another dtype alone; the others are the main weights, and what other ranks have
-        gathered of them is out of date.
+        gathered of them is out of date. ``only_trainable`` leaves those alone that no optimizer updates.
         """
-        for group in self._trainable:
-            if not only_shared or group.main_shard is group.compute_shard:
+        for group in self._trainable if only_trainable else self.groups:
+            if not only_shared or group.main_is_compute:
                 group.install_main_weights()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
@@ -354,11 +437,32 @@ class MegatronFSDP(nn.Module):
         self.synchronize_gradient_reduce()
         self.synchronize_param_gather()
 
-    def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Any:
-        raise NotImplementedError("mixed_precision_context: changing the communication dtype for a while is not built yet")
+    @contextmanager
+    def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Inside, gradients travel in the policy's ``grad_comm_dtype``; main dtypes stay as they are."""
+        before = [group.precision.grad_comm for group in self.groups]
+        self.reset_mixed_precision_policy(policy)
+        try:
+            yield
+        finally:
+            self._schedule.wait_for_reductions()
+            for group, dtype in zip(self.groups, before):
+                group.communicate_in(dtype)
 
     def reset_mixed_precision_policy(self, policy: MixedPrecisionPolicy) -> None:
-        raise NotImplementedError("reset_mixed_precision_policy: changing the communication dtype is not built yet")
+        """Gradients travel in the policy's ``grad_comm_dtype`` from now on; main dtypes stay as they are."""
+        if not isinstance(policy, MixedPrecisionPolicy):
+            raise ValueError(f"mixed precision expects a MixedPrecisionPolicy but got {policy!r}")
+        self._schedule.wait_for_reductions()
+        for group in self.groups:
+            group.communicate_in(policy.grad_comm_dtype)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         return self._index
+
+
+def _refuse_copy() -> NoReturn:
+    raise NotImplementedError(
+        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this process. Copy or save"
+        " model.state_dict(), which works"
+    )

@@ -8,6 +8,7 @@ checkpoint asks a tensor for its chunks; :class:`RunTensor` answers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Sequence
 
 import torch
@@ -16,12 +17,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron.fsdp.buffer import shard_view
-from megatron.fsdp.collectives import all_gather_uneven
-from megatron.fsdp.layout import Run
-from megatron.fsdp.param_group import ParamGroup
+from megatron.fsdp.gradient import Holders, ShardedGradient
+from megatron.fsdp.layout import Box, Run
+from megatron.fsdp.mesh import Axes
+from megatron.fsdp.param_group import ParamGroup, local_tensor
+from megatron.fsdp.uneven import UnevenDTensor, dtensor_over
 
 
 class RunTensor(torch.Tensor):
@@ -29,9 +32,13 @@ class RunTensor(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     run: Run
+    slice: TensorSlice
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self.run.boxes()]
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
+
+    def _boxes(self) -> list[Box]:
+        return [(self.slice.in_whole(offsets), sizes) for offsets, sizes in self.run.boxes()]
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
@@ -39,7 +46,7 @@ class RunTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.run.shape)),
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.slice.shape)),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -47,7 +54,7 @@ class RunTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         flat = self.detach().view(-1)
         begin = 0
-        for offsets, sizes in self.run.boxes():
+        for offsets, sizes in self._boxes():
             numel = torch.Size(sizes).numel()
             if index.offset is None or tuple(index.offset) == offsets:
                 return flat[begin : begin + numel].view(sizes)
@@ -55,32 +62,60 @@ class RunTensor(torch.Tensor):
         raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {tuple(index.offset)}")
 
     def __deepcopy__(self, memo: dict) -> RunTensor:
-        return with_run(self.detach().clone(), self.run)
+        return with_run(self.detach().clone(), self.run, self.slice)
 
     def __reduce_ex__(self, protocol: int):
-        return with_run, (self.detach().clone(), self.run)
+        return with_run, (self.detach().clone(), self.run, self.slice)
 
 
-def with_run(local: torch.Tensor, run: Run) -> RunTensor:
-    """``local``, sharing storage, as the piece ``run`` of a global tensor."""
+@dataclass(frozen=True)
+class TensorSlice:
+    """Which part of a whole tensor tensor parallelism has given to this rank: all of it, or a range of one dim.
+
+    Args:
+        shape: of the whole tensor.
+        dim: that is divided; None where every tensor-parallel rank holds a copy.
+        start: of this rank's range along ``dim``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+    def in_whole(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
+        """Offsets within the slice as offsets within the whole tensor."""
+        return tuple(offset + self.start if dim == self.dim else offset for dim, offset in enumerate(offsets))
+
+    def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
+        """This rank's part, ``size`` long along ``dim``, of the whole tensor."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
+
+
+def with_run(local: torch.Tensor, run: Run, slice_: TensorSlice | None = None) -> RunTensor:
+    """``local``, sharing storage, as the piece ``run`` of a slice of a global tensor; by default of the whole one."""
     tensor = torch.Tensor._make_subclass(RunTensor, local)
     tensor.run = run
+    tensor.slice = slice_ or TensorSlice(run.shape)
     return tensor
 
 
-torch.serialization.add_safe_globals([with_run, Run])  # so that `torch.load` takes a saved state dict
+torch.serialization.add_safe_globals([with_run, Run, TensorSlice])  # so that `torch.load` takes a saved state dict
 
 
-def dtensor_over(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """A DTensor of logical ``shape`` over ``local``, which it shares."""
-    # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or save one that
-    # does not begin at 0; so it is made with another and given the view afterwards.
-    stride = torch.empty(shape, device="meta").stride()
-    # `DTensor.from_local` would take the empty shape of a scalar for no shape.
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
-    result = DTensor(local.new_empty(0), spec, requires_grad=False)
-    result._local_tensor = local
-    return result
+@dataclass(frozen=True)
+class Place:
+    """Where the parameters of a kind, dense or expert, live.
+
+    Args:
+        axes: their mesh axes.
+        mesh: of their DTensors: tensor axis if there is one, inner axis, outer axis if it divides them.
+        holders: for norms, of parameters that tensor parallelism divides, and of those that it copies.
+    """
+
+    axes: Axes
+    mesh: DeviceMesh
+    holders_of_slices: Holders
+    holders_of_copies: Holders
 
 
 class ShardedParam:
@@ -88,32 +123,40 @@ class ShardedParam:
 
     Args:
         group: the group it lies in, as number ``index``.
-        mesh: the one-axis mesh it is sharded over.
+        place: the mesh that it lives on.
     """
 
-    def __init__(self, group: ParamGroup, index: int, mesh: DeviceMesh):
+    def __init__(self, group: ParamGroup, index: int, place: Place):
         self.group = group
         self.index = index
         self.name = group.names[index]
         self.run = group.layout.owned(index, group.rank)
-        self._mesh = mesh
-        self._placements = [Shard(0) if group.strategy.shards_optimizer else Replicate()]
-        local = group.main_view(index)
-        wrapped = self._dtensor(local)
-        self.parameter = nn.Parameter(wrapped, requires_grad=group.requires_grad)
-        self.parameter._local_tensor = local
-        self._grad: DTensor | None = None
+        self.slice = tensor_slice(group.parameters[index], place.axes.tensor)
+        self._mesh = place.mesh
+        self._placements = self._placements_on(place)
+        self._holders = place.holders_of_copies if self.slice.dim is None else place.holders_of_slices
+        self.parameter = self._dtensor(group.main_view(index)).requires_grad_(group.requires_grad)
+        self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
+        self._grad: ShardedGradient | None = None
+
+    def _placements_on(self, place: Place) -> list[Placement]:
+        tensor = [] if place.axes.tensor is None else [Replicate() if self.slice.dim is None else Shard(self.slice.dim)]
+        data = place.mesh.ndim - len(tensor)
+        return tensor + [Shard(0) if self.group.strategy.shards_optimizer else Replicate()] * data
 
     @property
     def compute(self) -> nn.Parameter:
         """The module's own parameter."""
         return self.group.parameters[self.index]
 
-    def attach_grad(self, flat: torch.Tensor) -> None:
-        """Put this parameter's piece of the final gradient shard ``flat`` on ``parameter.grad``."""
-        if self._grad is None:  # `flat` is the same tensor at every step
-            self._grad = self._dtensor(shard_view(flat, self.group.layout, self.index, self.group.rank))
-        self.parameter.grad = self._grad
+    def gradient(self, flat: torch.Tensor) -> ShardedGradient:
+        """This parameter's piece of the final gradient shard ``flat``, which is the same tensor at every step."""
+        if self._grad is None or self._grad.dtype != flat.dtype:
+            piece = shard_view(flat, self.group.layout, self.index, self.group.rank)
+            self._grad = self._dtensor(piece, ShardedGradient)
+            self._grad.holders = self._holders
+            self._grad._fsdp_sharded = self
+        return self._grad
 
     def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
         """``value`` (default: the main weight), sharing storage, so that torch's checkpoint can save and load it.
@@ -121,40 +164,57 @@ class ShardedParam:
         Without ``with_chunks`` nothing tells it which part of the whole this rank holds.
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
-        return self._in_checkpoint(with_run(local, self.run) if with_chunks else local, self.run)
+        return self._in_checkpoint(with_run(local, self.run, self.slice) if with_chunks else local, self.slice.shape)
 
     def checkpoint_tensors(self, parts: int, value: DTensor | None = None) -> list[DTensor]:
         """The same, cut into ``parts`` equal tensors along dim 0, each an entry of its own."""
+        if self.slice.dim is not None:
+            raise NotImplementedError(f"{self.name}: parts of a tensor-parallel slice are not built yet")
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
         tensors, begin = [], 0
         for run in self.run.parts(parts):
             local = flat[begin : begin + run.numel].view(run.local_shape)
-            tensors.append(self._in_checkpoint(with_run(local, run), run))
+            tensors.append(self._in_checkpoint(with_run(local, run), run.shape))
             begin += run.numel
         return tensors
 
-    def _in_checkpoint(self, local: torch.Tensor, run: Run) -> DTensor:
-        placements = self._placements if run.shape else [Replicate()]  # torch has no sharded scalars
-        return dtensor_over(local, self._mesh, placements, run.shape)
+    def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
+        placements = self._placements if shape else [Replicate()] * self._mesh.ndim  # torch has no sharded scalars
+        return dtensor_over(local, self._mesh, placements, shape)
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``value``: a full tensor, or a DTensor laid out like the parameter.
+        """This rank's piece of ``value``: a full tensor, or a DTensor; one that is cut as torch does is gathered.
 
         Raises:
             ValueError: where the shapes do not agree.
         """
-        if tuple(value.shape) not in (self.run.shape, self.run.shape or (1,)):
-            raise ValueError(f"{self.name}: expects shape {tuple(self.run.shape)} but got {tuple(value.shape)}")
-        if isinstance(value, DTensor):
-            local = value._local_tensor
-            same_run = local.run == self.run if isinstance(local, RunTensor) else local.numel() == self.run.numel
-            if not same_run:
-                raise ValueError(
-                    f"{self.name}: the state was sharded for another layout ({local.numel()} elements on this rank, not the"
-                    f" {self.run.numel} of this one); load it with torch.distributed.checkpoint, which reshards"
-                )
-            return local.reshape(self.run.local_shape)
-        return value.detach().reshape(-1)[self.run.start : self.run.stop].view(self.run.local_shape)
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
+        if tuple(value.shape) not in (self.slice.shape, self.slice.shape or (1,)):
+            raise ValueError(f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}")
+        if not isinstance(value, DTensor):
+            whole = self.slice.of(value.detach(), self._size_of_slice)
+        elif isinstance(value, UnevenDTensor) or isinstance(value._local_tensor, RunTensor):
+            return self._piece_of(value)
+        elif value.device_mesh.ndim < self._mesh.ndim and value._local_tensor.shape == self.run.shape:
+            whole = value._local_tensor.detach()  # of the tensor-parallel model before sharding
+        else:  # cut as torch does
+            whole = self.slice.of(value.full_tensor().detach(), self._size_of_slice)
+        return whole.reshape(-1)[self.run.start : self.run.stop].view(self.run.local_shape)
+
+    @property
+    def _size_of_slice(self) -> int:
+        return self.run.shape[self.slice.dim] if self.slice.dim is not None else 0
+
+    def _piece_of(self, value: DTensor) -> torch.Tensor:
+        local = value._local_tensor
+        same_run = local.run == self.run if isinstance(local, RunTensor) else local.numel() == self.run.numel
+        if not same_run:
+            raise ValueError(
+                f"{self.name}: the state was sharded for another layout ({local.numel()} elements on this rank, not the"
+                f" {self.run.numel} of this one); load it with torch.distributed.checkpoint, which reshards"
+            )
+        return local.reshape(self.run.local_shape)
 
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
@@ -165,19 +225,24 @@ class ShardedParam:
         """This rank's piece of a full tensor of the parameter's shape (optimizer state), as a DTensor of its own."""
         return self._dtensor(self.local_part(value).to(self.parameter.device).clone())
 
-    def _dtensor(self, local: torch.Tensor) -> DTensor:
+    def _dtensor(self, local: torch.Tensor, kind: type[UnevenDTensor] = UnevenDTensor) -> UnevenDTensor:
         # The optimizer sees a scalar as a vector of one element, which can be sharded.
-        return dtensor_over(local, self._mesh, self._placements, self.run.shape or (1,))
+        return dtensor_over(local, self._mesh, self._placements, self.slice.shape or (1,), kind)
 
 
-def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor of an uneven DTensor, on every rank; a collective over its mesh.
-
-    The pieces of the ranks follow one another, so they need only be put together.
-    """
-    local = dtensor.to_local().detach()
-    # A scalar in a state dict says that it is replicated, because torch has no sharded ones; one rank may hold it.
-    if dtensor.shape and all(isinstance(placement, Replicate) for placement in dtensor.placements):
-        return local.clone().view(dtensor.shape)
-    pieces = all_gather_uneven(local.reshape(-1), dtensor.device_mesh.get_group())
-    return pieces[: dtensor.shape.numel()].view(dtensor.shape)
+def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
+    """What ``parameter`` is of the whole tensor: torch's DTensors say so, and so do Megatron-Core's attributes."""
+    local = tuple(local_tensor(parameter).shape)
+    if axis is None:
+        return TensorSlice(local)
+    if isinstance(parameter, DTensor):
+        (placement,) = parameter.placements
+        if not isinstance(placement, Shard):
+            return TensorSlice(local)
+        _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        return TensorSlice(tuple(parameter.shape), placement.dim, start[placement.dim])
+    dim = getattr(parameter, "partition_dim", -1)
+    if not getattr(parameter, "tensor_model_parallel", False) or dim < 0:
+        return TensorSlice(local)
+    shape = tuple(size * axis.size() if each == dim else size for each, size in enumerate(local))
+    return TensorSlice(shape, dim, local[dim] * axis.get_local_rank())

@@ -17,6 +17,8 @@ def resolve_unit_modules(unit_modules: Sequence[type | nn.Module | str] | None) 
     Raises:
         ValueError: listing every path that cannot be imported and everything that is no module class.
     """
+    if isinstance(unit_modules, (str, type, nn.Module)):
+        raise ValueError(f"fsdp_unit_modules expects a list of module classes or their import paths but got {unit_modules!r} alone")
     resolved, problems = [], []
     for entry in unit_modules or ():
         try:
@@ -40,43 +42,72 @@ def _import(path: str) -> object:
     return getattr(importlib.import_module(module), name)
 
 
-def find_units(root: nn.Module, unit_modules: Sequence[type | nn.Module | str]) -> list[Unit]:
-    """The root, and every module inside it that is one of ``unit_modules`` or of their classes, in module order."""
+def find_units(
+    root: nn.Module, unit_modules: Sequence[type | nn.Module | str], only_root: bool = False, fine_grained: bool = False
+) -> list[Unit]:
+    """The root, and the units inside it, in module order.
+
+    Units are the modules that are one of ``unit_modules`` or of their classes. Outside of them every module that owns
+    parameters itself is a unit of its own, an automatic one (embedding, final norm, head); the root keeps what it owns
+    itself. ``fine_grained``: inside of them too. ``only_root``: no units inside at all.
+    """
     wanted = resolve_unit_modules(unit_modules)
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     instances = {entry for entry in wanted if isinstance(entry, nn.Module)}
-    return [Unit("", root)] + [
-        Unit(name, module)
-        for name, module in root.named_modules()
-        if module is not root and (isinstance(module, classes) or module in instances)
-    ]
+    units: dict[nn.Module, Unit] = {root: Unit("", root)}
+
+    def visit(module: nn.Module, name: str, inside: bool) -> None:
+        if module is not root and (isinstance(module, classes) or module in instances):
+            units.setdefault(module, Unit(name, module))
+            inside = True
+        elif (fine_grained or not inside) and next(module.parameters(recurse=False), None) is not None:
+            units.setdefault(module, Unit(name, module, is_automatic=True))
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, inside)
+
+    if not only_root:
+        visit(root, "", inside=False)
+    return list(units.values())
 
 
 def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
-    """Every parameter, by its first name, under the innermost unit that contains all the modules that own it.
+    """Every parameter, by its first name, under the innermost unit around the module that owns it.
 
-    So a parameter that two units share belongs to the unit around both, the root at the latest.
+    A parameter of several units belongs to the one among them that contains the others, if there is one; else to a unit
+    of its own, which is appended to ``units`` and which the calls of all of them need.
     """
     unit_of = {unit.module: unit for unit in units}
-    chains: dict[nn.Parameter, tuple[Unit, ...]] = {}
+    owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
 
-    def visit(module: nn.Module, prefix: str, chain: tuple[Unit, ...]) -> None:
+    def visit(module: nn.Module, prefix: str, around: tuple[Unit, ...]) -> None:
         if module in unit_of:
-            chain = (*chain, unit_of[module])
+            around = (*around, unit_of[module])
         for name, parameter in module.named_parameters(recurse=False):
             names.setdefault(parameter, prefix + name)
-            chains[parameter] = _common(chains.get(parameter, chain), chain)
+            owners.setdefault(parameter, {})[around[-1]] = around
         for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.", chain)
+            visit(child, f"{prefix}{name}.", around)
 
     visit(units[0].module, "", ())
     parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
-    for parameter, chain in chains.items():
-        parameters_of[chain[-1]][names[parameter]] = parameter
+    shared: dict[tuple[Unit, ...], Unit] = {}
+    for parameter, chains in owners.items():
+        unit = next((unit for unit in chains if all(unit in chain for chain in chains.values())), None)
+        if unit is None:
+            unit = shared.setdefault(tuple(chains), Unit("+".join(unit.name for unit in chains), None))
+        parameters_of.setdefault(unit, {})[names[parameter]] = parameter
+    for sharers, unit in shared.items():
+        units.append(unit)
+        for sharer in sharers:
+            sharer.shared.append(unit)
     return parameters_of
 
 
-def _common(left: tuple[Unit, ...], right: tuple[Unit, ...]) -> tuple[Unit, ...]:
-    length = next((i for i, (a, b) in enumerate(zip(left, right)) if a is not b), min(len(left), len(right)))
-    return left[:length]
+def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter belongs to one of the experts that expert parallelism divides.
+
+    Megatron-Core says so by the attribute ``allreduce``; elsewhere the module that holds them is called ``experts``.
+    """
+    allreduce = getattr(parameter, "allreduce", None)
+    return "experts" in name.split(".")[:-1] if allreduce is None else not allreduce
