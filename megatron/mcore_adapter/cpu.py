@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from typing import Any, Callable
 
 import torch
+from torch.utils import _device as torch_device_context  # not loaded by `import torch`
 
 _installed = False
 
@@ -56,6 +57,8 @@ def _replace_factories() -> None:
 
         return make
 
+    # `with torch.device(...)` acts on the functions that it finds when it is first used: those below call them.
+    torch_device_context._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
 
@@ -71,7 +74,8 @@ def _replace_type_strings() -> None:
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            return original(self).replace("torch.", "torch.cuda.", 1)
+            with torch._C.DisableTorchFunctionSubclass():  # a subclass' own would come back here
+                return original(self).replace("torch.", "torch.cuda.", 1)
         return original(self, dtype, *args, **kwargs)
 
     torch.Tensor.type = type_

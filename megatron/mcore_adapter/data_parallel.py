@@ -17,8 +17,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
+from megatron.fsdp.hooks import PASSED_ON
+from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 
 SHARD_AXIS = "dp_cp"
+
+
+class CoreEngine(MegatronFSDP):
+    """The engine, with Megatron-Core's own initialisation for layers on the meta device.
+
+    Args:
+        use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
+    """
+
+    def __init__(self, module: nn.Module, *args: Any, use_cpu_initialization: bool | None = None, **settings: Any):
+        self.initialiser = MegatronCoreInitialiser(module, use_cpu_initialization)
+        super().__init__(module, *args, **settings)
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -32,7 +46,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates and reduces in fp32,
             ``preserve_fp32_weights`` keeps fp32 main weights; the fields ``megatron_fsdp_{main_params,main_grads,
             grad_comm}_dtype`` of newer releases come first where present.
-        module: the model, also inside Float16Module.
+        module: the model, also inside Float16Module; on the meta device with ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the embedding, the output layer.
         disable_bucketing: one group per dtype instead of per unit.
         device: where the model goes first. None: the accelerator there is, else cpu.
@@ -58,7 +72,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         _check_groups(groups)
         strategy = ShardingStrategy.parse(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
         _mark_parameters(module, counted=strategy.shards_optimizer or groups["dp_cp_group"].rank() == 0)
-        engine = MegatronFSDP(
+        engine = CoreEngine(
             module,
             FSDPDistributedIndex(_mesh(groups["dp_cp_group"], device), dp_shard_dim=SHARD_AXIS),
             ddp_config,
@@ -67,6 +81,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             disable_bucketing=disable_bucketing,
             device=device,
             calculate_per_token_loss=config.calculate_per_token_loss,
+            init_model_with_meta_device=config.init_model_with_meta_device,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
         super().__init__(config=config, module=engine)
@@ -128,7 +143,7 @@ class MainWeights:
         self._engine = engine
 
     def copy_main_weights_to_model_weights(self) -> None:
-        self._engine.install_optimized_model_weights()
+        self._engine.install_optimized_model_weights(only_trainable=True)
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
@@ -174,6 +189,9 @@ def _check_groups(groups: dict[str, Any]) -> None:
 
 def _mark_parameters(module: nn.Module, counted: bool) -> None:
     """Attributes that Megatron-Core reads; the engine carries them over to the optimizer's parameters."""
+    for embedding in (child for child in module.modules() if isinstance(child, LanguageModelEmbedding)):
+        for parameter in embedding.parameters():
+            setattr(parameter, PASSED_ON, True)  # the model reads the weight to hand it to a tied output layer
     for parameter in module.parameters():
         parameter.__fsdp_param__ = True
         if not counted:

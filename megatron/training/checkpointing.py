@@ -47,7 +47,7 @@ def check_target(args: argparse.Namespace) -> None:
             problem = f"--save {args.save}: {nearest} is a file, not a directory"
         elif not os.access(nearest, os.W_OK | os.X_OK):
             problem = f"--save {args.save}: no permission to write in {nearest}"
-    problems = agree(problem)
+    problems = agree([problem] if problem else [])
     if problems:
         raise ValueError(problems[0])
 
@@ -75,7 +75,7 @@ def save(
         problem = _cause(error, dist.get_rank())
     except Exception as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    problems = agree(problem)
+    problems = agree([problem] if problem else [])
     if problems:
         _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")
         raise RunError(f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems))
@@ -273,6 +273,6 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
             action()
         except OSError as error:
             trouble = f"{problem}: {error}"
-    problems = agree(trouble)
+    problems = agree([trouble] if trouble else [])
     if problems:
         raise RunError(problems[0])

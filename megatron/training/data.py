@@ -4,7 +4,7 @@
 import argparse
 import logging
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
@@ -114,7 +114,7 @@ def build_iterator(
     consumed_samples: int,
     data_parallel_rank: int,
     data_parallel_size: int,
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     """Iterate over this rank's microbatches, from the sample after `consumed_samples` on.
 
     All ranks together read one sequence of samples: microbatch m of rank r takes the `micro_batch_size` samples from
@@ -378,7 +378,7 @@ def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 def _until_exhausted(
     batches: Iterator[dict[str, torch.Tensor]], num_samples: int, consumed_samples: int
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Generator[dict[str, torch.Tensor], None, None]:
     yield from batches
     raise RunError(
         f"the data is used up: the dataset has {num_samples} samples and this run began after {consumed_samples}; "

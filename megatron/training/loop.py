@@ -7,8 +7,8 @@ import argparse
 import gc
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from megatron.training.ranks import data_parallel_group, data_parallel_rank, dat
 from megatron.training.report import Report
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 
-Batches = Iterator[dict[str, torch.Tensor]]
+Batches = Generator[dict[str, torch.Tensor], None, None]
 
 
 @dataclass
@@ -68,16 +68,19 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     init_num_microbatches_calculator(dist.get_rank(), None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size)
     connect(run)
     if not args.skip_train and args.iteration < args.train_iters:
-        train(run, batches(args, train_data, args.consumed_train_samples), valid_data)
+        with closing(batches(args, train_data, args.consumed_train_samples)) as data:
+            train(run, data, valid_data)
     # A run that was told to stop has no time for this.
     finished = args.skip_train or args.iteration >= args.train_iters
-    for name, data in (("validation", valid_data if args.skip_train else None), ("test", test_data)):
-        if data is not None and finished:
-            run.report.evaluation(evaluate(run, batches(args, data, 0)), name)
+    for name, dataset in (("validation", valid_data if args.skip_train else None), ("test", test_data)):
+        if dataset is not None and finished:
+            with closing(batches(args, dataset, 0)) as data:
+                run.report.evaluation(evaluate(run, data), name)
     run.report.end()
 
 
 def batches(args: argparse.Namespace, data: Any, consumed: int) -> Batches:
+    """To be closed: after an error its frames, and with them the loader's workers, would live on, and exit wait for them."""
     return build_iterator(
         data, args, consumed_samples=consumed, data_parallel_rank=data_parallel_rank(), data_parallel_size=data_parallel_size()
     )
@@ -220,7 +223,8 @@ def evaluate_in_training(run: Run, valid_data: Any) -> None:
     args = run.args
     part = args.eval_iters * args.global_batch_size
     consumed = args.consumed_valid_samples % (len(valid_data) // part * part)
-    run.report.evaluation(evaluate(run, batches(args, valid_data, consumed)))
+    with closing(batches(args, valid_data, consumed)) as data:
+        run.report.evaluation(evaluate(run, data))
     args.consumed_valid_samples += part
 
 

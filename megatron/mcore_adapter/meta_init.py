@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""First values for Megatron-Core's local layers that were built on the meta device.
+
+They initialise themselves in their constructors and have no ``reset_parameters``. What a constructor does follows from the
+config and from the place of a layer in the model; :class:`MegatronCoreInitialiser` does the same again, draw for draw:
+the weights are those of a model built on a real device from the same seeds.
+"""
+
+from __future__ import annotations
+
+from typing import Callable
+
+import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.moe.router import Router
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from megatron.fsdp.meta_init import Initialiser
+
+InitMethod = Callable[[torch.Tensor], object]
+
+
+class MegatronCoreInitialiser(Initialiser):
+    """Initialises the layers of one model.
+
+    Args:
+        model: with layers on the meta device. Modules that it does not find in there are initialised by
+            ``reset_parameters``, as Transformer Engine's are.
+        use_cpu_initialization: as in the config, which is the default. Only with it do Megatron-Core's constructors leave
+            the device to torch, so a model for a GPU is built on meta with True, and passes here what the user wants.
+    """
+
+    def __init__(self, model: nn.Module, use_cpu_initialization: bool | None = None):
+        self._on_cpu = use_cpu_initialization
+        self._embedding_configs: dict[nn.Module, TransformerConfig] = {}
+        for embedding in model.modules():
+            if isinstance(embedding, LanguageModelEmbedding):
+                self._embedding_configs |= {child: embedding.config for child in embedding.children()}
+
+    def knows(self, module: nn.Module) -> bool:
+        return self._way_of(module) is not None or super().knows(module)
+
+    def initialise(self, module: nn.Module) -> None:
+        way = self._way_of(module)
+        way(module) if way is not None else super().initialise(module)
+
+    def _way_of(self, module: nn.Module) -> Callable[[nn.Module], None] | None:
+        ways = {
+            ColumnParallelLinear: self._column_parallel,
+            RowParallelLinear: self._row_parallel,
+            Router: self._router,
+            SharedExpertMLP: self._shared_expert_gate,
+        }
+        if module in self._embedding_configs:
+            ways = {VocabParallelEmbedding: self._vocab_embedding, nn.Embedding: self._embedding}
+        return next((way for kind, way in ways.items() if isinstance(module, kind)), None)
+
+    # ---- one method for each constructor -------------------------------------------------------------------------
+
+    def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
+        config = self._embedding_configs[module]
+        shape = (module.num_embeddings, module.embedding_dim)
+        self._parallel_weight(module, config, config.embedding_init_method, shape, dim=0, rounded_to=config.params_dtype)
+
+    def _column_parallel(self, module: ColumnParallelLinear) -> None:
+        config = module.config
+        shape = (module.output_size, module.input_size)
+        if module.weight is not None:
+            self._parallel_weight(module, config, config.init_method, shape, dim=0, rounded_to=torch.float32)
+        _zero_bias(module, config)
+
+    def _row_parallel(self, module: RowParallelLinear) -> None:
+        config = module.config
+        shape = (module.output_size, module.input_size)
+        self._parallel_weight(
+            module, config, config.output_layer_init_method, shape, dim=1, rounded_to=config.params_dtype
+        )
+        _zero_bias(module, config)
+
+    def _embedding(self, module: nn.Embedding) -> None:
+        """Positions and token types: torch's constructor has drawn before Megatron-Core's method does."""
+        module.reset_parameters()
+        config = self._embedding_configs[module]
+        if config.perform_initialization:
+            config.embedding_init_method(module.weight)
+
+    def _router(self, module: Router) -> None:
+        if module.config.perform_initialization:
+            _draw_in_float32(module.config.init_method, module.weight)
+            if module.bias is not None:
+                _draw_in_float32(module.config.init_method, module.bias)
+
+    def _shared_expert_gate(self, module: SharedExpertMLP) -> None:
+        if module.config.perform_initialization:
+            _draw_in_float32(module.config.init_method, module.gate_weight)
+
+    def _parallel_weight(
+        self,
+        module: nn.Module,
+        config: TransformerConfig,
+        init_method: InitMethod,
+        shape: tuple[int, int],
+        dim: int,
+        rounded_to: torch.dtype,
+    ) -> None:
+        """A weight that tensor parallelism divides along ``dim``; ``shape`` is that of the whole."""
+        if not config.perform_initialization:
+            return  # a checkpoint will
+        weight = module.weight
+        if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
+            # Every rank draws the whole weight and takes its part, so that the weights do not depend on their number.
+            _initialize_affine_weight_cpu(
+                weight,
+                *shape,
+                weight.shape[dim],
+                dim,
+                init_method,
+                stride=weight.partition_stride,
+                params_dtype=rounded_to,
+                rank=module.tp_group.rank(),
+                world_size=module.tp_group.size(),
+                skip_set_tensor_parallel_attributes=True,  # the constructor has
+            )
+            return
+        is_expert = getattr(module, "is_expert", False)
+        tracker = get_cuda_rng_tracker()
+        with tracker.fork(get_expert_parallel_rng_tracker_name()) if is_expert else tracker.fork():
+            init_method(weight)
+
+
+def _zero_bias(module: nn.Module, config: TransformerConfig) -> None:
+    if module.bias is not None and config.perform_initialization:
+        module.bias.zero_()
+
+
+def _draw_in_float32(init_method: InitMethod, parameter: nn.Parameter) -> None:
+    """As for a parameter that is made in float32, and converted afterwards."""
+    drawn = torch.empty_like(parameter, dtype=torch.float32)
+    init_method(drawn)
+    parameter.copy_(drawn)
