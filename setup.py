@@ -50,6 +50,6 @@ setup(
     extras_require={
         "hf": ["transformers"],
         "plot": ["matplotlib"],
-        "test": ["pytest>=8.2", "hypothesis", "matplotlib"],
+        "test": ["pytest>=8.2", "hypothesis", "matplotlib", "transformers"],
     },
 )

@@ -33,8 +33,10 @@ START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
 """Seconds the other ranks get to report after one rank failed: often all fail, and each traceback helps."""
-MAX_GROUPS = 128
-"""Process groups that may pile up over the jobs of a world before it is built anew, which costs as much as ten jobs."""
+MAX_GROUPS = 32
+"""Process groups that may pile up over the jobs of a world before it is built anew, which costs as much as ten jobs.
+
+The threads of each poll for as long as it lives, and keep the cores from the worlds that work."""
 PRELOAD = ["torch.distributed.tensor", "megatron.core.distributed", "megatron.core.optimizer", "pytest", rank_process.__name__]
 """Imported once, by the server that ranks are forked from."""
 

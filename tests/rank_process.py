@@ -6,6 +6,7 @@ and the receiver kills the rank, even if its main thread hangs in a collective. 
 """
 
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -162,8 +163,7 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
     if fresh_world:
         if dist.is_initialized():
             dist.destroy_process_group()
-        if (module := sys.modules.get("torch.distributed.tensor.debug")) is not None:
-            module._clear_sharding_prop_cache()  # what torch remembers of DTensors refers to meshes of the old world
+        _forget_meshes()
         _join_world(place, number)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -175,6 +175,18 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
     torch.manual_seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)
+
+
+def _forget_meshes() -> None:
+    """What torch remembers of DTensors refers to meshes of the old world, whose groups no longer exist."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.") and module is not None:
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def _destroy_megatron_core_globals() -> None:

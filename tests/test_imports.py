@@ -11,8 +11,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 
 ENGINE_ORDER = (
-    ["policy", "config", "layout", "mesh", "device", "collectives", "buffer", "param_group", "schedule", "units", "hooks"]
-    + ["sharded_param", "quantized", "model_state", "model", "optimizer", "state_dict", "uneven_dtensor", "fully_shard"]
+    ["policy", "config", "layout", "mesh", "device", "collectives", "problems", "buffer", "param_group", "schedule", "units"]
+    + ["hooks", "uneven", "gradient", "sharded_param", "places", "quantized", "meta_init", "sharding", "checks", "model_state", "model"]
+    + ["elementwise", "optimizer", "state_dict", "uneven_dtensor", "fully_shard"]
 )
 """Files of megatron/fsdp: each imports only files before it. A new file takes its place here."""
 

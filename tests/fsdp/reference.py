@@ -6,9 +6,10 @@ step (losses would not do: Adam hides a constant factor), weights after every st
 the next forward sees them.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,27 +21,75 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.hooks import tensors_in
 from tests.fsdp import models
+from tests.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
 
 TOLERANCE = 1e-11
 """For float64: a few hundred roundings of 1e-16 with sums over at most four ranks."""
+
+TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""By the dtype that a model computes in, relative to the largest sum of sizes; a wrong factor shows as at least 0.25."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One comparison. `sync`: "auto" (each backward), "no_sync" (the last one), "manual" (finish_grad_sync), "step"."""
 
-    model: str
+    model: str | Drawn
+    mesh: str = "flat"
     sync: str = "auto"
     microbatches: int = 1
     steps: int = 2
     forwards: int = 1  # of the root before one backward
     evaluate: bool = True
+    clip: float | None = None  # order of the norm that gradients are clipped by
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float64
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 def shard_mesh() -> DeviceMesh:
     """One per job: every mesh costs process groups."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+
+
+class Meshes:
+    """The meshes of one job, each made when a case first asks for it. Kinds: "flat"; "default", none given; "gather_group";
+    "outer2", hybrid with two outer ranks; "cp2", the shard axis flattened from two; "ep2", expert parallelism of two."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, dict[str, Any]] = {}
+
+    def arguments(self, kind: str) -> dict[str, Any]:
+        """Arguments of `fully_shard`."""
+        if kind not in self._made:
+            self._made[kind] = self._make(kind)
+        return self._made[kind]
+
+    def _make(self, kind: str) -> dict[str, Any]:
+        world_size = dist.get_world_size()
+        name, size = kind.rstrip("0123456789"), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz_") or 1)
+        if name == "default":
+            return {}
+        if name == "outer":
+            mesh = init_device_mesh("cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard"))
+            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
+        if name == "cp":
+            mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp"))
+            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
+        flat = {"device_mesh": shard_mesh(), "dp_shard_dim": "dp_shard"}
+        if name == "gather_group":
+            return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}
+        if name == "ep":
+            experts = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep"))
+            return {**flat, "expt_device_mesh": experts}
+        return flat
+
+    def expert_places(self, kind: str) -> ExpertPlaces:
+        experts = self.arguments(kind).get("expt_device_mesh")
+        if experts is None:
+            return ExpertPlaces()
+        return ExpertPlaces(experts.get_local_rank("ep"), experts["ep"].size(), experts["ep"].get_group())
 
 
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
@@ -54,99 +103,179 @@ def loss_of(output: object) -> Tensor:
     return sum((number + 1) * (tensor.pow(2).mean() + tensor.mean()) for number, tensor in enumerate(tensors_in(output)))
 
 
-def loss_on(model: nn.Module, step: int, rank: int, microbatch: int, forwards: int) -> Tensor:
-    return sum(loss_of(model(batch(step, rank, microbatch, forward), step=step)) for forward in range(forwards))
+def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int) -> Tensor:
+    inputs = [batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)]
+    return sum(loss_of(model(x, step=step)) for x in inputs)
 
 
-def optimizer_over(model: nn.Module) -> torch.optim.Optimizer:
+def build(model: str | Drawn, places: ExpertPlaces = ExpertPlaces()) -> nn.Module:
+    return DrawnModel(model, places).double() if isinstance(model, Drawn) else models.build(model)
+
+
+def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
     return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def clip(model: nn.Module, order: float | None) -> float:
+    """The norm of all gradients, which are scaled to a norm of one half."""
+    return 0.0 if order is None else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=order))
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of training leaves: final gradients and new weights by name, and outputs on data of its own."""
+    """What one step of training leaves: the norm of final gradients, these, the size of what they are sums of, new weights,
+    all by name, and outputs."""
 
+    norm: float
     gradients: dict[str, Tensor]
+    sizes: dict[str, float]
     weights: dict[str, Tensor]
     outputs: list[Tensor]
 
 
-@cache
-def unsharded_training(name: str, steps: int, microbatches: int, forwards: int, mean: bool) -> list[Step]:
-    """Plain PyTorch over the data of all ranks: gradients are summed over microbatches, averaged (or summed) over ranks."""
-    model = models.build(name)
-    optimizer = optimizer_over(model)
+def unsharded_training(case: Case) -> list[Step]:
+    """Plain PyTorch over the data of all ranks: gradients are summed over microbatches, averaged (or summed) over ranks.
+
+    The model computes in the case's dtype; weights, gradients and the optimizer are float64.
+    """
+    mean = not case.settings.get("calculate_per_token_loss", False)
+    return _unsharded_training(
+        case.model, case.steps, case.microbatches, case.forwards, mean, case.clip, case.optimizer, case.dtype
+    )
+
+
+@lru_cache(maxsize=64)
+def _unsharded_training(
+    name: str | Drawn,
+    steps: int,
+    microbatches: int,
+    forwards: int,
+    mean: bool,
+    order: float | None,
+    optimizer_name: str,
+    dtype: torch.dtype,
+) -> list[Step]:
+    case = Case(model=name, forwards=forwards, dtype=dtype)
+    model = build(name).to(dtype)
+    main = build(name).to(dtype).double()
+    optimizer = optimizer_over(main, optimizer_name)
+    trainable = {key: parameter for key, parameter in main.named_parameters() if parameter.requires_grad}
     trace = []
     for step in range(steps):
-        model.zero_grad()
+        model.load_state_dict(main.state_dict())
+        sums = {key: torch.zeros_like(parameter) for key, parameter in trainable.items()}
+        sizes = dict.fromkeys(sums, 0.0)
         for rank in range(dist.get_world_size()):
             for microbatch in range(microbatches):
-                loss_on(model, step, rank, microbatch, forwards).backward()
-        trainable = {key: parameter for key, parameter in model.named_parameters() if parameter.requires_grad}
-        for parameter in trainable.values():  # sharding gives a gradient of zero to what was not used
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parameter.grad = gradient / (dist.get_world_size() if mean else 1)
+                model.zero_grad()
+                loss_on(model, case, step, rank, microbatch).backward()
+                for key, parameter in model.named_parameters():
+                    if parameter.grad is not None:  # sharding gives a gradient of zero to what was not used
+                        sums[key] += parameter.grad
+                        sizes[key] += float(parameter.grad.abs().max()) if parameter.numel() else 0.0
+        divisor = dist.get_world_size() if mean else 1
+        for key, parameter in trainable.items():
+            parameter.grad = sums[key] / divisor
+        norm = clip(main, order)
+        factor = 1.0 if order is None else min(1.0, 0.5 / (norm + 1e-6))
         optimizer.step()
         gradients = {key: parameter.grad.clone() for key, parameter in trainable.items()}
-        weights = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-        trace.append(Step(gradients, weights, evaluate(model, step)))
+        weights = {key: parameter.detach().clone() for key, parameter in main.named_parameters()}
+        model.load_state_dict(main.state_dict())
+        outputs = evaluate(model, step, dtype)
+        trace.append(Step(norm, gradients, {key: size * factor / divisor for key, size in sizes.items()}, weights, outputs))
     return trace
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, step: int) -> list[Tensor]:
-    return list(tensors_in(model(batch(99, 0, 0), step=step)))
+def evaluate(model: nn.Module, step: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    return list(tensors_in(model(batch(99, 0, 0).to(dtype), step=step)))
 
 
 def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
     for microbatch in range(case.microbatches):
         last = microbatch == case.microbatches - 1
         with model.no_sync() if case.sync == "no_sync" and not last else nullcontext():
-            loss_on(model, step, dist.get_rank(), microbatch, case.forwards).backward()
+            loss_on(model, case, step, dist.get_rank(), microbatch).backward()
     if case.sync == "manual":
         model.finish_grad_sync()
 
 
-def compare(case: Case, mesh: DeviceMesh) -> None:
-    """Raise AssertionError where gradients, weights or outputs of the sharded model are not those of the unsharded one."""
-    mean = not case.settings.get("calculate_per_token_loss", False)
-    trace = unsharded_training(case.model, case.steps, case.microbatches, case.forwards, mean)
-    module = models.build(case.model)
-    settings = {"mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=None), **case.settings}
+def compare(case: Case, meshes: Meshes) -> None:
+    """Raise AssertionError where gradients, their norm, weights or outputs of the sharded model are not those of the
+    unsharded one."""
+    trace = unsharded_training(case)
+    module = build(case.model, meshes.expert_places(case.mesh)).to(case.dtype)
+    main = None if case.dtype == torch.float64 else torch.float32
+    settings = {"mixed_precision_policy": MixedPrecisionPolicy(main, main), **case.settings}
+    settings = {"fsdp_unit_modules": type(module).units, **settings}
     model, optimizer = fully_shard(
         module,
-        optimizer_over(module),
-        device_mesh=mesh,
-        fsdp_unit_modules=type(module).units,
+        optimizer_over(module, case.optimizer),
+        **meshes.arguments(case.mesh),
         sync_model_each_microbatch=case.sync in ("auto", "no_sync"),
         **settings,
     )
+    global_name: Callable[[str], str] = getattr(module, "global_name", str)
+
+    def compare_with(
+        actual: dict[str, DTensor], expected: dict[str, Tensor], what: str, sizes: dict[str, float] | None = None
+    ) -> None:
+        names = {key.removeprefix("module."): global_name(key.removeprefix("module.")) for key in actual}
+        sizes = {name: (sizes or {}).get(other, 0.0) for name, other in names.items()}
+        compare_pieces(model, actual, {name: expected[other] for name, other in names.items()}, what, None, case.dtype, sizes)
+
     for number, step in enumerate(trace):
         sharded_backward(case, model, number)
         if case.sync == "step":
             optimizer.step()
+        if case.sync != "step":
+            norm = clip(model, case.clip)
+            close(torch.tensor(norm), torch.tensor(step.norm), f"norm in step {number}", max(TOLERANCES[case.dtype], 1e-6))
         gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
-        compare_pieces(model, gradients, step.gradients, f"gradient in step {number}")
+        compare_with(gradients, step.gradients, f"gradient in step {number}", step.sizes)
         if case.sync != "step":
             optimizer.step()
         optimizer.zero_grad()
-        compare_pieces(model, dict(model.named_parameters()), step.weights, f"weight after step {number}")
+        compare_with(dict(model.named_parameters()), step.weights, f"weight after step {number}")
         if case.evaluate:
-            for index, (left, right) in enumerate(zip(evaluate(model, number), step.outputs, strict=True)):
-                close(left, right, f"output {index} after step {number}")
+            for index, (left, right) in enumerate(zip(evaluate(model, number, case.dtype), step.outputs, strict=True)):
+                close_by_size(left, right, f"output {index} after step {number}", case.dtype)
 
 
 def compare_pieces(
-    model: nn.Module, actual: dict[str, DTensor], expected: dict[str, Tensor], what: str, tolerance: float = TOLERANCE
+    model: nn.Module,
+    actual: dict[str, DTensor],
+    expected: dict[str, Tensor],
+    what: str,
+    tolerance: float | None = None,
+    dtype: torch.dtype = torch.float64,
+    sizes: dict[str, float] | None = None,
 ) -> None:
     """Compare what this rank holds; that the pieces of all ranks make up the whole is for test_layout and test_state_dict."""
     parameters = dict(model.named_parameters())
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
         run = parameters["module." + key]._fsdp_sharded.run
-        piece = actual["module." + key].to_local().detach()
-        close(piece.reshape(-1), whole.reshape(-1)[run.start : run.stop], f"{what}: {key}", tolerance)
+        piece = actual["module." + key].to_local().detach().reshape(-1)
+        wanted = whole.reshape(-1)[run.start : run.stop]
+        if tolerance is not None or dtype == torch.float64:
+            close(piece, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
+        else:
+            close_by_size(piece, wanted, f"{what}: {key}", dtype, max((sizes or {}).get(key, 0.0), float(whole.abs().max())))
 
 
 def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def close_by_size(actual: Tensor, expected: Tensor, what: str, dtype: torch.dtype, size: float | None = None) -> None:
+    """Differences relative to the largest number, which is what rounding in a low precision keeps small."""
+    if dtype == torch.float64:
+        return close(actual, expected, what)
+    size = size if size is not None else float(expected.abs().max())
+    tolerance = TOLERANCES[dtype] * max(size, 1e-3)
+    worst = float((actual.double() - expected).abs().max()) if actual.numel() else 0.0
+    assert actual.isfinite().all() and worst <= tolerance, f"{what}: differs by {worst:.3g} of {size:.3g}"

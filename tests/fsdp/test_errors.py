@@ -114,16 +114,11 @@ def test_bad_arguments_are_named(ranks: Ranks) -> None:
 
 
 UNBUILT: dict[str, Any] = {
-    "dp_outer_dim": "dp",
-    "outer_dp_sharding_strategy": "optim",
-    "init_model_with_meta_device": True,
     "keep_fp8_transpose_cache": True,
     "nccl_ub": True,
     "fsdp_double_buffer": True,
     "fsdp_db_use_persist_buf_on_alloc_fail": True,
     "disable_symmetric_registration": True,
-    "enable_fine_grained_param_gather": True,
-    "use_decoupled_grad": True,
     "cuda_graph_mode": True,
     "maxpool_double_buffer": True,
 }
@@ -151,12 +146,13 @@ def test_outside_torch_distributed_the_message_says_what_to_do(ranks: Ranks) -> 
 
 def poison_one_gradient(level: int) -> str:
     module = models.build("several_units")
+    weight = module.blocks[1].up.weight
     model, optimizer = fully_shard(
         module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level, report_nan_in_param_grad=True
     )
     loss_of(model(batch(0, dist.get_rank(), 0))).backward()  # a good one is let through
     optimizer.zero_grad()
-    handle = module.blocks[1].up.weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+    handle = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
     message = message_of(RuntimeError, lambda: loss_of(model(batch(0, dist.get_rank(), 0))).backward())
     handle.remove()
     optimizer.zero_grad()

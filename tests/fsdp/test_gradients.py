@@ -4,7 +4,6 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
@@ -17,19 +16,19 @@ from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.models import MODELS
-from tests.fsdp.reference import Case, batch, compare, compare_pieces, loss_of, shard_mesh
+from tests.fsdp.reference import Case, Meshes, batch, compare, compare_pieces, loss_of, shard_mesh
 
 Ranks = Callable[..., list[Any]]
 LEVELS = (0, 1, 2, 3)
 LEVELS_OF_WORLD = {1: (0, 3), 2: LEVELS, 3: (2, 3), 4: (1, 3)}
-"""What every model runs at; two of them, and the random combinations, run at every level of every world."""
+"""What every model runs at; two of them run at every level of every world."""
 
 
 def compare_all(cases: list[Case]) -> None:
-    mesh = shard_mesh()
+    meshes = Meshes()
     for case in cases:
         try:
-            compare(case, mesh)
+            compare(case, meshes)
         except Exception as error:
             error.add_note(f"in {case}")
             raise
@@ -72,28 +71,6 @@ SETTINGS: dict[str, Case] = {
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str, world_size: int) -> None:
     ranks(world_size, compare_all, at_levels(SETTINGS[settings]))
-
-
-def random_case(random: Random) -> Case:
-    settings: dict[str, Any] = {"zero_dp_strategy": random.choice(LEVELS)}
-    for name in ("overlap_grad_reduce", "overlap_param_gather", "disable_bucketing", "calculate_per_token_loss"):
-        settings[name] = random.random() < 0.5
-    settings["average_in_collective"] = not settings["calculate_per_token_loss"] and random.random() < 0.5
-    return Case(
-        model=random.choice(list(MODELS)),
-        sync=random.choice(["auto", "no_sync", "manual", "step"]),
-        microbatches=random.randint(1, 3),
-        forwards=random.randint(1, 2),
-        steps=random.randint(2, 3),
-        evaluate=random.random() < 0.5,
-        settings=settings,
-    )
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_random_combinations_match_the_unsharded_model(ranks: Ranks, world_size: int) -> None:
-    random = Random(world_size)
-    ranks(world_size, compare_all, [random_case(random) for _ in range(12)])
 
 
 class Numbers(nn.Module):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sharded optimizer is the user's own: the same numbers, groups, hyper-parameters, state and manners."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
@@ -36,13 +38,35 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamax": partial(torch.optim.Adamax, lr=0.02),
     "nadam": partial(torch.optim.NAdam, lr=0.02),
     "radam": partial(torch.optim.RAdam, lr=0.02),
-    "asgd": partial(torch.optim.ASGD, lr=0.01),
+    "asgd": partial(torch.optim.ASGD, lr=0.01, t0=1),
+    "adamw_single": partial(torch.optim.AdamW, lr=0.02, amsgrad=True, foreach=False),
+    "adamw_tensor_rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02)),
+    "adamw_fused_tensor_rate": partial(torch.optim.AdamW, lr=torch.tensor(0.02), fused=True, amsgrad=True),
+    "adam_fused": partial(torch.optim.Adam, lr=0.02, fused=True, maximize=True, weight_decay=0.1),
+    "sgd_fused": partial(torch.optim.SGD, lr=0.05, fused=True),
+    "sgd_fused_nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, fused=True),
+    "sgd_single": partial(torch.optim.SGD, lr=0.05, momentum=0.9, maximize=True, foreach=False),
+    "sgd_tensor_rate": partial(torch.optim.SGD, lr=torch.tensor(0.05), momentum=0.9),
+    "adagrad_fused": partial(torch.optim.Adagrad, lr=0.05, fused=True),
+    "adagrad_foreach": partial(torch.optim.Adagrad, lr=0.05, lr_decay=0.1, foreach=True),
+    "rmsprop_tensor_rate": partial(torch.optim.RMSprop, lr=torch.tensor(0.01), momentum=0.5, foreach=False),
+    "adadelta_foreach": partial(torch.optim.Adadelta, lr=0.5, foreach=True, maximize=True),
+    "adamax_foreach": partial(torch.optim.Adamax, lr=0.02, foreach=True),
+    "nadam_decoupled": partial(torch.optim.NAdam, lr=0.02, weight_decay=0.1, decoupled_weight_decay=True, foreach=True),
+    "radam_foreach": partial(torch.optim.RAdam, lr=0.02, foreach=True),
+    "asgd_foreach": partial(torch.optim.ASGD, lr=0.01, foreach=True),
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "rprop_foreach": partial(torch.optim.Rprop, lr=0.01, foreach=True),
 }
 FLOAT64 = MixedPrecisionPolicy(main_params_dtype=None)
 
 
 def sharding(module: nn.Module, level: int = 3) -> dict[str, Any]:
     return {"fsdp_unit_modules": type(module).units, "zero_dp_strategy": level, "mixed_precision_policy": FLOAT64}
+
+
+IN_ONE_GROUP = {"disable_bucketing": True, "mixed_precision_policy": FLOAT64}
+"""Quick, for tests that do not care how a model is divided into units."""
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -73,12 +97,15 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_both(make: Callable[..., torch.optim.Optimizer], before: int, level: int, made_after: bool = False) -> None:
-    """Five steps; the first `before` of them unsharded on both sides, so that state exists when the optimizer is sharded."""
+def train_both(
+    make: Callable[..., torch.optim.Optimizer], before: int, level: int | None, made_after: bool = False
+) -> None:
+    """Four steps; the first `before` of them unsharded on both sides, so that state exists when the optimizer is sharded."""
     reference, module = models.build("scalars"), models.build("scalars")
+    settings = IN_ONE_GROUP if level is None else sharding(module, level)
     expected = make(two_groups(reference))
     if made_after:
-        model = fully_shard_model(module, shard_mesh(), **sharding(module, level))
+        model = fully_shard_model(module, shard_mesh(), **settings)
         optimizer = fully_shard_optimizer(make(two_groups(model)))
     else:
         optimizer = make(two_groups(module))
@@ -86,9 +113,9 @@ def train_both(make: Callable[..., torch.optim.Optimizer], before: int, level: i
             unsharded_step(reference, expected, step)
             unsharded_step(module, optimizer, step)
         optimizer.zero_grad()
-        model, same = fully_shard(module, optimizer, shard_mesh(), **sharding(module, level))
+        model, same = fully_shard(module, optimizer, shard_mesh(), **settings)
         assert same is optimizer
-    for step in range(before, 5):
+    for step in range(before, 4):
         unsharded_step(reference, expected, step)
         sharded_step(model, optimizer, step)
         compare_pieces(model, weights(model), weights(reference), f"weight after step {step}", TOLERANCE)
@@ -105,12 +132,39 @@ def assert_same_groups(actual: torch.optim.Optimizer, expected: torch.optim.Opti
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str) -> None:
-    ranks(2, train_both, OPTIMIZERS[name], before=0, level=3)
+    ranks(2, train_both, OPTIMIZERS[name], before=0, level=None)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd_dampening", "adagrad", "adadelta"])
+KEPT = ["adamw", "sgd_momentum", "sgd_dampening", "adagrad", "adagrad_fused", "adadelta", "nadam", "asgd", "rprop"]
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
     ranks(3, train_both, OPTIMIZERS[name], before=2, level=2)
+
+
+def keep_state_of_scalars() -> None:
+    """An optimizer of nothing else: shapes do not tell moments from counters."""
+    for name in ("adamw", "nadam", "asgd"):
+        reference, module = models.build("scalars"), models.build("scalars")
+        expected, optimizer = (OPTIMIZERS[name]([each.temperature, each.scaled.scale]) for each in (reference, module))
+        unsharded_step(reference, expected, 0)
+        unsharded_step(module, optimizer, 0)
+        reference.zero_grad()
+        module.zero_grad()
+        model, optimizer = fully_shard(module, optimizer, shard_mesh(), **IN_ONE_GROUP)
+        for parameter, other in zip(optimizer.param_groups[0]["params"], expected.param_groups[0]["params"]):
+            slots = optimizer.state[parameter]
+            moments = {slot for slot, value in slots.items() if isinstance(value, DTensor)}
+            assert moments and moments <= {"exp_avg", "exp_avg_sq", "ax"}
+            assert all(slots[slot].item() == value.item() for slot, value in expected.state[other].items() if slot not in moments)
+        unsharded_step(reference, expected, 1)
+        sharded_step(model, optimizer, 1)
+        compare_pieces(model, weights(model), weights(reference), f"{name}: weight")
+
+
+def test_state_of_scalars_alone_is_kept(ranks: Ranks) -> None:
+    ranks(2, keep_state_of_scalars)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -123,12 +177,12 @@ def sharded_pair(name: str = "scalars", level: int = 3, **settings: Any) -> tupl
     return fully_shard(module, OPTIMIZERS["adamw"](module.parameters()), shard_mesh(), **{**sharding(module, level), **settings})
 
 
-def clip_norms(name: str, level: int, max_norm: float) -> None:
+def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> None:
     """Norm and clipped gradients, by torch's own function on both sides."""
     reference = models.build(name)
     model, _ = sharded_pair(name, level)
     world_size = dist.get_world_size()
-    for kind in (2.0, 1.0):  # torch refuses the largest element of a piece of size zero
+    for kind in norms:
         reference.zero_grad()
         (sum(loss_of(reference(batch(0, rank, 0))) for rank in range(world_size)) / world_size).backward()
         for parameter in reference.parameters():
@@ -149,7 +203,7 @@ def clip_norms(name: str, level: int, max_norm: float) -> None:
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
     """On four ranks, some of which own nothing of a parameter."""
-    ranks(4, clip_norms, name, level, max_norm=0.05)
+    ranks(4, clip_norms, name, level, max_norm=0.05, norms=[2.0, 1.0, 3.0])
 
 
 def step_with_closure(level: int) -> None:
@@ -175,30 +229,66 @@ def test_closures_run_inside_the_step(ranks: Ranks, level: int) -> None:
     ranks(2, step_with_closure, level)
 
 
-def train_with_scheduler(made_before: bool) -> None:
+def in_sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Begins at a learning rate of nearly nothing."""
+    parts = [lr_scheduler.LinearLR(optimizer, start_factor=1e-6, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[2])
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.5**epoch),
+    "warm_up_from_zero": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: epoch / 5),
+    "one_cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),  # cycles the momentum too
+    "plateau": partial(lr_scheduler.ReduceLROnPlateau, patience=0, mode="max", factor=0.3),
+    "sequence": in_sequence,
+}
+
+
+def train_with_scheduler(scheduler_name: str, optimizer_name: str, made_before: bool) -> None:
     """Any warning, torch's about the order of calls included, is an error."""
     reference, module = models.build("several_units"), models.build("several_units")
-    expected, optimizer = OPTIMIZERS["adamw"](reference.parameters()), OPTIMIZERS["adamw"](module.parameters())
-    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.5**epoch)
+    make, schedule = OPTIMIZERS[optimizer_name], SCHEDULERS[scheduler_name]
+    expected, optimizer = make(two_groups(reference)), make(two_groups(module))
+    start = [group["lr"] for group in expected.param_groups]
     expected_scheduler = schedule(expected)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "The epoch parameter")  # SequentialLR's own
         scheduler = schedule(optimizer) if made_before else None
-        model, optimizer = fully_shard(module, optimizer, shard_mesh(), **sharding(module))
+        model, optimizer = fully_shard(module, optimizer, shard_mesh(), **IN_ONE_GROUP)
         scheduler = scheduler or schedule(optimizer)
         for step in range(4):
             unsharded_step(reference, expected, step)
             sharded_step(model, optimizer, step)
-            expected_scheduler.step()
-            scheduler.step()
+            metric = [1.0] if scheduler_name == "plateau" else []
+            expected_scheduler.step(*metric)
+            scheduler.step(*metric)
             assert scheduler.get_last_lr() == expected_scheduler.get_last_lr()
-            assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in expected.param_groups]
+            assert_same_groups(optimizer, expected)
             compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+    assert scheduler.get_last_lr() != start
 
 
 @pytest.mark.parametrize("made_before", [True, False], ids=["before_sharding", "after_sharding"])
-def test_learning_rate_schedulers_work_without_a_warning(ranks: Ranks, made_before: bool) -> None:
-    ranks(2, train_with_scheduler, made_before)
+@pytest.mark.parametrize(
+    ("scheduler", "optimizer"), [*((scheduler, "adamw") for scheduler in SCHEDULERS), ("one_cycle", "sgd_momentum")]
+)
+def test_learning_rate_schedulers_work_without_a_warning(ranks: Ranks, scheduler: str, optimizer: str, made_before: bool) -> None:
+    ranks(2, train_with_scheduler, scheduler, optimizer, made_before)
+
+
+def replace_step() -> str:
+    module = models.build("several_units")
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.step = lambda: None
+    with pytest.raises(ValueError, match="replaced on the instance") as error:
+        fully_shard(module, optimizer)
+    return str(error.value)
+
+
+def test_a_step_replaced_on_the_instance_is_refused(ranks: Ranks) -> None:
+    """It would never put new weights into the model."""
+    ranks(1, replace_step)
 
 
 def look_at_fresh_state(level: int) -> None:
@@ -327,26 +417,222 @@ def test_scale_gradients_multiplies_what_the_optimizer_sees(ranks: Ranks, level:
     ranks(2, scale_gradients, level)
 
 
+def grow_by_a_group(name: str, named: bool) -> None:
+    """Half of the parameters join after two steps, with settings of their own."""
+    reference = models.build("several_units")
+    model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
+    halves = [list(each.named_parameters()) for each in (reference, model)]
+    halves = [(pairs[:7], pairs[7:]) if named else ([p for _, p in pairs[:7]], [p for _, p in pairs[7:]]) for pairs in halves]
+    (first, second), (sharded_first, sharded_second) = halves
+    expected = OPTIMIZERS[name](first)
+    optimizer = fully_shard_optimizer(OPTIMIZERS[name](sharded_first))
+    for step in range(4):
+        if step == 2:
+            expected.add_param_group({"params": second, "lr": 0.1})
+            optimizer.add_param_group({"params": sharded_second, "lr": 0.1})
+            assert len(optimizer.state) == len(list(model.parameters()))
+            assert optimizer.state[optimizer.param_groups[1]["params"][0]]["step"].item() == 0
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        reference.zero_grad()
+        model.zero_grad()
+        compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+    assert [name for group in optimizer.param_groups for name in group["param_names"]] == list(weights(model))
+
+
+@pytest.mark.parametrize(("name", "named"), [("adamw", True), ("adamw", False), ("adagrad", False)])
+def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named: bool) -> None:
+    ranks(2, grow_by_a_group, name, named)
+
+
+def add_what_does_not_belong() -> list[str]:
+    model, optimizer = sharded_pair("several_units")
+    before = optimizer.state_dict()["param_groups"]
+    messages = []
+    for parameter in (nn.Parameter(torch.ones(2)), model.module.head.weight, next(model.parameters())):
+        with pytest.raises(ValueError) as error:
+            optimizer.add_param_group({"params": parameter})
+        messages.append(str(error.value))
+    assert optimizer.state_dict()["param_groups"] == before
+    return messages
+
+
+def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
+    (messages,) = ranks(1, add_what_does_not_belong)
+    assert ["take them from model.parameters()" in message for message in messages] == [True, True, False]
+    assert "more than one parameter group" in messages[2]
+
+
+def train_two_models(level: int) -> None:
+    """One optimizer over two models, with frozen parameters in its groups."""
+    names = ("several_units", "frozen_in_part")
+    references = [models.build(name) for name in names]
+    mesh = shard_mesh()
+    sharded = [fully_shard_model(models.build(name), mesh, **sharding(each, level)) for name, each in zip(names, references)]
+    expected = OPTIMIZERS["adamw"]([parameter for each in references for parameter in each.parameters()])
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"]([parameter for each in sharded for parameter in each.parameters()]))
+    for step in range(3):
+        expected.zero_grad()
+        for rank in range(dist.get_world_size()):
+            loss = sum(loss_of(each(batch(step, rank, 0))) for each in references)
+            (loss / dist.get_world_size()).backward()
+        expected.step()
+        sum(loss_of(each(batch(step, dist.get_rank(), 0))) for each in sharded).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for model, reference in zip(sharded, references):
+            compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_one_optimizer_may_have_several_models(ranks: Ranks, level: int) -> None:
+    ranks(2, train_two_models, level)
+
+
+def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_sync: bool) -> None:
+    """Each clears its gradients right after its step; a third of the parameters is in neither, and theirs add up."""
+    precision = MixedPrecisionPolicy(None, main_grads)
+    settings = {"mixed_precision_policy": precision, "sync_model_each_microbatch": auto_sync}
+    reference, module = models.build("several_units"), models.build("several_units")
+    model = fully_shard_model(module, shard_mesh(), **{**sharding(module, level), **settings})
+    makers = (OPTIMIZERS["adamw"], OPTIMIZERS["sgd_momentum"])
+    expected = [make(list(reference.parameters())[number::3]) for number, make in enumerate(makers)]
+    optimizers = [fully_shard_optimizer(make(list(model.parameters())[number::3])) for number, make in enumerate(makers)]
+    tolerance = TOLERANCE if main_grads is None else 1e-5
+    for step in range(4):
+        world_size = dist.get_world_size()
+        (sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size).backward()
+        loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+        for one, other in zip(optimizers, expected):
+            one.step()
+            one.zero_grad(set_to_none=step != 1)
+            other.step()
+            other.zero_grad()
+        compare_pieces(model, weights(model), weights(reference), f"weight after step {step}", tolerance)
+        rest = list(reference.named_parameters())[2::3]
+        gradients = {"module." + name: dict(model.named_parameters())["module." + name].grad for name, _ in rest}
+        compare_pieces(model, gradients, {name: p.grad for name, p in rest}, "gradient in no optimizer", tolerance)
+
+
+@pytest.mark.parametrize("main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"])
+@pytest.mark.parametrize(("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"])
+def test_one_model_may_have_several_optimizers(ranks: Ranks, level: int, auto_sync: bool, main_grads: torch.dtype | None) -> None:
+    ranks(2, train_with_two_optimizers, level, main_grads, auto_sync)
+
+
+def scale_and_overflow(fused: bool) -> None:
+    """Scaled losses train as plain ones; a step in which one rank overflows is left out by all."""
+    reference, module = models.build("scalars"), models.build("scalars")
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.02)
+    model, optimizer = fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.02, fused=fused), shard_mesh(), **sharding(module)
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for step in range(4):
+        scaler.scale(loss_of(model(batch(step, dist.get_rank(), 0)))).backward()
+        if step == 1 and dist.get_rank() == 1:
+            next(p.grad for p in model.parameters() if p.grad.to_local().numel()).to_local().fill_(torch.inf)
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
+        if step != 1:
+            unsharded_step(reference, expected, step)
+        compare_pieces(model, weights(model), weights(reference), f"weight after step {step}", TOLERANCE)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> None:
+    ranks(2, scale_and_overflow, fused)
+
+
+def count_hooks() -> None:
+    model, optimizer = sharded_pair("several_units", sync_model_each_microbatch=False)
+    calls = []
+
+    def before(one: torch.optim.Optimizer, args: tuple, kwargs: dict) -> None:
+        assert one is optimizer
+        assert all(parameter.grad is not None for parameter in model.parameters())  # final
+        calls.append("before")
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda *unused: calls.append("after"))
+    sharded_step(model, optimizer, 0)
+    assert calls == ["before", "after"]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # after which torch wraps the step of a class once more
+    sharded_step(model, optimizer, 1)
+    assert calls == ["before", "after"] * 2
+
+
+def test_step_hooks_run_once(ranks: Ranks) -> None:
+    ranks(2, count_hooks)
+
+
+class Signs(torch.optim.Optimizer):
+    """A stranger: element-wise, assigns by mask, and counts in tensors."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["turns"], state["average"] = torch.tensor(0.0), torch.zeros_like(parameter)
+                state["turns"] += 1
+                state["average"].lerp_(parameter.grad, 0.5)
+                update = state["average"].sign() / state["turns"]
+                update[update < 0] = 0.5
+                parameter.sub_(group["lr"] * update)
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_other_elementwise_optimizers_match_too(ranks: Ranks, before: int) -> None:
+    ranks(2, train_both, Signs, before=before, level=3)
+
+
+class TrustRatio(Signs):
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.sub_(parameter.grad * parameter.norm())
+
+
 class Muon(torch.optim.SGD):
     """Known by its name: the real one orthogonalises matrices."""
 
 
 def refusals() -> dict[str, str]:
     messages = {}
-    kinds = {"Adafactor": torch.optim.Adafactor, "LBFGS": torch.optim.LBFGS, "Muon": Muon}
-    for name, kind in kinds.items():
+    kinds = [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.SparseAdam, Muon, TrustRatio]
+    for kind in [*kinds, partial(torch.optim.AdamW, differentiable=True)]:
         module = models.build("several_units")
         before = list(module.parameters())
+        optimizer = kind(module.parameters(), lr=0.1)
         with pytest.raises(NotImplementedError) as error:
-            fully_shard(module, kind(module.parameters(), lr=0.1))
-        messages[name] = str(error.value)
+            fully_shard(module, optimizer)
+        messages[type(optimizer).__name__] = str(error.value)
         assert all(left is right and left.numel() for left, right in zip(module.parameters(), before))
+        assert type(optimizer).__module__ in (__name__, kind.__module__ if isinstance(kind, type) else "torch.optim.adamw")
+        model = fully_shard_model(module)
         with pytest.raises(NotImplementedError):
-            model = fully_shard_model(module)
             fully_shard_optimizer(kind(model.parameters(), lr=0.1))
     return messages
 
 
 def test_optimizers_that_need_whole_matrices_are_refused(ranks: Ranks) -> None:
     for messages in ranks(2, refusals):
-        assert all(name in message for name, message in messages.items())
+        assert len(messages) == 6
+        assert all(message.startswith(name) for name, message in messages.items())
+
+
+# The largest element: torch cannot take it of a piece of size zero; gradients must answer for themselves.
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
+def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:
+    """On four ranks, some of which own nothing of a parameter."""
+    ranks(4, clip_norms, name, level, max_norm=0.05, norms=[torch.inf])

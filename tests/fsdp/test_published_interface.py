@@ -30,7 +30,9 @@ MODULES: dict[str, list[str]] = {
     "megatron_fsdp.utils": ["FSDPDistributedIndex", "contains_submesh", "get_mesh_names"],
     "megatron_fsdp.package_info": ["__version__"],
     "megatron_fsdp.uneven_dtensor": [
-        *("gather_uneven_dtensor_to_full_tensor", "redistribute_uneven_dtensor_to_replicated", "uneven_dtensor_to_full_tensor"),
+        *("filter_unflattened_state_dict", "gather_and_compute_chunk_metadata", "gather_uneven_dtensor_to_full_tensor"),
+        *("get_unflattened_state_dict", "preprocess_state_dict_for_uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),
+        *("split_dtensor", "uneven_dtensor_to_full_tensor", "update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor"),
     ],
 }
 

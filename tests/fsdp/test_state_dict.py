@@ -22,7 +22,7 @@ from megatron.fsdp.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
 )
 from tests.fsdp import models
-from tests.fsdp.reference import batch, evaluate, loss_of, optimizer_over, shard_mesh
+from tests.fsdp.reference import Meshes, batch, evaluate, loss_of, optimizer_over, shard_mesh
 
 Ranks = Callable[..., list[Any]]
 NAMES = ["scalars", "tied_across_units", "frozen_in_part"]
@@ -280,7 +280,9 @@ def test_buffers_are_in_the_state(ranks: Ranks) -> None:
 
 
 def load_state_of_another_layout() -> str:
-    saved = fully_shard_model(nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]), shard_mesh())
+    saved = fully_shard_model(
+        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]), shard_mesh(), disable_bucketing=True
+    )
     units = fully_shard_model(
         nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]), shard_mesh(), fsdp_unit_modules=[nn.Linear]
     )
@@ -310,3 +312,65 @@ def write_piece_of_the_same_size() -> None:
 
 def test_a_piece_of_the_same_size_from_elsewhere_is_refused(ranks: Ranks) -> None:
     ranks(2, write_piece_of_the_same_size)
+
+
+LAYOUTS: dict[str, tuple[int, str, int, int, torch.dtype]] = {
+    "hybrid_optim": (4, "outer2", 3, 1, torch.float32),
+    "hybrid_bf16": (4, "outer2", 2, 0, torch.bfloat16),
+    "flat_of_three": (3, "flat", 3, 0, torch.float32),
+    "bf16_on_two": (2, "flat", 1, 0, torch.bfloat16),
+    "one_rank": (1, "flat", 0, 0, torch.float32),
+    "more_outer_ranks": (4, "outer4", 3, 1, torch.float32),
+}
+"""World, mesh, level, outer level and compute dtype; main weights are fp32 everywhere."""
+
+
+def laid_out(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    _, mesh, level, outer, dtype = LAYOUTS[layout]
+    module = models.build("tied_across_units", dtype)
+    return fully_shard(
+        module,
+        optimizer_over(module),
+        **Meshes().arguments(mesh),
+        fsdp_unit_modules=type(module).units,
+        zero_dp_strategy=level,
+        outer_dp_sharding_strategy=outer,
+        grad_reduce_in_fp32=True,
+    )
+
+
+def all_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Main weights and moments, whole, by name."""
+    state = whole(model.state_dict())
+    for name, parameter in model.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            state[f"{name}.{slot}"] = uneven_dtensor_to_full_tensor(optimizer.state[parameter][slot])
+    return state
+
+
+def save_layout(layout: str, path: str) -> dict[str, Tensor]:
+    model, optimizer = laid_out(layout)
+    for step in range(2):
+        loss_of(model(batch(step, dist.get_rank(), 0).to(LAYOUTS[layout][4]))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dcp.save(checkpointed_state(model, optimizer, False), checkpoint_id=path)
+    return all_state(model, optimizer)
+
+
+def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
+    model, optimizer = laid_out(layout)
+    state = checkpointed_state(model, optimizer, False)
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    assert_equal(all_state(model, optimizer), expected)
+    loss_of(model(batch(0, 0, 0).to(LAYOUTS[layout][4]))).backward()  # and training goes on
+    optimizer.step()
+
+
+@pytest.mark.parametrize("saved", ["hybrid_optim", "hybrid_bf16", "bf16_on_two"])
+def test_checkpoint_loads_bitwise_under_every_other_layout(ranks: Ranks, saved: str, tmp_path: Path) -> None:
+    expected = ranks(LAYOUTS[saved][0], save_layout, saved, str(tmp_path))[0]
+    for layout, (world_size, *_) in LAYOUTS.items():
+        ranks(world_size, load_layout, layout, str(tmp_path), expected)

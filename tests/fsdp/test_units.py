@@ -17,18 +17,32 @@ def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
 def test_units_are_given_as_classes_instances_or_import_paths() -> None:
     model = models.build("nested_units")
     assert resolve_unit_modules(["torch.nn.Linear", Block, model.embed]) == [nn.Linear, Block, model.embed]
-    names = ["", "blocks.0", "blocks.1", "blocks.2"]
-    assert [unit.name for unit in find_units(model.cpu(), [*model.blocks])] == names
-    assert [unit.name for unit in find_units(model, ["tests.fsdp.models.Outer"])] == ["", "outer.0", "outer.1"]
-    assert [unit.name for unit in find_units(model, [])] == [""]
+    assert asked_for(model, [*model.blocks]) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert asked_for(model, ["tests.fsdp.models.Outer"]) == ["outer.0", "outer.1"]
+    assert asked_for(model, []) == []
     assert resolve_unit_modules(None) == []
+
+
+def asked_for(model: nn.Module, units: list) -> list[str]:
+    return [unit.name for unit in find_units(model, units)[1:] if not unit.is_automatic]
+
+
+def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
+    model = models.build("nested_units")
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert [unit.name for unit in find_units(model, [Block, Outer]) if unit.is_automatic] == ["embed", "head"]
+    units = [unit.name for unit in find_units(nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))}), [])]
+    assert units == [""] + [f"{block}.{name}" for block in blocks for name in ("norm", "up", "down")]
+    assert [unit.name for unit in find_units(model, [Block], only_root=True)] == [""]
+    inside = [unit.name for unit in find_units(nn.Sequential(Block()), [Block], fine_grained=True)]
+    assert inside == ["", "0", "0.norm", "0.up", "0.down"]
 
 
 def test_a_subclass_of_a_unit_class_is_a_unit() -> None:
     class Special(Block):
         pass
 
-    assert [unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [Block])] == ["", "0"]
+    assert [unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [Block])] == ["", "0", "1"]
 
 
 def test_everything_wrong_with_unit_modules_is_listed() -> None:
@@ -44,22 +58,30 @@ def test_every_parameter_belongs_to_the_innermost_unit() -> None:
     block = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
     assert owned["outer.0"] == ["outer.0.mix.weight", "outer.0.mix.bias"]
     assert owned["outer.0.first"] == ["outer.0.first." + name for name in block]
-    assert owned[""] == ["embed.weight", "embed.bias", "head.weight", "head.bias"]
+    assert owned["embed"] == ["embed.weight", "embed.bias"]
+    assert owned["head"] == ["head.weight", "head.bias"]
+    assert owned[""] == []
 
 
-def test_a_parameter_tied_across_units_belongs_to_what_is_around_both() -> None:
-    owned = owners(models.build("tied_across_units"), [Block])
-    assert "blocks.0.up.weight" in owned[""]
+def test_parameters_tied_across_units_are_a_unit_that_both_need() -> None:
+    units = find_units(models.build("tied_across_units"), [Block])
+    owned = {unit.name: list(names) for unit, names in assign_parameters(units).items()}
+    assert owned["blocks.0+blocks.2"] == ["blocks.0.up.weight"]
     assert "blocks.0.up.weight" not in owned["blocks.0"]
     assert "blocks.2.up.weight" not in owned["blocks.2"]
+    sharers = [unit.name for unit in units if [shared.name for shared in unit.shared] == ["blocks.0+blocks.2"]]
+    assert sharers == ["blocks.0", "blocks.2"]
+    assert units[-1].module is None
 
     outer = nn.Sequential(Outer(), Outer())
     outer[0].first.up.weight = outer[0].second.up.weight
     outer[0].first.up.bias = outer[1].first.up.bias
     outer[1].mix.weight = outer[1].second.norm.weight = nn.Parameter(outer[1].mix.weight.detach())
     owned = owners(outer, [Block, Outer])
-    assert owned["0"] == ["0.first.up.weight", "0.mix.weight", "0.mix.bias"]
-    assert owned[""] == ["0.first.up.bias"]
+    assert owned["0"] == ["0.mix.weight", "0.mix.bias"]
+    assert owned["0.first+0.second"] == ["0.first.up.weight"]
+    assert owned["0.first+1.first"] == ["0.first.up.bias"]
+    assert owned[""] == []
     assert "1.second.norm.weight" in owned["1"]
 
 

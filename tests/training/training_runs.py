@@ -21,7 +21,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
 from megatron.checkpoint.fsdp_dtensor import plain_name
-from megatron.fsdp.sharded_param import full_tensor
+from megatron.fsdp.uneven import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.training import checkpointing, loop, ranks
 from megatron.training.arguments import parse_arguments

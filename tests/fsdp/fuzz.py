@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient contract under random combinations of everything: model, mesh, strategy, dtypes, schedule, loss.
+
+    python -m tests.fsdp.fuzz --draws 5000 --seed 1
+
+Each draw trains for a few steps and compares gradients, their norm, weights and outputs with an unsharded float64 reference.
+A failing draw is printed as a `Case`, to be kept as a named test.
+"""
+
+from __future__ import annotations
+
+import time
+from math import inf
+from random import Random
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.fsdp import MixedPrecisionPolicy
+from tests import rank_pool
+from tests.fsdp.models import MODELS
+from tests.fsdp.random_models import draw_model
+from tests.fsdp.reference import Case, Meshes, compare
+
+WORLD_SIZES = (1, 2, 3, 4)
+DRAWS_PER_JOB = 25
+
+
+def draw_case(random: Random, world_size: int) -> Case:
+    """One combination for `world_size` ranks."""
+    mesh = draw_mesh(random, world_size)
+    settings: dict[str, Any] = {"zero_dp_strategy": random.choice((0, 1, 2, 3, 3))}
+    if mesh.startswith("outer") and random.random() < 0.5:
+        settings |= {"zero_dp_strategy": 3, "outer_dp_sharding_strategy": 1}
+    for name, share in {
+        "overlap_grad_reduce": 0.5,
+        "overlap_param_gather": 0.5,
+        "disable_bucketing": 0.15,
+        "calculate_per_token_loss": 0.3,
+        "enable_fine_grained_param_gather": 0.2,
+    }.items():
+        settings[name] = random.random() < share
+    settings["average_in_collective"] = not settings["calculate_per_token_loss"] and random.random() < 0.5
+    if random.random() < 0.2:
+        settings["fsdp_unit_modules"] = []
+    # Expert-parallel ranks add up their outputs in another order than one rank: in bf16 that alone is too much.
+    low = [torch.float32] if mesh.startswith("ep") else [torch.float32, torch.bfloat16]
+    dtype = random.choice([torch.float64] * 5 + low)
+    if dtype != torch.float64:
+        settings["mixed_precision_policy"] = draw_policy(random, dtype)
+    # What is rounded to bf16 on the way to the weights parts them from those of the reference with the first update.
+    coarse = dtype == torch.bfloat16 and settings["mixed_precision_policy"] != MixedPrecisionPolicy(
+        torch.float32, torch.float32, torch.float32
+    )
+    sync = random.choice(["auto", "no_sync", "manual", "step"])
+    if mesh.startswith("ep"):
+        model = draw_model(random, num_experts=random.choice([2, 4]) if mesh == "ep2" else 4)
+    else:
+        model = draw_model(random) if random.random() < 0.7 else random.choice(sorted(MODELS))
+    return Case(
+        model=model,
+        mesh=mesh,
+        sync=sync,
+        microbatches=random.randint(1, 3),
+        forwards=1 if mesh.startswith("ep") else random.choice([1, 1, 2]),
+        steps=1 if coarse else random.randint(2, 4),
+        evaluate=random.random() < 0.5,
+        clip=random.choice([None, 2.0, 2.0, 1.0, inf]) if sync != "step" else None,
+        # Adam turns the sign of a rounding error into a step: with low precision it is nothing to compare.
+        optimizer=random.choice(["adamw", "sgd"]) if dtype == torch.float64 else "sgd",
+        dtype=dtype,
+        settings=settings,
+    )
+
+
+def draw_mesh(random: Random, world_size: int) -> str:
+    kinds = ["flat", "flat", "default", "gather_group"]
+    for size in (1, 2, 3, 4):
+        if world_size % size == 0:
+            kinds += [f"outer{size}", f"outer{size}", f"cp{size}"]
+            kinds += [f"ep{size}"] * 2 if size in (2, 4) else []
+    return random.choice(kinds)
+
+
+def draw_policy(random: Random, dtype: torch.dtype) -> MixedPrecisionPolicy:
+    """Dtypes that lose nothing that the tolerance would show."""
+    main = random.choice([torch.float32, torch.float64] if dtype == torch.float32 else [torch.float32, torch.bfloat16, None])
+    grads = random.choice([torch.float32, torch.float32, None])
+    comm = random.choice([torch.float32, torch.bfloat16, None] if dtype == torch.bfloat16 else [torch.float32, None])
+    return MixedPrecisionPolicy(main, grads, comm)
+
+
+def run_draws(seed: int, first: int, last: int, world_size: int) -> None:
+    """On a rank: the draws from `first` to before `last`; the first that fails is the last."""
+    meshes = Meshes()
+    for number in range(first, last):
+        case = draw_case(Random(f"{seed}/{world_size}/{number}"), world_size)
+        try:
+            compare(case, meshes)
+        except Exception as error:
+            error.add_note(f"draw {number} of seed {seed} on {world_size} ranks: {case}")
+            raise
+    dist.barrier()
+    dist.destroy_process_group()  # the threads of many meshes' groups would keep a core busy for the rest of the run
+
+
+@click.command()
+@click.option("--draws", default=400, help="Over all world sizes.")
+@click.option("--seed", default=0)
+@click.option("--world-size", "world_sizes", multiple=True, type=int, default=WORLD_SIZES)
+@click.option("--keep-going", is_flag=True, help="Go on after a failure; else stop at the first.")
+def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) -> None:
+    """Run random draws on warm ranks and print what failed."""
+    begin, failures, done = time.perf_counter(), [], 0
+    each = -(-draws // len(world_sizes))
+    with tqdm(total=each * len(world_sizes), unit="draw") as bar:
+        for world_size in world_sizes:
+            first = 0
+            while first < each:
+                last = min(first + DRAWS_PER_JOB, each)
+                try:
+                    rank_pool.run_ranks(world_size, run_draws, seed, first, last, world_size, timeout=300)
+                except rank_pool.RankFailure as failure:
+                    failures.append(str(failure))
+                    tqdm.write(str(failure).partition("was still running")[0])
+                    if not keep_going:
+                        raise SystemExit(1) from None
+                    last = number_of(str(failure), first) + 1
+                bar.update(last - first)
+                done += last - first
+                first = last
+    click.echo(f"{done} draws, seed {seed}: {len(failures)} failures, {time.perf_counter() - begin:.0f} s")
+    raise SystemExit(bool(failures))
+
+
+def number_of(text: str, default: int) -> int:
+    """Of the draw that a failure names."""
+    return int(text.split("draw ")[1].split(" of seed")[0]) if "draw " in text else default
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model trained with and without sharding by a loop that a test writes: for uses that `reference.Case` has no word for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.fsdp import MegatronFSDP, fully_shard
+from tests.fsdp.models import Block
+from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over, shard_mesh
+
+Backward = Callable[[nn.Module, int, int], None]
+"""`backward(model, step, rank)` runs the backward passes of one step on the data of a rank."""
+
+
+def shard(
+    module: nn.Module, level: int, mesh: DeviceMesh | None = None, **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """`module` and an AdamW over it, with weights, gradients and main weights of one dtype; units are blocks."""
+    settings = {"fsdp_unit_modules": [Block], "preserve_fp32_weights": False, **settings}
+    settings = {"device_mesh": mesh or shard_mesh(), "dp_shard_dim": "dp_shard", **settings}
+    return fully_shard(module, optimizer_over(module), zero_dp_strategy=level, **settings)
+
+
+def mean_gradients(reference: nn.Module, backward: Backward, step: int) -> dict[str, Tensor]:
+    """What the unsharded model gets from the data of all ranks, also left on its parameters."""
+    reference.zero_grad()
+    for rank in range(dist.get_world_size()):
+        backward(reference, step, rank)
+    trainable = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    for parameter in trainable.values():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = gradient / dist.get_world_size()
+    return {name: parameter.grad.clone() for name, parameter in trainable.items()}
+
+
+def train_side_by_side(
+    build: Callable[[], nn.Module],
+    backward: Backward,
+    level: int,
+    steps: int = 3,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+    mesh: DeviceMesh | None = None,
+    tolerance: float = TOLERANCE,
+    build_sharded: Callable[[], nn.Module] | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, MegatronFSDP]:
+    """Compare gradients before and weights after every step; both models as they are then. `prepare` is done to either.
+
+    `build_sharded` builds what is sharded, where that is not `build`; both begin with the same seed.
+    """
+    torch.manual_seed(7)
+    reference = build()
+    torch.manual_seed(7)
+    model, optimizer = shard((build_sharded or build)(), level, mesh, **settings)
+    expected_optimizer = optimizer_over(reference)
+    for each in (reference, model):
+        prepare(each)
+    for step in range(steps):
+        expected = mean_gradients(reference, backward, step)
+        optimizer.zero_grad()
+        backward(model, step, dist.get_rank())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+        compare_pieces(model, gradients, expected, f"gradient in step {step}", tolerance)
+        expected_optimizer.step()
+        optimizer.step()
+        weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+        compare_pieces(model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance)
+    return reference, model
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """The user's module, sharded or not."""
+    return model.module if isinstance(model, MegatronFSDP) else model
+
+
+def compare_outputs(model: nn.Module, reference: nn.Module, x: Tensor, what: str) -> None:
+    with torch.no_grad():
+        close(model(x), reference(x), what)

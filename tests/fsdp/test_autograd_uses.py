@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whatever one does with autograd on a sharded model: partial gradients, graphs kept and used again, functions of one's own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.fsdp import models
+from tests.fsdp.models import WIDTH, Block, Stack
+from tests.fsdp.reference import batch, close, compare_pieces, loss_of, shard_mesh
+from tests.fsdp.side_by_side import Backward, inner, mean_gradients, shard, train_side_by_side
+
+Ranks = Callable[..., list[Any]]
+LEVELS = (0, 1, 2, 3)
+
+
+def build() -> Stack:
+    return models.build("several_units")
+
+
+def plain(model: nn.Module, step: int, rank: int) -> None:
+    loss_of(model(batch(step, rank, 0))).backward()
+
+
+# ---- models that use autograd in ways of their own ------------------------------------------------------------------
+
+
+class SavesItsWeight(torch.autograd.Function):
+    """Keeps the weight for backward, as a saved tensor and as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        assert weight.data_ptr() == ctx.weight.data_ptr()
+        return gradient @ ctx.weight, gradient.t() @ x
+
+
+class WithFunction(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + SavesItsWeight.apply(torch.tanh(SavesItsWeight.apply(x, self.up.weight)), self.down.weight)
+
+
+class FunctionsOfOthers(Stack):
+    """The code of the model and of a unit uses weights of other modules, which are units or inside of one."""
+
+    units = (Block, WithFunction)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.custom = WithFunction()
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        x = self.custom(super().body(x, step))
+        return nn.functional.linear(x, self.embed.weight) + SavesItsWeight.apply(x, self.embed.weight)
+
+
+class GradientInForward(Stack):
+    """Calls autograd inside its forward, as force fields do."""
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            energy = super().forward(x, step).sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return torch.cat([force, energy.expand(1, WIDTH)])
+
+
+class PartlyDetached(Stack):
+    def body(self, x: Tensor, step: int) -> Tensor:
+        first, second, third = self.blocks
+        return third(second(first(x).detach()) + first(x))
+
+
+class SavedTensorHooks(Stack):
+    """What autograd saves is packed and unpacked, as offloading does."""
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return super().body(x, step)
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    each.__name__: each for each in (FunctionsOfOthers, PartlyDetached, SavedTensorHooks)
+}
+
+
+def train_at_all_levels(name: str) -> None:
+    mesh = shard_mesh()
+    kind = BUILDERS[name]
+    for level in LEVELS:
+        train_side_by_side(lambda: kind().double(), plain, level, mesh=mesh, fsdp_unit_modules=list(kind.units))
+
+
+@pytest.mark.parametrize("model", BUILDERS)
+def test_models_with_functions_of_their_own_match_the_unsharded_ones(ranks: Ranks, model: str) -> None:
+    ranks(2, train_at_all_levels, model)
+
+
+# ---- calls of autograd by the training loop -------------------------------------------------------------------------
+
+
+def backward_twice(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_losses_of_one_forward(model: nn.Module, step: int, rank: int) -> None:
+    output = model(batch(step, rank, 0))
+    output.pow(2).mean().backward(retain_graph=True)
+    output.sin().sum().backward()
+
+
+def backward_from_two_tensors(model: nn.Module, step: int, rank: int) -> None:
+    output = model(batch(step, rank, 0))
+    torch.autograd.backward([output.sum(), output.pow(2)], [None, torch.ones_like(output)])
+
+
+def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
+    """A saliency map, then training on the same graph."""
+    x = batch(step, rank, 0).requires_grad_()
+    output = model(x)
+    (saliency,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
+    loss_of(output * saliency.mean().detach()).backward()
+
+
+def gradient_of_a_hidden_state(model: nn.Module, step: int, rank: int) -> None:
+    """Only the units above it have a backward, and the gradients of their weights are not asked for."""
+    hidden: list[Tensor] = []
+    handle = inner(model).blocks[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+    output = model(batch(step, rank, 0))
+    handle.remove()
+    (gradient,) = torch.autograd.grad(output.sum(), hidden[0], retain_graph=True)
+    loss_of(output * gradient.mean().detach()).backward()
+
+
+def inputs_that_want_gradients(model: nn.Module, step: int, rank: int) -> None:
+    x = batch(step, rank, 0).requires_grad_()
+    loss_of(model(x)).backward()
+    with torch.no_grad():
+        adversarial = x + 0.1 * x.grad.sign()
+    loss_of(model(adversarial)).backward()
+
+
+USES: dict[str, Backward] = {
+    use.__name__: use
+    for use in (
+        backward_twice,
+        two_losses_of_one_forward,
+        backward_from_two_tensors,
+        gradient_of_the_input_first,
+        gradient_of_a_hidden_state,
+        inputs_that_want_gradients,
+    )
+}
+
+
+def use_at_all_levels(name: str) -> None:
+    mesh = shard_mesh()
+    for level in LEVELS:
+        train_side_by_side(build, USES[name], level, mesh=mesh)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
+    ranks(2, use_at_all_levels, use)
+
+
+def gradient_penalty(model: nn.Module, step: int, rank: int) -> None:
+    x = batch(step, rank, 0).requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    (loss_of(output) + gradient.pow(2).sum()).backward()
+
+
+def backward_with_a_graph(model: nn.Module, step: int, rank: int) -> None:
+    x = batch(step, rank, 0).requires_grad_()
+    loss_of(model(x)).backward(create_graph=True)
+
+
+def double_backward(level: int, name: str) -> str:
+    """"right", or the error."""
+    try:
+        use = {"penalty": gradient_penalty, "create_graph": backward_with_a_graph}.get(name, plain)
+        kind = GradientInForward if name == "in_forward" else Stack
+        _, model = train_side_by_side(lambda: kind().double(), use, level)
+        if level == 3:  # nothing stays for a graph that is gone
+            plain(model, 0, dist.get_rank())
+            assert {group.state.name for group in model.groups} == {"SHARDED"}
+    except (RuntimeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "right"
+
+
+@pytest.mark.parametrize("use", ["penalty", "create_graph", "in_forward"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_gradient_of_a_gradient_is_right_or_refused(ranks: Ranks, level: int, use: str) -> None:
+    for outcome in ranks(2, double_backward, level, use):
+        assert outcome == "right", outcome
+
+
+def gradient_of_parameters(level: int) -> None:
+    """Of the module's own parameters there is none to ask for; the message is torch's, and training goes on."""
+    model, _ = shard(build(), level)
+    loss = loss_of(model(batch(0, dist.get_rank(), 0)))
+    with pytest.raises(RuntimeError, match="not have been used in the graph"):
+        torch.autograd.grad(loss, list(model.parameters()))
+    expected = mean_gradients(build(), plain, 0)
+    model.zero_grad()
+    plain(model, 0, dist.get_rank())
+    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autograd_grad_of_sharded_parameters_says_that_they_are_not_in_the_graph(ranks: Ranks, level: int) -> None:
+    ranks(2, gradient_of_parameters, level)
+
+
+def backward_after_freeing(level: int) -> None:
+    model, _ = shard(build(), level)
+    loss = loss_of(model(batch(0, dist.get_rank(), 0)))
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    expected = mean_gradients(build(), plain, 0)
+    model.zero_grad()
+    plain(model, 0, dist.get_rank())
+    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(ranks: Ranks, level: int) -> None:
+    ranks(2, backward_after_freeing, level)
+
+
+def jacobian_rows(level: int) -> None:
+    reference, (model, _) = build(), shard(build(), level)
+    x = batch(0, 0, 0)[:1]
+    expected = torch.autograd.functional.jacobian(reference, x)
+    close(torch.autograd.functional.jacobian(model, x), expected, "jacobian")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_jacobian_over_inputs_is_that_of_the_unsharded_model(ranks: Ranks, level: int) -> None:
+    ranks(2, jacobian_rows, level)

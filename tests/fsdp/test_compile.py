@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile of units and of the sharded model: the numbers stay, and nothing is compiled at every step.
+
+The compiler that generates code is left out: it would take most of the time of all tests.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+WAYS = ["block.compile", "torch.compile(block)", "block_in_unit", "model", "model.compile"]
+
+
+@pytest.mark.parametrize(("backend", "ways"), [("aot_eager", WAYS), ("eager", WAYS[:1])], ids=["aot_eager", "eager"])
+def test_compiled_models_match_plain_ones_and_are_compiled_once(backend: str, ways: list[str]) -> None:
+    """Levels 2 and 3; "aot_eager" also traces the backward pass."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    result = subprocess.run(
+        [*launcher, "-m", "tests.fsdp.compiled_training", backend, *ways],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-6000:]
+    assert result.stdout.split("\n")[:-1] == [f"equal: {way}" for way in ways], result.stdout

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models built on the meta device get the weights of models built on the CPU, and are never whole on the way."""
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
+from megatron.fsdp.uneven import full_tensor
+from tests.fsdp.models import WIDTH
+from tests.fsdp.reference import Meshes, batch, close, loss_of
+from tests.fsdp.side_by_side import train_side_by_side
+
+Ranks = Callable[..., list[Any]]
+HEADS, HIDDEN = 2, 6
+
+
+class Positions(nn.Module):
+    """A module of the user's: a parameter, and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, HIDDEN))
+        self.register_buffer("scale", torch.empty(HIDDEN), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.1)
+        self.scale.copy_(torch.arange(HIDDEN, device=self.scale.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight[: x.shape[0]] * self.scale
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        # Not with plain biases: the true gradient of the keys' is zero, and AdamW blows its rounding up.
+        self.attention = nn.MultiheadAttention(HIDDEN, HEADS, bias=False, add_bias_kv=True)
+        self.statistics = nn.BatchNorm1d(HIDDEN)
+        self.convolution = nn.Conv1d(1, 2, 3, padding=1)
+        self.down = nn.Linear(2 * HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        y = y + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.down(self.convolution(self.statistics(y)[:, None]).flatten(1))
+
+
+class Model(nn.Module):
+    """Everything that has an initialisation of its own; the head is tied with the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.positions = Positions()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.table = nn.Embedding(4, HIDDEN)
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.head = nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        x = self.positions(self.embed(x))
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x + self.table(torch.arange(x.shape[0]) % 4)) @ self.head.weight
+
+
+class Part(nn.Module):
+    """Three units in a row, in a model of units and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(128, 256), nn.Linear(256, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def build(on_meta: bool = False, freeze: bool = False, dtype: torch.dtype = torch.float64) -> Model:
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta") if on_meta else nullcontext():
+            model = Model()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if freeze:
+        model.layers[1].requires_grad_(False)
+        model.positions.requires_grad_(False)
+    return model
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("flat", {"zero_dp_strategy": 1}),
+    "zero2": ("flat", {"zero_dp_strategy": 2}),
+    "zero3": ("flat", {"zero_dp_strategy": 3}),
+    "hybrid": ("outer2", {}),
+    "hybrid_zero1": ("outer2", {"zero_dp_strategy": 1}),
+    "hybrid_outer_optim": ("outer2", {"outer_dp_sharding_strategy": 1}),
+    "no_units": ("flat", {"fsdp_unit_modules": None}),
+    "one_group": ("flat", {"disable_bucketing": True}),
+    "fine_grained": ("flat", {"enable_fine_grained_param_gather": True}),
+}
+
+
+def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Tensor]:
+    """Whole weights, and buffers, of the model built on meta, as this rank has them after sharding."""
+    mesh, settings = CASES[case]
+    module = build(on_meta=True, freeze=freeze)
+    before = dict(module.named_parameters())
+    assert all(parameter.is_meta for parameter in before.values())
+    torch.manual_seed(7 + (dist.get_rank() if own_seeds else 0))
+    settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
+    model = fully_shard_model(module, init_model_with_meta_device=True, preserve_fp32_weights=False, **settings)
+    with torch.no_grad():
+        model(batch(0, 0, 0))  # every weight can be gathered
+    values = {name.removeprefix("module."): full_tensor(parameter) for name, parameter in model.named_parameters()}
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == {
+        f"module.{name}": parameter.requires_grad for name, parameter in before.items()
+    }
+    assert model.module.head.weight is model.module.embed.weight
+    return values | {name: buffer for name, buffer in model.module.named_buffers() if "running" not in name}
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
+@pytest.mark.parametrize("case", CASES)
+def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(ranks: Ranks, case: str, freeze: bool) -> None:
+    torch.manual_seed(7)
+    reference = build()
+    expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
+    reference(batch(0, 0, 0))
+    expected |= {name: buffer for name, buffer in reference.named_buffers() if "running" not in name}
+    for world_size in (2, 4) if case.startswith("hybrid") else (1, 2, 4):
+        for values in ranks(world_size, initialise, case, freeze):
+            assert values.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.equal(values[name], value), name
+
+
+def test_all_ranks_have_the_weights_of_the_first_one_whatever_their_seeds(ranks: Ranks) -> None:
+    first, second = ranks(2, initialise, "zero3", False, own_seeds=True)
+    parameters = dict(build().named_parameters())
+    assert all(torch.equal(first[name], second[name]) for name in parameters)
+
+
+def backward(model: nn.Module, step: int, rank: int) -> None:
+    loss_of(model(batch(step, rank, 0))).backward()
+
+
+def train(case: str, freeze: bool) -> None:
+    """With an optimizer that was made on meta parameters."""
+    mesh, settings = CASES[case]
+    settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
+    level = settings.pop("zero_dp_strategy", 3)
+    place = {"init_model_with_meta_device": True, "build_sharded": lambda: build(on_meta=True, freeze=freeze)}
+    train_side_by_side(lambda: build(freeze=freeze), backward, level, mesh=settings["device_mesh"], **place, **settings)
+
+
+@pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
+@pytest.mark.parametrize("case", CASES)
+def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: bool) -> None:
+    ranks(2 if CASES[case][0] == "flat" else 4, train, case, freeze)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+class LiveBytes(TorchDispatchMode):
+    """The bytes of all storages that operations have touched, looked at after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, StorageWeakRef] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, result)):
+            if type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu":
+                storage = leaf.untyped_storage()
+                self._seen.setdefault(storage._cdata, StorageWeakRef(storage))
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        total = 0
+        for key, reference in list(self._seen.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._seen[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+
+def peak_of_sharding(on_meta: bool, level: int, policy: MixedPrecisionPolicy, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes at the peak of building and sharding, and afterwards."""
+    gc.collect()
+    mesh = Meshes().arguments("flat")
+    with LiveBytes() as tracker:
+        with torch.device("meta") if on_meta else nullcontext():
+            module = nn.Sequential(*[Part() for _ in range(8)]).to(dtype)
+        model = fully_shard_model(
+            module,
+            **mesh,
+            fsdp_unit_modules=[Part],
+            zero_dp_strategy=level,
+            init_model_with_meta_device=on_meta,
+            mixed_precision_policy=policy,
+        )
+        gc.collect()
+        left = tracker.now()
+    assert sum(group.main_shard.numel() for group in model.groups) > 0
+    return tracker.peak, left
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_fp32_main"])
+def test_no_more_than_one_unit_is_whole_at_a_time(ranks: Ranks, level: int, dtype: torch.dtype) -> None:
+    unit = sum(parameter.numel() for parameter in Part().parameters()) * dtype.itemsize
+    policy = MixedPrecisionPolicy(torch.float32)
+    slack = unit // 8
+    for peak, left in ranks(4, peak_of_sharding, True, level, policy, dtype):
+        shards = 8 * unit / 4 * (4 / dtype.itemsize + (dtype != torch.float32))  # main weights, and compute shards
+        assert left <= (shards if level == 3 else 8 * unit + (dtype != torch.float32) * 2 * 8 * unit / 4) + slack
+        assert peak <= left + unit + slack, (peak / unit, left / unit)
+    for peak, left in ranks(4, peak_of_sharding, False, level, policy, dtype):
+        assert peak >= 8 * unit + unit / 4
+        if level == 3:
+            assert peak > left + 2 * unit, (peak / unit, left / unit)
+
+
+# ---- parts and errors -----------------------------------------------------------------------------------------------
+
+
+def keep_what_is_there() -> None:
+    """Only what is on the meta device is initialised; the rest, weights loaded by the user, stays."""
+    module = build()
+    module.layers[1] = build(on_meta=True).layers[1]
+    expected = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+    module.layers[0].statistics.running_mean.fill_(3.0)
+    torch.manual_seed(3)
+    model = fully_shard_model(
+        module, **Meshes().arguments("flat"), fsdp_unit_modules=[Layer], init_model_with_meta_device=True,
+        preserve_fp32_weights=False,
+    )
+    torch.manual_seed(3)
+    torch.set_default_dtype(torch.float64)
+    expected |= {f"layers.1.{name}": parameter.detach() for name, parameter in Layer().named_parameters()}
+    torch.set_default_dtype(torch.float32)
+    for name, parameter in model.named_parameters():
+        close(full_tensor(parameter), expected[name.removeprefix("module.")], name, 0.0)
+    assert model.module.layers[0].statistics.running_mean.tolist() == [3.0] * HIDDEN
+
+
+def test_what_has_values_keeps_them(ranks: Ranks) -> None:
+    ranks(2, keep_what_is_there)
+
+
+class TiedHeadWithBias(nn.Module):
+    """The head has something of its own to initialise beside the weight that is another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(x)))
+
+
+def initialise_tied_head(level: int, world_mesh: str) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        module = TiedHeadWithBias()
+    torch.manual_seed(7)
+    model = fully_shard_model(module, **Meshes().arguments(world_mesh), zero_dp_strategy=level, init_model_with_meta_device=True)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    assert model.module.head.weight is model.module.embed.weight
+    return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_tied_weight_is_initialised_as_torch_would_have(ranks: Ranks, level: int) -> None:
+    """By its first owner: the constructor of the second one draws too, but what it has drawn is thrown away."""
+    torch.manual_seed(7)
+    expected = dict(TiedHeadWithBias().named_parameters())
+    for values in ranks(2, initialise_tied_head, level, "flat"):
+        assert torch.equal(values["module.embed.weight"], expected["embed.weight"])
+        assert torch.equal(values["module.head.bias"], expected["head.bias"])
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+def refusals() -> list[str]:
+    messages = []
+    for level, module_class in ((3, Unknown), (0, nn.Linear)):
+        with torch.device("meta"):
+            module = nn.Sequential(nn.Linear(3, 3), module_class(3, 3) if module_class is nn.Linear else Unknown())
+        with pytest.raises(ValueError) as error:
+            fully_shard_model(module, zero_dp_strategy=level, init_model_with_meta_device=True)
+        assert all(parameter.is_meta for parameter in module.parameters())
+        messages.append(str(error.value))
+    return messages
+
+
+def test_modules_that_nothing_can_initialise_are_named_on_every_rank(ranks: Ranks) -> None:
+    first, second = ranks(2, refusals)
+    assert first == second
+    assert "1 (Unknown: weight)" in first[0] and "reset_parameters" in first[0]
+    assert "level 0" in first[1]

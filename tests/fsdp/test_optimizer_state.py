@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a sharded optimizer: what it is at first, and how it is saved, copied and loaded."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.fsdp import models
+from tests.fsdp.reference import shard_mesh
+from tests.fsdp.test_optimizer import (
+    IN_ONE_GROUP,
+    OPTIMIZERS,
+    Ranks,
+    sharded_pair,
+    sharded_step,
+    sharding,
+    two_groups,
+    unsharded_step,
+)
+
+
+FRESH = (
+    *("adamw", "adamw_fused", "adam_amsgrad", "sgd", "sgd_momentum", "sgd_dampening", "rmsprop", "rmsprop_foreach"),
+    *("adagrad", "adagrad_fused", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
+)
+
+
+def look_at_fresh_states() -> None:
+    mesh = shard_mesh()
+    after = fully_shard_model(models.build("scalars"), mesh, **IN_ONE_GROUP)
+    for make in (OPTIMIZERS[name] for name in FRESH):
+        module = models.build("scalars")
+        model, optimizer = fully_shard(module, make(module.parameters()), mesh, **IN_ONE_GROUP)
+        compare_fresh_states(make, [(model, optimizer), (after, fully_shard_optimizer(make(after.parameters())))])
+
+
+def compare_fresh_states(
+    make: Callable[..., torch.optim.Optimizer], pairs: list[tuple[nn.Module, torch.optim.Optimizer]]
+) -> None:
+    """The keys, shapes and dtypes that torch makes at the first step, and the values it begins with."""
+    reference = models.build("scalars")
+    expected = make(reference.parameters())
+    for parameter in reference.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    expected.step()
+    lazy = isinstance(expected, torch.optim.ASGD | torch.optim.Rprop) or expected.defaults.get("dampening")
+    for model, optimizer in pairs:
+        for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+            slots, wanted = optimizer.state.get(parameter, {}), expected.state.get(other, {})
+            wanted = {name: value for name, value in wanted.items() if value is not None}
+            assert list(slots) == ([] if lazy else list(wanted))
+            for name, value in slots.items():
+                assert value.dtype == wanted[name].dtype
+                if isinstance(value, DTensor):
+                    begin = expected.defaults.get("initial_accumulator_value", 0.0)
+                    assert value.shape.numel() == wanted[name].numel()
+                    assert (value.to_local() == begin).all(), name
+                else:
+                    assert value.shape == wanted[name].shape == ()
+                    assert value.item() == {"step": 0.0, "mu_product": 1.0}[name]
+
+
+def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
+    ranks(2, look_at_fresh_states)
+
+
+def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What this rank holds of the state."""
+    state = optimizer.state_dict()
+    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    return {
+        names[key]: {slot: (value.to_local() if isinstance(value, DTensor) else value).clone() for slot, value in slots.items()}
+        for key, slots in state["state"].items()
+    }
+
+
+def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
+    assert_equal_state(actual, pieces_by_name(expected))
+
+
+def assert_equal_state(actual: torch.optim.Optimizer, right: dict[str, dict[str, Tensor]]) -> None:
+    left = pieces_by_name(actual)
+    assert left.keys() == right.keys()
+    for name, slots in right.items():
+        assert left[name].keys() == slots.keys()
+        assert all(torch.equal(left[name][slot], value) for slot, value in slots.items()), name
+
+
+def reordered(parameters: list[tuple[str, nn.Parameter]], way: str) -> list[dict[str, Any]]:
+    matrices = [pair for pair in parameters if pair[1].dim() > 1]
+    rest = [pair for pair in parameters if pair[1].dim() <= 1]
+    groups = [{"params": matrices, "lr": 0.02}, {"params": rest, "lr": 0.003}]
+    if way == "groups":
+        return groups[::-1]
+    if way == "parameters":
+        return [{**group, "params": group["params"][::-1]} for group in groups]
+    return [{"params": rest, "lr": 0.02}, {"params": matrices[::-1], "lr": 0.003}] if way == "settings" else groups
+
+
+def load_by_name(source: str) -> None:
+    """Saved in one order, loaded in others; sources: this package, torch's functions, an unsharded optimizer."""
+    mesh = shard_mesh()
+    expected_module = models.build("scalars")
+    if source == "unsharded":
+        saved = torch.optim.AdamW(reordered(list(expected_module.named_parameters()), "as_is"))
+        unsharded_step(expected_module, saved, 0)
+    else:
+        expected_model = fully_shard_model(expected_module, mesh, **sharding(expected_module))
+        saved = fully_shard_optimizer(torch.optim.AdamW(reordered(list(expected_model.named_parameters()), "as_is")))
+        sharded_step(expected_model, saved, 0)
+    loaded = []
+    for way in ("as_is", "groups", "parameters", "settings"):
+        module = models.build("scalars")
+        model = fully_shard_model(module, mesh, **sharding(module))
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(reordered(list(model.named_parameters()), way)))
+        own_names = [group["param_names"] for group in optimizer.param_groups]
+        if source == "torch_functions":
+            state = torch_state_dict.get_optimizer_state_dict(expected_model, saved)
+            torch_state_dict.set_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
+        else:
+            optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        assert [group["param_names"] for group in optimizer.param_groups] == own_names, way
+        for group in optimizer.param_groups:
+            assert group["lr"] == (0.02 if group["params"][0].dim() > 1 else 0.003), way
+        loaded.append(optimizer)
+    if source == "unsharded":
+        fully_shard(expected_module, saved, mesh, **sharding(expected_module))
+    for optimizer in loaded:
+        assert_same_state(optimizer, saved)
+
+
+@pytest.mark.parametrize("source", ["sharded", "torch_functions", "unsharded"])
+def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
+    ranks(2, load_by_name, source)
+
+
+def load_what_does_not_fit() -> None:
+    """And nothing is changed."""
+    module = models.build("several_units")
+    model, optimizer = fully_shard(module, OPTIMIZERS["adamw"](two_groups(module)), shard_mesh(), **sharding(module))
+    sharded_step(model, optimizer, 0)
+    state = optimizer.state_dict()
+    before = pieces_by_name(optimizer)
+    names = [group["param_names"] for group in state["param_groups"]]
+
+    def with_names(*lists: list[str]) -> dict[str, Any]:
+        return {**state, "param_groups": [{**group, "param_names": each} for group, each in zip(state["param_groups"], lists)]}
+
+    other_key = {**state, "state": {**state["state"], 0: {**state["state"][0], "exp_avg": torch.zeros(2, 2)}}}
+    for wrong, message in (
+        (with_names(names[0], ["stranger", *names[1][1:]]), "stranger"),
+        (with_names([names[1][0], *names[0][1:]], [names[0][0], *names[1][1:]]), "grouped in another way"),
+        (with_names([names[0][0]] * len(names[0]), names[1]), r"param_groups\[0\]"),
+        (other_key, r"expects shape \(5, 5\) but got \(2, 2\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(wrong)
+    assert_equal_state(optimizer, before)
+    assert optimizer.state_dict()["param_groups"] == state["param_groups"]
+
+
+def test_state_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    ranks(2, load_what_does_not_fit)
+
+
+def copy_state(level: int, flatten: bool) -> None:
+    """Before the first step and after one: by copy, by pickle, and by torch's functions."""
+    options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = sharded_pair("frozen_in_part", level)
+    for step in range(2):
+        state = optimizer.state_dict()
+        assert len(state["state"]) == sum(parameter.requires_grad for parameter in model.parameters())
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        by_name = copy.deepcopy(torch_state_dict.get_optimizer_state_dict(model, optimizer, options=options))
+        other, fresh = sharded_pair("frozen_in_part", level)
+        torch_state_dict.set_optimizer_state_dict(other, fresh, by_name, options=options)
+        assert_same_state(fresh, optimizer)
+        for copied in (copy.deepcopy(state), torch.load(file)):
+            _, fresh = sharded_pair("frozen_in_part", level)
+            fresh.load_state_dict(copied)
+            assert_same_state(fresh, optimizer)
+            assert fresh.param_groups[0]["param_names"] == optimizer.param_groups[0]["param_names"]
+        sharded_step(model, optimizer, step)
+    assert next(iter(optimizer.state.values()))["step"].item() == 2  # looking has taken no step
+
+
+@pytest.mark.parametrize(("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"])
+def test_state_can_be_copied_at_any_time(ranks: Ranks, level: int, flatten: bool) -> None:
+    ranks(2, copy_state, level, flatten)
+
+
+def load_before_the_first_step() -> None:
+    """The state of an unsharded optimizer that has not stepped is none; ours exists all the same."""
+    module = models.build("several_units")
+    _, optimizer = sharded_pair("several_units")
+    optimizer.load_state_dict(OPTIMIZERS["adamw"](module.named_parameters()).state_dict())
+    assert len(optimizer.state) == len(list(module.parameters()))
+    assert all(slots["step"].item() == 0 for slots in optimizer.state.values())
+
+
+def test_state_exists_after_loading_none(ranks: Ranks) -> None:
+    ranks(1, load_before_the_first_step)

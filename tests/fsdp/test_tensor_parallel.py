@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism inside of data ranks: torch's DTensor models, and Megatron-Core's attributes on plain tensors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron.fsdp.uneven import full_tensor
+from tests.fsdp.reference import close, optimizer_over, shard_mesh
+
+Ranks = Callable[..., list[Any]]
+WIDTH, LENGTH = 6, 8
+STEPS = 3
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(hidden: int) -> Model:
+    torch.manual_seed(7)
+    return Model(hidden).double()
+
+
+def batch(step: int, data_rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 8 + data_rank)
+    return torch.randn(LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def loss_on(model: nn.Module, step: int, data_rank: int) -> Tensor:
+    output = model(batch(step, data_rank))
+    return output.pow(2).mean() + output.mean()
+
+
+def split(model: Model, mesh: DeviceMesh, style: str) -> Model:
+    """Divide the blocks, and the head, over the ranks of `mesh`."""
+    for block in model.blocks:
+        # Plain local tensors would say nothing of the whole's size where its parts are not equal.
+        is_even = block.up.out_features % mesh.size() == 0
+        plan: dict[str, Any] = {"up": ColwiseParallel(use_local_output=is_even), "down": RowwiseParallel()}
+        if style == "sequence":
+            plan |= {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Shard(0)),
+            }
+        parallelize_module(block, mesh, plan)
+    if style == "sequence":
+        ends = {
+            "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "head": ColwiseParallel(input_layouts=Shard(0), output_layouts=Replicate()),
+        }
+        parallelize_module(model, mesh, ends)
+    return model
+
+
+SHAPES = {"dp2_tp2": (2, 2), "outer2_dp2_tp2": (2, 2, 2)}
+AXES = {2: ("dp_shard", "tp"), 3: ("dp_outer", "dp_shard", "tp")}
+
+
+def mesh_arguments(name: str) -> dict[str, Any]:
+    shape = SHAPES[name]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES[len(shape)])
+    outer = {"dp_outer_dim": "dp_outer"} if len(shape) == 3 else {}
+    return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "tp_dim": "tp", **outer}
+
+
+def data_place(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's number among the data ranks, and how many there are."""
+    tp = mesh["tp"].size()
+    return dist.get_rank() // tp, dist.get_world_size() // tp
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor).detach()
+
+
+def compare_all(model: MegatronFSDP, expected: dict[str, Tensor], what: str, gradients: bool = False) -> None:
+    for name, parameter in model.named_parameters():
+        wanted = expected[name.removeprefix("module.")]
+        close(whole(parameter.grad if gradients else parameter), wanted, f"{what}: {name}")
+
+
+def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -> None:
+    """Compare gradients, their norm after clipping and weights with those of the unsharded model in float64."""
+    place = mesh_arguments(mesh_name)
+    data_rank, data_size = data_place(place["device_mesh"])
+    reference, module = build(hidden), split(build(hidden), place["device_mesh"]["tp"], style)
+    expected_optimizer = optimizer_over(reference)
+    settings = {"fsdp_unit_modules": [Block], "zero_dp_strategy": level, "preserve_fp32_weights": False}
+    model, optimizer = fully_shard(module, optimizer_over(module), **place, **settings, outer_dp_sharding_strategy=outer)
+    for step in range(STEPS):
+        expected_optimizer.zero_grad()
+        (sum(loss_on(reference, step, rank) for rank in range(data_size)) / data_size).backward()
+        optimizer.zero_grad()
+        loss_on(model, step, data_rank).backward()
+        gradients = {name: parameter.grad.clone() for name, parameter in reference.named_parameters()}
+        compare_all(model, gradients, f"gradient in step {step}", gradients=True)
+        limit = 0.05  # well below what it is
+        expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert expected_norm > limit
+        close(norm, expected_norm, f"norm in step {step}", 1e-9)
+        expected_optimizer.step()
+        optimizer.step()
+        compare_all(model, dict(reference.named_parameters()), f"weight after step {step}")
+        with torch.no_grad():
+            close(model(batch(9, 0)), reference(batch(9, 0)), f"output after step {step}")
+
+
+@pytest.mark.parametrize("style", ["tensor", "sequence"])
+@pytest.mark.parametrize("level", range(4))
+def test_torch_tensor_parallel_models_match_the_unsharded_one(ranks: Ranks, level: int, style: str) -> None:
+    ranks(4, train, "dp2_tp2", level, 10, style)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: int) -> None:
+    ranks(4, train, "dp2_tp2", level, 7, "tensor")
+
+
+@pytest.mark.parametrize(("level", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
+def test_hybrid_sharding_with_tensor_parallelism_matches(ranks: Ranks, level: int, outer: int) -> None:
+    ranks(8, train, "outer2_dp2_tp2", level, 10, "tensor", outer)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """On the same data everywhere, so that it does not matter how many data ranks there are."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_on(model, step, 0).backward()
+        optimizer.step()
+
+
+def sharded(hidden: int, tensor_parallel: bool, level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module, place = build(hidden), {"device_mesh": shard_mesh()}
+    if tensor_parallel:
+        place = mesh_arguments("dp2_tp2")
+        module = split(module, place["device_mesh"]["tp"], "tensor")
+    settings = {"fsdp_unit_modules": [Block], "zero_dp_strategy": level, "preserve_fp32_weights": False}
+    return fully_shard(module, optimizer_over(module), **place, **settings)
+
+
+def save(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
+    model, optimizer = sharded(hidden, tensor_parallel, level)
+    take_steps(model, optimizer, range(2))
+    checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+
+
+def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
+    reference = build(hidden)
+    expected_optimizer = optimizer_over(reference)
+    take_steps(reference, expected_optimizer, range(2))
+    model, optimizer = sharded(hidden, tensor_parallel, level)
+    take_steps(model, optimizer, range(5, 6))  # weights and moments that are not those of the checkpoint
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    compare_all(model, dict(reference.named_parameters()), "loaded")
+    take_steps(reference, expected_optimizer, range(2, 4))
+    take_steps(model, optimizer, range(2, 4))
+    compare_all(model, dict(reference.named_parameters()), "two steps after loading")
+
+
+@pytest.mark.parametrize("hidden", [10, 7], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [((True, 3), (False, 3)), ((False, 2), (True, 3)), ((True, 1), (True, 3))],
+    ids=["tp2_to_dp4", "dp4_to_tp2", "zero1_to_zero3"],
+)
+def test_a_checkpoint_loads_into_another_layout_with_its_optimizer(
+    ranks: Ranks, tmp_path: Path, saved: tuple[bool, int], loaded: tuple[bool, int], hidden: int
+) -> None:
+    ranks(4, save, str(tmp_path), hidden, *saved)
+    ranks(4, load_and_go_on, str(tmp_path), hidden, *loaded)
+
+
+def load_without_sharding(path: str, hidden: int) -> None:
+    reference, module = build(hidden), build(hidden)
+    take_steps(reference, optimizer_over(reference), range(2))
+    state = {"model": {f"module.{name}": value for name, value in module.state_dict().items()}}
+    checkpoint.load(state, checkpoint_id=path)
+    for name, parameter in reference.named_parameters():
+        close(state["model"][f"module.{name}"], parameter.detach(), name)
+
+
+def test_a_checkpoint_of_both_parallelisms_loads_into_the_unsharded_model(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, save, str(tmp_path), 7, True, 3)
+    ranks(1, load_without_sharding, str(tmp_path), 7)
+
+
+# ---- Megatron-Core's attributes -------------------------------------------------------------------------------------
+
+
+class Marked(nn.Module):
+    """Plain tensors that say which part of a whole they are, as Megatron-Core's layers do."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.column = nn.Parameter(whole_weight(12, 5).chunk(size, 0)[rank].clone())
+        self.row = nn.Parameter(whole_weight(5, 8).chunk(size, 1)[rank].clone())
+        self.bias = nn.Parameter(whole_weight(12, 1).flatten().chunk(size, 0)[rank].clone())
+        self.norm = nn.Parameter(whole_weight(5, 1).flatten())
+        for name, parameter in self.named_parameters():
+            parameter.tensor_model_parallel = name != "norm"
+            parameter.partition_dim = {"row": 1, "norm": -1}.get(name, 0)
+            parameter.partition_stride = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum(parameter.sum() for parameter in self.parameters()) * x.sum()
+
+
+def whole_weight(rows: int, columns: int) -> Tensor:
+    return torch.arange(rows * columns, dtype=torch.float64).view(rows, columns) + 1000 * rows
+
+
+WHOLE = {"column": (12, 5), "row": (5, 8), "bias": (12, 1), "norm": (5, 1)}
+PLACEMENTS = {"column": Shard(0), "row": Shard(1), "bias": Shard(0), "norm": Replicate()}
+
+
+def chunks_of_marked(level: int) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
+    """Offsets, sizes and values of every chunk that this rank would write."""
+    place = mesh_arguments("dp2_tp2")
+    tp = place["device_mesh"]["tp"]
+    module = Marked(tp.get_local_rank(), tp.size())
+    model = fully_shard_model(module, **place, zero_dp_strategy=level, preserve_fp32_weights=False)
+    chunks = {}
+    for name, parameter in model.named_parameters():
+        short = name.removeprefix("module.")
+        expected = whole_weight(*WHOLE[short])
+        expected = expected.flatten() if short in ("bias", "norm") else expected
+        assert tuple(parameter.shape) == tuple(expected.shape)
+        assert parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")] == PLACEMENTS[short]
+        assert (parameter.tensor_model_parallel, parameter.partition_stride) == (short != "norm", 1)
+        assert torch.equal(full_tensor(parameter), expected), name
+        local = model.state_dict()[name]._local_tensor  # `to_local` makes a plain view of it
+        items = local.__create_write_items__(name, local)
+        chunks[short] = [
+            (tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes), local.__get_tensor_shard__(item.index).clone())
+            for item in items
+        ]
+        assert all(tuple(item.tensor_data.size) == tuple(expected.shape) for item in items)
+    return chunks
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(ranks: Ranks, level: int) -> None:
+    per_rank = ranks(4, chunks_of_marked, level)
+    for name, shape in WHOLE.items():
+        expected = whole_weight(*shape)
+        expected = expected.flatten() if name in ("bias", "norm") else expected
+        written = torch.zeros_like(expected)
+        for chunks in per_rank:
+            for offsets, sizes, values in chunks[name]:
+                place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+                assert torch.equal(values, expected[place]), name
+                written[place] = 1
+        assert written.all(), name
+
+
+def gradient_of_marked(level: int) -> None:
+    place = mesh_arguments("dp2_tp2")
+    tp, (data_rank, data_size) = place["device_mesh"]["tp"], data_place(place["device_mesh"])
+    model = fully_shard_model(Marked(tp.get_local_rank(), tp.size()), **place, zero_dp_strategy=level, preserve_fp32_weights=False)
+    model(torch.full((1,), 1.0 + data_rank, dtype=torch.float64)).backward()
+    mean = sum(1.0 + rank for rank in range(data_size)) / data_size
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.shape == parameter.shape
+        close(whole(parameter.grad), torch.full_like(whole(parameter), mean), name)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    elements = 60 + 40 + 12 + 5  # the copies of the norm count once
+    close(norm.full_tensor() if isinstance(norm, DTensor) else norm, torch.tensor(mean * elements**0.5, dtype=torch.float64), "norm", 1e-9)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(ranks: Ranks, level: int) -> None:
+    ranks(4, gradient_of_marked, level)
