@@ -36,7 +36,7 @@ GRACE = 0.5
 MAX_GROUPS = 32
 """Process groups that may pile up over the jobs of a world before it is built anew, which costs as much as ten jobs.
 
-The threads of each poll for as long as it lives, and keep the cores from the worlds that work."""
+The threads of each poll, and keep the cores from the jobs."""
 PRELOAD = ["torch.distributed.tensor", "megatron.core.distributed", "megatron.core.optimizer", "pytest", rank_process.__name__]
 """Imported once, by the server that ranks are forked from."""
 
@@ -57,9 +57,13 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
     call = _pickled_call(function, args, kwargs)
+    for other, idle in _groups.items():
+        if other != world_size:
+            idle.pause()
     group = _groups.get(world_size)
     if group is None:
         group = _groups[world_size] = RankGroup(world_size)
+    group.resume()
     try:
         return group.run(call, timeout)
     except BaseException:  # KeyboardInterrupt too: ranks in an unknown state are of no use to the next test
@@ -87,6 +91,7 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._fresh_world = False
+        self._paused = False
         try:
             for rank in range(world_size):
                 self._start_rank(rank, world_size)
@@ -105,6 +110,26 @@ class RankGroup:
         there.close()  # so that `here` reads end-of-file when the rank dies
         self._connections.append(here)
         self._processes.append(process)
+
+    def pause(self) -> None:
+        """Stop the processes while another world works: gloo's threads poll, and would take half of its time.
+
+        Only where the system ends ranks with the server that they were forked from; elsewhere nothing could end stopped ones.
+        """
+        if not self._paused and sys.platform == "linux":
+            self._signal(signal.SIGSTOP)
+            self._paused = True
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        if self._paused:
+            self._signal(signal.SIGCONT)
+            self._paused = False
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):  # one that died is found by the next job
+                os.kill(process.pid or 0, number)
 
     def run(self, call: bytes, timeout: float) -> list[Any]:
         """Run a pickled (function, args, kwargs) on every rank; results in rank order. Raises RankFailure."""

@@ -5,6 +5,7 @@ A rank has two threads. The receiver reads the pipe to the test process; when th
 and the receiver kills the rank, even if its main thread hangs in a collective. The main thread runs the jobs.
 """
 
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -60,6 +61,7 @@ class Report:
 def serve(place: RankPlace, connection: Connection) -> None:
     """Run jobs until the test process closes its end of `connection`. Never returns normally: the receiver ends the process."""
     os.setsid()  # own process group: Ctrl-C in the terminal does not reach it, and killing it takes its children along
+    _die_with_parent()
     _set_environment(place)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
@@ -70,6 +72,13 @@ def serve(place: RankPlace, connection: Connection) -> None:
         connection.send(Report())
         for number in range(1, sys.maxsize):
             connection.send(_run_job(jobs.get(), place, number))
+
+
+def _die_with_parent() -> None:
+    """The server that ranks are forked from goes with the test process. A stopped rank could not read the closed pipe."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def _set_environment(place: RankPlace) -> None:
