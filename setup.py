@@ -46,6 +46,7 @@ setup(
         "tensorboard",
         "safetensors",
         "psutil",
+        "einops",  # Megatron-Core does not declare it, and needs it for several optimizer instances
     ],
     extras_require={
         "hf": ["transformers"],

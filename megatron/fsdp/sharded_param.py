@@ -168,13 +168,14 @@ class ShardedParam:
 
     def checkpoint_tensors(self, parts: int, value: DTensor | None = None) -> list[DTensor]:
         """The same, cut into ``parts`` equal tensors along dim 0, each an entry of its own."""
-        if self.slice.dim is not None:
-            raise NotImplementedError(f"{self.name}: parts of a tensor-parallel slice are not built yet")
+        whole, dim, start = self.slice.shape, self.slice.dim, self.slice.start
+        # Every tensor-parallel rank has its part of each of them, one after the other.
+        slice_ = TensorSlice((whole[0] // parts, *whole[1:]), dim, start // parts if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
         tensors, begin = [], 0
         for run in self.run.parts(parts):
             local = flat[begin : begin + run.numel].view(run.local_shape)
-            tensors.append(self._in_checkpoint(with_run(local, run), run.shape))
+            tensors.append(self._in_checkpoint(with_run(local, run, slice_), slice_.shape))
             begin += run.numel
         return tensors
 

@@ -46,7 +46,7 @@ class Sharding:
         communicators, places = {}, {}
         sharded: dict[nn.Parameter, ShardedParam] = {}
         for unit, parameters in parameters_of.items():
-            for (dtype, trainable, expert), names in self._kinds(parameters).items():
+            for (dtype, trainable, expert, _), names in self._kinds(parameters).items():
                 if expert not in places:
                     axes = self.index.axes(expert)
                     communicators[expert] = self._communicator(axes, lanes)
@@ -69,12 +69,14 @@ class Sharding:
             self._initialise(units, sharded)
         return sharded
 
-    def _kinds(self, parameters: dict[str, nn.Parameter]) -> dict[tuple[torch.dtype, bool, bool], list[str]]:
+    def _kinds(self, parameters: dict[str, nn.Parameter]) -> dict[tuple[torch.dtype, bool, bool, str | None], list[str]]:
         """Names of the parameters that can be one group."""
-        kinds: dict[tuple[torch.dtype, bool, bool], list[str]] = defaultdict(list)
+        kinds: dict[tuple[torch.dtype, bool, bool, str | None], list[str]] = defaultdict(list)
         for name, parameter in parameters.items():
             expert = self.index.expert is not None and is_expert_parameter(name, parameter)
-            kinds[parameter.dtype, parameter.requires_grad, expert].append(name)
+            # A weight that pipeline stages share is cut alike on all of them, whatever else is in their units.
+            alone = name if getattr(parameter, "shared_embedding", False) else None
+            kinds[parameter.dtype, parameter.requires_grad, expert, alone].append(name)
         return kinds
 
     def _communicator(self, axes: Axes, lanes: Any) -> Communicator:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import Any, Iterator, Sequence
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -14,17 +16,21 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.hooks import PASSED_ON
+from megatron.fsdp.units import is_expert_parameter
+from megatron.mcore_adapter.axes import mesh_axes
+from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from megatron.mcore_adapter.global_names import GlobalNames
+from megatron.mcore_adapter.gradient_statistics import count_over_all_instances
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
-
-SHARD_AXIS = "dp_cp"
 
 
 class CoreEngine(MegatronFSDP):
-    """The engine, with Megatron-Core's own initialisation for layers on the meta device.
+    """The engine with Megatron-Core's names and initialisation.
+
+    Layers are numbered across pipeline stages and experts across expert ranks, in ``named_parameters()`` and state dicts.
 
     Args:
         use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
@@ -32,7 +38,30 @@ class CoreEngine(MegatronFSDP):
 
     def __init__(self, module: nn.Module, *args: Any, use_cpu_initialization: bool | None = None, **settings: Any):
         self.initialiser = MegatronCoreInitialiser(module, use_cpu_initialization)
+        self._global_names = GlobalNames(module)
         super().__init__(module, *args, **settings)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        prefix = f"{prefix}." if prefix else ""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield prefix + self._global_names.to_global(name), parameter
+
+    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+        state = {} if destination is None else destination
+        own = super().state_dict(*args, prefix="", keep_vars=keep_vars)
+        state.update({prefix + self._global_names.to_global(key): value for key, value in own.items()})
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
+        if isinstance(state_dict, Mapping):
+            state_dict = {self._global_names.to_local(key): value for key, value in state_dict.items()}
+        return super().load_state_dict(state_dict, strict, assign)
+
+    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """What code that has taken the outer wrapper off asks for."""
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
@@ -54,7 +83,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     Raises:
         ValueError: for configurations that Megatron-Core would train wrongly without a word.
-        NotImplementedError: for parallelisms and options that are not built yet.
+        NotImplementedError: for options that are not built yet.
     """
 
     def __init__(
@@ -67,14 +96,18 @@ class FullyShardedDataParallel(_BaseDataParallel):
         device: torch.device | str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
-        _check_configs(config, ddp_config)
+        _check_configs(ddp_config, pg_collection)
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
-        _check_groups(groups)
         strategy = ShardingStrategy.parse(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
-        _mark_parameters(module, counted=strategy.shards_optimizer or groups["dp_cp_group"].rank() == 0)
+        outer_is_sharded = groups["inter_dist_opt_group"] is not None and ddp_config.outer_dp_sharding_strategy != "no_shard"
+        has_experts = any(is_expert_parameter(name, parameter) for name, parameter in module.named_parameters())
+        index = mesh_axes(
+            groups, pg_collection, device, has_experts, outer_is_sharded, getattr(ddp_config, "create_all_gather_group", False)
+        )
+        _mark_parameters(module, index, strategy)
         engine = CoreEngine(
             module,
-            FSDPDistributedIndex(_mesh(groups["dp_cp_group"], device), dp_shard_dim=SHARD_AXIS),
+            index,
             ddp_config,
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules,
@@ -84,10 +117,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
             init_model_with_meta_device=config.init_model_with_meta_device,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
+        if config.gradient_accumulation_fusion:
+            accept_fused_gradients(each.compute for each in engine.sharded_params if each.group.requires_grad)
+        if outer_is_sharded:
+            count_over_all_instances()
         super().__init__(config=config, module=engine)
         self.ddp_config = ddp_config
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
+        self._tied_across_stages = [
+            each for each in engine.sharded_params if getattr(each.compute, "shared_embedding", False) and each.group.requires_grad
+        ]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
         prefix = f"{prefix}.module" if prefix else "module"
@@ -108,6 +148,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Final gradients on the ``.grad`` of every parameter that the optimizer steps."""
         self.module.finish_grad_sync(force_all_reduce)
+        for sharded in self._tied_across_stages:
+            # Megatron-Core asks the model for the weight, sums this over the first and the last stage in place, and then
+            # assigns the local tensor, which ``grad`` would not take.
+            sharded.parameter.main_grad = sharded.compute.main_grad = sharded.parameter.grad
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         self.module.scale_gradients(scaling_factor)
@@ -164,43 +208,30 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
     )
 
 
-def _check_configs(config: TransformerConfig, ddp_config: DistributedDataParallelConfig) -> None:
+def _check_configs(ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection | None) -> None:
     if not (ddp_config.use_megatron_fsdp and ddp_config.use_distributed_optimizer):
         raise ValueError(
             "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp and ddp_config.use_distributed_optimizer (and the"
             " latter in OptimizerConfig): Megatron-Core would build an optimizer that trains on stale weights"
         )
-    if config.gradient_accumulation_fusion:
-        raise NotImplementedError(
-            "gradient_accumulation_fusion is not built yet: pass --no-gradient-accumulation-fusion"
+    instances = ddp_config.num_distributed_optimizer_instances
+    groups = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    if instances > 1 and pg_collection is None and (groups is None or groups.size() != instances):
+        raise ValueError(
+            f"num_distributed_optimizer_instances is {instances} in ddp_config, but not in the process groups: call"
+            f" parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={instances})"
         )
-    if ddp_config.num_distributed_optimizer_instances > 1:
-        raise NotImplementedError("num_distributed_optimizer_instances > 1 (hybrid sharding) is not built yet")
 
 
-def _check_groups(groups: dict[str, Any]) -> None:
-    axes = {"tensor": "tp_group", "pipeline": "pp_group", "expert": "ep_group"}
-    wide = [f"{name} ({groups[key].size()})" for name, key in axes.items() if groups[key] and groups[key].size() > 1]
-    if groups["dp_cp_group"].size() != groups["dp_group"].size():
-        wide.append("context")
-    if wide:
-        raise NotImplementedError(f"parallelism beside the data axis is not built yet: {', '.join(wide)}")
-
-
-def _mark_parameters(module: nn.Module, counted: bool) -> None:
+def _mark_parameters(module: nn.Module, index: FSDPDistributedIndex, strategy: ShardingStrategy) -> None:
     """Attributes that Megatron-Core reads; the engine carries them over to the optimizer's parameters."""
     for embedding in (child for child in module.modules() if isinstance(child, LanguageModelEmbedding)):
         for parameter in embedding.parameters():
             setattr(parameter, PASSED_ON, True)  # the model reads the weight to hand it to a tied output layer
-    for parameter in module.parameters():
+    for name, parameter in module.named_parameters():
         parameter.__fsdp_param__ = True
-        if not counted:
+        axes = index.axes(index.expert is not None and is_expert_parameter(name, parameter))
+        if not strategy.shards_optimizer and axes.inner.get_local_rank() > 0:
             # The optimizer sums squared norms over all ranks. Replicas of the first rank's gradient must not be
             # counted again; "shared" is the attribute that its filter knows.
             parameter.shared = True
-
-
-def _mesh(group: torch.distributed.ProcessGroup, device: torch.device | str | None) -> DeviceMesh:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    kind = torch.device(device).type if device is not None else (accelerator.type if accelerator else "cpu")
-    return DeviceMesh.from_group(group, kind, mesh_dim_names=(SHARD_AXIS,))

@@ -31,8 +31,8 @@ LAYERS = {f"decoder.layers.{number}." for number in (0, 1)}
 def make_module(flags: str = "") -> tuple[Any, Any, torch.nn.Module]:
     """Arguments, config and the model before it is wrapped."""
     args, device = prepare(f"{LINE} {flags}")
-    with patch.object(gpt_model, "wrap", lambda args, config, model: model):
-        module = gpt_model.build_model(args, 99, device)
+    with patch.object(gpt_model, "wrap", lambda args, config, model, **settings: model):
+        (module,) = gpt_model.build_model(args, 99, device)
     return args, transformer_config(args), module
 
 
@@ -219,11 +219,11 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
     [
         ({"use_distributed_optimizer": False}, {}, "ValueError: FullyShardedDataParallel needs"),
         ({"use_megatron_fsdp": False}, {}, "ValueError: FullyShardedDataParallel needs"),
-        ({}, {"gradient_accumulation_fusion": True}, "--no-gradient-accumulation-fusion"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "hybrid sharding"),
+        ({"num_distributed_optimizer_instances": 2}, {}, "initialize_model_parallel(num_distributed_optimizer_instances=2)"),
+        ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy"),
         ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
     ],
-    ids=["no_distributed_optimizer", "no_fsdp", "fusion", "instances", "strategy"],
+    ids=["no_distributed_optimizer", "no_fsdp", "instances", "outer", "strategy"],
 )
 def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words):
     for message in run_ranks(2, refusal, ddp, config):
