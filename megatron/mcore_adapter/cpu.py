@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import nullcontext
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import torch
 from torch.utils import _device as torch_device_context  # not loaded by `import torch`
@@ -30,6 +30,7 @@ def install() -> bool:
         _replace_type_strings()
         _replace_random_state()
         _replace_streams()
+        _replace_uneven_collectives()
         _repair_moe()
     return True
 
@@ -144,6 +145,41 @@ def _replace_streams() -> None:
     torch.cuda.stream = lambda stream: nullcontext()
     torch.cuda.current_stream = lambda device=None: InertStream()
     torch.cuda.default_stream = lambda device=None: InertStream()
+
+
+def _replace_uneven_collectives() -> None:
+    """Gloo gathers and scatters equal sizes only. Where tensor ranks divide experts, each brings another number of tokens."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    @functools.wraps(gather)
+    def gather_along_first_dim(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, sizes, use_global_buffer)
+        longest = max(1, *sizes)
+        parts = gather(_padded(tensor, longest), group).split(longest)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+
+    @functools.wraps(reduce_scatter)
+    def reduce_scatter_along_first_dim(
+        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+    ) -> torch.Tensor:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(tensor, group, sizes, use_global_buffer)
+        longest = max(1, *sizes)
+        parts = [_padded(part, longest) for part in tensor.split(list(sizes))]
+        return reduce_scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_along_first_dim
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """``tensor`` with zeros after its rows, ``length`` rows in all."""
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
 def _repair_moe() -> None:
