@@ -22,11 +22,12 @@ class ArgumentErrors(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has: ranks, CUDA, Transformer Engine, and the environment variables."""
+    """What the run has: ranks, CUDA, Transformer Engine, fused weight gradients, and the environment variables."""
 
     world_size: int
     cuda: bool
     transformer_engine: bool
+    fused_weight_gradient: bool
     environment: Mapping[str, str]
 
 
@@ -56,6 +57,11 @@ class Check:
         """Record the problem unless the condition holds."""
         if not condition:
             self.problems.append(problem)
+
+    def require_multiple(self, dest: str, divisor: int, why: str) -> None:
+        """Record a problem unless the value of `dest`, where there is one, is a multiple of `divisor`."""
+        value = getattr(self.args, dest)
+        self.require(not value or value % divisor == 0, f"{self.flag(dest)} {value} must be a multiple of {divisor}: {why}")
 
     def at_most_one(self, *dests: str) -> None:
         """Record a problem if more than one of the flags is set."""

@@ -16,6 +16,8 @@ STATE_DTYPES = FLOATS | {"fp8": torch.uint8}
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROUTER_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none")
 
+CONTEXT_COMMUNICATION = ("p2p", "a2a", "all_gather", "a2a+p2p")
+
 
 def named(name: str, **more: object) -> dict[str, object]:
     """A change of the flag's name."""
@@ -124,7 +126,7 @@ PARALLELISM = ConfigFields(
         """
     tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
     expert_tensor_parallel_size sequence_parallel num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
-    pipeline_model_parallel_layout cp_comm_type hierarchical_context_parallel_sizes
+    pipeline_model_parallel_layout overlap_p2p_comm cp_comm_type hierarchical_context_parallel_sizes
     defer_embedding_wgrad_compute wgrad_deferral_limit
     """.split()
     ),
@@ -136,7 +138,8 @@ PARALLELISM = ConfigFields(
             "--decoder-last-pipeline-num-layers", dest="decoder_last_pipeline_num_layers"
         ),
         "pipeline_model_parallel_layout": {"type": str},
-        "cp_comm_type": {"type": str, "nargs": "+", "default": ["p2p"]},
+        "overlap_p2p_comm": off("--no-overlap-p2p-communication"),
+        "cp_comm_type": {"type": str, "nargs": "+", "default": ["p2p"], "choices": CONTEXT_COMMUNICATION},
     },
 )
 

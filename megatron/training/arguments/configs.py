@@ -12,18 +12,30 @@ from megatron.core.activations import squared_relu
 from megatron.core.config import set_experimental_flag
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
 Config = TypeVar("Config")
 
+ENGINE_SETTINGS = (
+    "megatron_fsdp_main_params_dtype",
+    "megatron_fsdp_main_grads_dtype",
+    "megatron_fsdp_grad_comm_dtype",
+    "megatron_fsdp_enable_fine_grained_param_gather",
+    "create_all_gather_group",
+)
+"""What the fully sharded wrapper looks for on its config besides Megatron-Core's fields."""
+
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model's config. Raises ValueError or AssertionError where Megatron-Core refuses the combination."""
+    """The model's config, MLATransformerConfig with --multi-latent-attention.
+
+    Raises ValueError or AssertionError where Megatron-Core refuses the combination.
+    """
     set_experimental_flag(args.enable_experimental)  # Megatron-Core keeps this switch outside of its configs
     cp_comm_type = args.cp_comm_type
     return from_destinations(
-        TransformerConfig,
+        MLATransformerConfig if args.multi_latent_attention else TransformerConfig,
         args,
         activation_func=activation(args),
         gated_linear_unit=args.swiglu,
@@ -31,7 +43,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
         num_moe_experts=args.num_experts,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         persist_layer_norm=not args.no_persist_layer_norm,
-        deallocate_pipeline_outputs=True,
+        # gloo sends from the memory itself, which would be freed too early.
+        deallocate_pipeline_outputs=args.distributed_backend == "nccl",
+        batch_p2p_comm=not args.overlap_p2p_comm,
         pipeline_dtype=args.params_dtype,
         num_layers_in_first_pipeline_stage=args.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=args.decoder_last_pipeline_num_layers,
@@ -60,14 +74,14 @@ def ddp_config(args: argparse.Namespace, *, num_parameters: int | None = None) -
     """The data-parallel config. `num_parameters`: elements this rank trains, from which the size of
     --ddp-num-buckets follows; ValueError if that flag is given and `num_parameters` is not.
 
-    The dtypes of --megatron-fsdp-*-dtype have no field in this release of Megatron-Core: read them from `args`.
+    Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes of the result.
     """
     bucket_size = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:
         if num_parameters is None:
             raise ValueError("--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size")
         bucket_size = max(1, num_parameters // args.ddp_num_buckets)
-    return from_destinations(
+    config = from_destinations(
         DistributedDataParallelConfig,
         args,
         grad_reduce_in_fp32=args.accumulate_allreduce_grads_in_fp32,
@@ -77,6 +91,9 @@ def ddp_config(args: argparse.Namespace, *, num_parameters: int | None = None) -
         reduce_scatter_with_fp32_accumulation=args.ddp_reduce_scatter_with_fp32_accumulation,
         average_in_collective=args.ddp_average_in_collective,
     )
+    for name in ENGINE_SETTINGS:
+        setattr(config, name, getattr(args, name))
+    return config
 
 
 def from_destinations(config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any) -> Config:

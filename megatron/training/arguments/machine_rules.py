@@ -15,10 +15,12 @@ from megatron.training.arguments.check import Check
 PLAIN_LAYERS = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
-    "gradient_accumulation_fusion": False,
     "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
 }
-NO_GPU = PLAIN_LAYERS | {"distributed_backend": "gloo", "masked_softmax_fusion": False}
+NO_GPU = PLAIN_LAYERS | {"distributed_backend": "gloo", "masked_softmax_fusion": False, "gradient_accumulation_fusion": False}
 # These run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
 COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
 
@@ -46,6 +48,11 @@ def fit_to_machine(check: Check) -> None:
         replace(check, "local layers", PLAIN_LAYERS)
     if args.transformer_impl == "local":
         fit_local_layers(check)
+    if not machine.fused_weight_gradient:
+        replace(check, "no fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion": False})
+    elif args.use_megatron_fsdp and args.transformer_impl != "local":
+        # Those layers add into a buffer that they expect on the weight all the time; here it is there in backward only.
+        replace(check, "Transformer Engine's layers under --use-megatron-fsdp", {"gradient_accumulation_fusion": False})
 
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
@@ -78,9 +85,14 @@ def fit_local_layers(check: Check) -> None:
         not args.layernorm_zero_centered_gamma,
         "--apply-layernorm-1p needs Transformer Engine layers: PyTorch's norms have no zero-centred weight",
     )
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["all_gather"]:
+        args.cp_comm_type = ["all_gather"]
+        check.notes.append("local layers: cp-comm-type all_gather")
     check.require(
-        not args.moe_grouped_gemm,
-        "--moe-grouped-gemm needs a GPU and Transformer Engine: leave it out, the experts then run one after the other",
+        not (args.window_size or args.softmax_type != "vanilla")
+        or (args.context_parallel_size == 1 and not args.multi_latent_attention),
+        "--window-size and --softmax-type need Transformer Engine layers with --context-parallel-size above 1 or "
+        "--multi-latent-attention",
     )
     check.require(
         not (args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"),
@@ -103,8 +115,20 @@ def fit_numerics(check: Check) -> None:
             not check.machine.cuda or environment.get("NCCL_ALGO") in algorithms,
             f"--deterministic-mode needs the environment variable NCCL_ALGO, one of {', '.join(algorithms)}",
         )
-    if check.machine.cuda and args.use_megatron_fsdp:
+    if check.machine.cuda:
+        fit_connections(check, environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
+
+
+def fit_connections(check: Check, single: bool) -> None:
+    """How many hardware queues of a GPU the environment allows: one keeps the order of kernels, more overlap them."""
+    args = check.args
+    if args.use_megatron_fsdp:
         check.require(
-            environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1",
+            not single,
             "--use-megatron-fsdp overlaps communication and compute, which CUDA_DEVICE_MAX_CONNECTIONS=1 forbids: unset it",
+        )
+    elif not single and max(args.tensor_model_parallel_size, args.context_parallel_size) > 1:
+        check.notes.append(
+            "tensor and context parallelism overlap only with the environment variable CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs "
+            "before Blackwell: set it there"
         )

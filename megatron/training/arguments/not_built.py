@@ -12,13 +12,13 @@ from megatron.core.transformer.enums import AttnBackend
 FP8 = "FP8 and FP4 training is not built yet; use --bf16"
 USER_BUFFERS = "user-buffer registration is not built yet; leave it out, results are the same"
 DOUBLE_BUFFER = "fixed buffers for gathered units are not built yet; leave it out, results are the same"
-STATE_DTYPE = "optimizer state in low precision is not built yet"
+STATE_DTYPE = "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32"
 OFFLOAD = "optimizer state on the host is not built yet"
-MODEL_PARALLEL = "the training loop has data parallelism only; tensor, pipeline, context and expert parallelism are not built yet"
+LATE_OUTPUT = "needs a CUDA kernel for late weight gradients, not built yet; leave it out, results are the same"
+EXPERT_OVERLAP = "hiding expert communication behind other work is not built yet; leave it out, results are the same"
+HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
 ASYNC = "saving in the background is not built yet; saves block"
 EXTRA_SAVES = "extra, overwritten saves are not built yet; use --save-interval and --save-retain-interval"
-LATENT = "multi-latent attention is not built yet"
-PREDICTION = "multi-token prediction is not built yet"
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 RERUN = "repeating iterations to find hardware faults is not built yet"
 WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
@@ -37,26 +37,20 @@ _REFUSED: dict[str, str] = {
     STATE_DTYPE: """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
         exp_avg_sq_dtype""",
     OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction",
-    MODEL_PARALLEL: """tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
-        expert_model_parallel_size num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout cp_comm_type
-        hierarchical_context_parallel_sizes defer_embedding_wgrad_compute wgrad_deferral_limit
-        overlap_param_gather_with_optimizer_step use_tp_pp_dp_mapping overlap_moe_expert_parallel_comm""",
-    "hybrid sharding is not built yet; sharding is over all data-parallel ranks": """outer_dp_sharding_strategy
-        num_distributed_optimizer_instances enable_full_sharding_in_hsdp""",
+    LATE_OUTPUT: "defer_embedding_wgrad_compute wgrad_deferral_limit",
+    EXPERT_OVERLAP: "overlap_moe_expert_parallel_comm delay_wgrad_compute",
+    HIERARCHICAL: "hierarchical_context_parallel_sizes",
+    "two optimizers on a rank are not built yet; use --overlap-param-gather": "overlap_param_gather_with_optimizer_step",
+    "no release of Megatron-Core reads it; use --outer-dp-sharding-strategy optim": "enable_full_sharding_in_hsdp",
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
-    "gathers per submodule are not built yet; a unit is a transformer layer": """
-        megatron_fsdp_enable_fine_grained_param_gather""",
-    "a communicator of their own for gathers is not built yet": "create_all_gather_group use_sharp",
+    "reducing in the network's switches is not built yet; leave it out, results are the same": "use_sharp",
     "the size of communication is one transformer layer; choosing it is not built yet": """
         suggested_communication_unit_size""",
     "gradients are always scaled in one place; choosing where is not built": "gradient_reduce_div_fusion",
-    "building the model on the meta device is not built yet": "init_model_with_meta_device",
     "CUDA graphs are not built yet": "cuda_graph_impl",
-    "delayed weight gradients are not built yet": "delay_wgrad_compute",
     "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
     OTHER_FSDP: "use_torch_fsdp2 torch_fsdp2_reshard_after_forward",
-    "this loop always builds its process groups in the same way": """enable_gloo_process_groups
+    "this program always builds its process groups at the start and on ordinary streams": """
         high_priority_stream_groups lazy_mpu_init""",
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     ASYNC: "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers ckpt_assume_constant_structure",
@@ -67,20 +61,14 @@ _REFUSED: dict[str, str] = {
     "not built yet: give the model flags on the command line": "use_checkpoint_args",
     "hashes of checkpoint files are not built yet": "verify_integrity",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
-    LATENT: """multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
-        rotary_scaling_factor mscale mscale_all_dim""",
-    PREDICTION: "mtp_num_layers mtp_loss_scaling_factor",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "custom layer specifications are not built yet": "spec",
     "no layer of this release of Megatron-Core reads it": "apply_residual_connection_post_layernorm",
     "legacy tests during training are not built": "test_mode",
-    MOE_KERNELS: """moe_permute_fusion moe_router_fusion moe_use_legacy_grouped_gemm moe_enable_deepep
-        moe_flex_dispatcher_backend""",
+    MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
     "losses of the router are not logged yet": "moe_per_layer_logging",
-    "without expert parallelism there is nothing to split": "expert_tensor_parallel_size",
-    "a batch size that grows is not built yet; give --global-batch-size": "rampup_batch_size",
     "evaluation is over --eval-iters batches": "full_validation",
-    RERUN: "rerun_mode error_injection_rate check_for_spiky_loss check_for_large_grads",
+    RERUN: "rerun_mode error_injection_rate check_for_spiky_loss",
     "comparing the weights of replicas is not built yet": "check_weight_hash_across_dp_replicas_interval",
     "give --data-path": "data_args_path",
     FILE_TOKENIZERS: "vocab_file merge_file tiktoken_pattern legacy_tokenizer",
@@ -108,6 +96,7 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     },
     "transformer_impl": {"inference_optimized": "is for inference; use transformer_engine or local"},
     "attention_backend": {AttnBackend.local: "needs a custom layer specification, not built yet; use auto"},
+    "cp_comm_type": {"a2a+p2p": HIERARCHICAL},
     "moe_token_dispatcher_type": {"flex": f"{MOE_KERNELS}; use alltoall"},
     "moe_router_score_function": {"sqrtsoftplus": "not part of this release of Megatron-Core"},
     "dataloader_type": {"external": "this program reads its own data; use single or cyclic"},
@@ -122,37 +111,69 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
 
 @dataclass(frozen=True)
 class Needs:
-    """Flags that would do nothing unless `attribute` has one of `values` (none listed: is set): then they are errors."""
+    """Flags that would do nothing unless `attribute` has one of `values` (none listed: is set): then they are errors.
+
+    `unless` may name another switch that gives them a meaning.
+    """
 
     dests: str
     attribute: str
     values: tuple[Any, ...]
     remedy: str
+    unless: str | None = None
 
 
 NEEDS: tuple[Needs, ...] = (
     Needs(
         "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
-        "megatron_fsdp_grad_comm_dtype strict_fsdp_dtensor_load",
+        "megatron_fsdp_grad_comm_dtype megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group "
+        "outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load",
         "use_megatron_fsdp",
         (True,),
         "needs --use-megatron-fsdp",
     ),
     Needs(
-        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw dump_param_to_param_group_map "
-        "ddp_reduce_scatter_with_fp32_accumulation dist_ckpt_optim_fully_reshardable",
+        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw check_for_large_grads "
+        "ddp_reduce_scatter_with_fp32_accumulation",
         "use_megatron_fsdp",
         (False,),
         "does nothing with --use-megatron-fsdp",
     ),
-    Needs("num_experts", "use_megatron_fsdp", (False,), "with --use-megatron-fsdp is not built yet"),
+    Needs("ddp_bucket_size ddp_num_buckets", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
+    Needs(
+        "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation num_distributed_optimizer_instances",
+        "use_distributed_optimizer",
+        (True,),
+        "needs --use-distributed-optimizer",
+    ),
     Needs("dist_ckpt_strictness", "ckpt_format", ("torch_dist",), "needs --ckpt-format torch_dist"),
+    Needs(
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale "
+        "mscale_all_dim",
+        "multi_latent_attention",
+        (True,),
+        "needs --multi-latent-attention",
+    ),
+    Needs(
+        "add_qkv_bias qk_l2_norm softmax_scale rotary_interleaved no_rope_freq use_rope_scaling",
+        "multi_latent_attention",
+        (False,),
+        "does nothing with --multi-latent-attention",
+    ),
+    Needs("mtp_loss_scaling_factor", "mtp_num_layers", (), "needs --mtp-num-layers"),
     Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
     Needs(
-        "rotary_base rotary_percent use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq",
+        "use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq",
         "position_embedding_type",
         ("rope",),
         "needs --position-embedding-type rope",
+    ),
+    Needs(
+        "rotary_base rotary_percent",
+        "position_embedding_type",
+        ("rope",),
+        "needs --position-embedding-type rope or --multi-latent-attention",
+        unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
     Needs("vocab_size", "tokenizer_type", ("NullTokenizer",), "is for NullTokenizer; others know their size"),
@@ -173,6 +194,3 @@ NEEDS: tuple[Needs, ...] = (
         "needs --tensorboard-dir",
     ),
 )
-
-HARMLESS: dict[str, tuple[Any, ...]] = {"expert_tensor_parallel_size": (1,)}
-"""Values other than the default that mean the same as the default."""

@@ -3,6 +3,7 @@
 
 import argparse
 import difflib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -53,10 +54,12 @@ def parse_arguments(
     world_size: int,
     cuda: bool,
     transformer_engine: bool,
+    fused_weight_gradient: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse `argv` (without the program's name) for a run on `world_size` ranks.
 
+    `fused_weight_gradient`: whether the kernel of --gradient-accumulation-fusion is installed; None: look for it.
     `environment` defaults to `os.environ`. Returns the completed namespace, all of whose values can be pickled, and
     notes to print, one line each. Raises ArgumentErrors with all problems.
     """
@@ -65,7 +68,10 @@ def parse_arguments(
     names = {action.dest: action.option_strings[0] for action in parser._actions}
     given, problems = parse_given(parser, list(argv))
     args = argparse.Namespace(**(defaults | given))
-    machine = Machine(world_size, cuda, transformer_engine, os.environ if environment is None else environment)
+    if fused_weight_gradient is None:
+        fused_weight_gradient = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    environment = os.environ if environment is None else environment
+    machine = Machine(world_size, cuda, transformer_engine, fused_weight_gradient, environment)
     check = Check(args, given, names, defaults, machine, problems)
     for rule in RULES:
         rule(check)

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between flags: what is refused, what follows from what. One function per subject, called in the order of RULES."""
 
+import argparse
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
 from megatron.training.arguments.check import Check
+from megatron.training.arguments.config_flags import STATE_DTYPES
 from megatron.training.arguments.machine_rules import fit_to_machine
-from megatron.training.arguments.not_built import HARMLESS, NEEDS, NOT_BUILT, NOT_BUILT_VALUES
+from megatron.training.arguments.model_rules import complete_model
+from megatron.training.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
+from megatron.training.arguments.parallel_rules import check_microbatches, complete_parallelism
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
 POSITIVE = (
@@ -18,7 +23,12 @@ POSITIVE = (
     *"""ffn_hidden_size kv_channels num_query_groups max_position_embeddings global_batch_size train_iters train_samples
     save_interval save_retain_interval eval_interval log_interval exit_interval exit_duration_in_mins vocab_size
     padded_vocab_size make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
-    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval num_experts""".split(),
+    lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval num_experts
+    tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
+    expert_tensor_parallel_size num_distributed_optimizer_instances num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    moe_ffn_hidden_size moe_shared_expert_intermediate_size moe_router_topk moe_router_num_groups moe_router_group_topk
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mtp_num_layers""".split(),
 )
 NOT_NEGATIVE = """lr min_lr clip_grad weight_decay lr_warmup_iters lr_warmup_samples lr_warmup_init eval_iters num_workers
     manual_gc_interval""".split()
@@ -28,8 +38,8 @@ def refuse_not_built(check: Check) -> None:
     """What this version does not do."""
     for dest, value in check.given.items():
         name = check.flag(dest)
-        shown = " ".join(map(str, value)) if isinstance(value, list) else str(getattr(value, "name", value))
-        if dest in NOT_BUILT and check.changed(dest) and value not in HARMLESS.get(dest, ()):
+        shown = " ".join(map(str, value)) if isinstance(value, list) else as_written(value)
+        if dest in NOT_BUILT and check.changed(dest):
             spelled = name if isinstance(value, bool) else f"{name} {shown}"
             reason = NOT_BUILT[dest]
             check.problems.append(f"{spelled}: {'' if 'not built' in reason else 'not built: '}{reason}")
@@ -41,6 +51,13 @@ def refuse_not_built(check: Check) -> None:
         check.notes.append("--use-mcore-models: deprecated, is the default")
     if check.args.ckpt_fully_parallel_save_deprecated:
         check.notes.append("--ckpt-fully-parallel-save: deprecated, is the default")
+
+
+def as_written(value: Any) -> str:
+    """The word that stands for a value on the command line."""
+    if isinstance(value, torch.dtype):
+        return next(word for word, dtype in STATE_DTYPES.items() if dtype == value)
+    return str(getattr(value, "name", value))
 
 
 def check_numbers(check: Check) -> None:
@@ -75,8 +92,12 @@ def choose_data_parallelism(check: Check) -> None:
         "--optimizer sgd works without --use-distributed-optimizer and --use-megatron-fsdp only: use adam",
     )
     check.at_most_one("ddp_average_in_collective", "calculate_per_token_loss")
-    # Only an interleaved pipeline schedule can align gathers.
-    args.align_param_gather = False
+    check.at_most_one("ddp_average_in_collective", "ddp_reduce_scatter_with_fp32_accumulation")
+    check.require(
+        not args.ddp_reduce_scatter_with_fp32_accumulation or args.num_distributed_optimizer_instances == 1,
+        "--ddp-reduce-scatter-with-fp32-accumulation does not go with several --num-distributed-optimizer-instances: leave "
+        "one out",
+    )
 
 
 def imply_fsdp(check: Check) -> None:
@@ -84,8 +105,6 @@ def imply_fsdp(check: Check) -> None:
     args = check.args
     if args.use_torch_fsdp2:
         check.problems.append("--use-megatron-fsdp and --use-torch-fsdp2 exclude each other: give one of them")
-    if args.use_tp_pp_dp_mapping:
-        check.problems.append("--use-tp-pp-dp-mapping does not go with --use-megatron-fsdp")
     implied = {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "use_distributed_optimizer": True,
@@ -94,19 +113,39 @@ def imply_fsdp(check: Check) -> None:
     new = {dest: value for dest, value in implied.items() if dest not in check.given}
     for dest, value in new.items():
         setattr(args, dest, value)
-    # The fused kernel overwrites one buffer per weight; gradients here take autograd's way.
-    new |= {"gradient_accumulation_fusion": "off"} if args.gradient_accumulation_fusion else {}
-    args.gradient_accumulation_fusion = False
     if new:
         names = {dest: dest.replace("_", "-") for dest in new}
         words = [names[dest] if value is True else f"{names[dest]} {value}" for dest, value in new.items()]
         check.notes.append(f"--use-megatron-fsdp sets {', '.join(words)}")
     if args.ckpt_format == "torch_dist":
         check.problems.append("--use-megatron-fsdp writes --ckpt-format fsdp_dtensor only: give that or leave it out")
-    if args.data_parallel_sharding_strategy == "no_shard" and args.log_num_zeros_in_grad:
+    check_outer_axis(check)
+    if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         check.problems.append(
-            "--log-num-zeros-in-grad would count every replica with no_shard: choose a strategy that shards"
+            "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy no_shard, where every rank has "
+            "all weights anyway: leave it out"
         )
+
+
+def check_outer_axis(check: Check) -> None:
+    """Hybrid sharding: what the outer data axis divides."""
+    args = check.args
+    instances = args.num_distributed_optimizer_instances
+    if args.outer_dp_sharding_strategy == "optim":
+        check.require(
+            args.data_parallel_sharding_strategy == "optim_grads_params",
+            "--outer-dp-sharding-strategy optim needs --data-parallel-sharding-strategy optim_grads_params, got "
+            f"{args.data_parallel_sharding_strategy}",
+        )
+        check.require(
+            instances > 1,
+            "--outer-dp-sharding-strategy optim needs an outer axis: give --num-distributed-optimizer-instances, at least 2",
+        )
+    check.require(
+        not args.create_all_gather_group or instances == 1,
+        "--create-all-gather-group makes a group of all data ranks, but --num-distributed-optimizer-instances "
+        f"{instances} gathers over parts of them: leave one out",
+    )
 
 
 def choose_precision(check: Check) -> None:
@@ -137,83 +176,9 @@ def choose_gradient_dtype(check: Check, switch: str, dest: str, dtype: torch.dty
         check.problems.append(f"{check.flag(switch)} contradicts {check.flag(dest)}: leave one out")
 
 
-def complete_model(check: Check) -> None:
-    """Derived sizes of the model, and rules between its flags."""
-    args = check.args
-    check.at_most_one("swiglu", "squared_relu", "openai_gelu")
-    if args.use_rotary_position_embeddings:
-        other = check.given.get("position_embedding_type", "rope")
-        check.require(other == "rope", f"--use-rotary-position-embeddings contradicts --position-embedding-type {other}")
-        args.position_embedding_type = "rope"
-    if args.recompute_activations:
-        check.require(
-            args.recompute_granularity != "full",
-            "--recompute-activations means --recompute-granularity selective, not full: leave one out",
-        )
-        args.recompute_granularity = args.recompute_granularity or "selective"
-    if args.position_embedding_type != "rope":
-        args.apply_rope_fusion = False
-    if args.squared_relu or args.openai_gelu or not args.add_bias_linear:
-        args.bias_gelu_fusion = False
-    if args.apply_query_key_layer_scaling:
-        args.attention_softmax_in_fp32 = True
-    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        args.sequence_parallel = False
-        check.notes.append("--sequence-parallel: off, it needs tensor parallelism")
-    args.virtual_pipeline_model_parallel_size = None
-    complete_sizes(check)
-    complete_experts(check)
-
-
-def complete_sizes(check: Check) -> None:
-    """Sizes that follow from hidden size, heads and sequence length."""
-    args = check.args
-    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
-    if args.seq_length and args.max_position_embeddings < args.seq_length:
-        check.problems.append(
-            f"--max-position-embeddings {args.max_position_embeddings} must be at least --seq-length {args.seq_length}"
-        )
-    if args.hidden_size and args.ffn_hidden_size is None:
-        width = 4 * args.hidden_size
-        # A gated MLP has three matrices: two thirds of the width keep the size, in multiples of 64.
-        args.ffn_hidden_size = int(width * 2 / 3) // 64 * 64 if args.swiglu else width
-        check.require(args.ffn_hidden_size, "--hidden-size is too small for --swiglu's default: give --ffn-hidden-size")
-    if args.hidden_size and args.num_attention_heads and args.num_attention_heads > 0:
-        if args.kv_channels is None:
-            check.require(
-                args.hidden_size % args.num_attention_heads == 0,
-                f"--hidden-size {args.hidden_size} must be a multiple of --num-attention-heads "
-                f"{args.num_attention_heads}, or give --kv-channels",
-            )
-            args.kv_channels = args.hidden_size // args.num_attention_heads
-        if args.group_query_attention and args.num_query_groups > 0:
-            check.require(
-                args.num_attention_heads % args.num_query_groups == 0,
-                f"--num-attention-heads {args.num_attention_heads} must be a multiple of --num-query-groups "
-                f"{args.num_query_groups}",
-            )
-
-
-def complete_experts(check: Check) -> None:
-    """Mixture of experts: no flag of it without experts, one value instead of a list of one."""
-    args = check.args
-    if args.num_experts is None:
-        without = [check.flag(d) for d in check.given if d.startswith("moe_") and check.changed(d) and d not in NOT_BUILT]
-        check.require(not without, f"without --num-experts these do nothing: {', '.join(without)}")
-    elif args.moe_ffn_hidden_size is None:
-        args.moe_ffn_hidden_size = args.ffn_hidden_size
-        check.notes.append(f"--moe-ffn-hidden-size is {args.ffn_hidden_size}, the width of dense layers")
-    for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
-        value = getattr(args, dest)
-        if isinstance(value, list) and len(value) == 1:
-            setattr(args, dest, value[0])
-
-
 def complete_batch_and_length(check: Check) -> None:
     """Batch sizes, number of iterations, and the counters a run starts with."""
     args = check.args
-    args.world_size = check.machine.world_size
-    args.data_parallel_size = args.world_size  # other kinds of parallelism are refused above
     args.iteration = 0
     args.consumed_train_samples = args.skipped_train_samples = args.consumed_valid_samples = 0
     if args.micro_batch_size and args.micro_batch_size > 0:
@@ -228,14 +193,58 @@ def complete_batch_and_length(check: Check) -> None:
     check.require(
         args.skip_train or args.train_iters or args.train_samples, "required but not given: --train-iters or --train-samples"
     )
+    grows = args.rampup_batch_size is not None and check_growing_batch(check)
     if args.train_samples and args.global_batch_size and args.global_batch_size > 0:
-        args.train_iters = args.train_samples // args.global_batch_size
+        args.train_iters = growing_iterations(args) if grows else args.train_samples // args.global_batch_size
         check.require(
             args.train_iters,
-            f"--train-samples {args.train_samples} is less than one --global-batch-size {args.global_batch_size}",
+            f"--train-samples {args.train_samples} is less than one --global-batch-size {args.global_batch_size}"
+            + (f", also at its start of {args.rampup_batch_size[0]}" if grows else ""),
         )
     args.train_iters = args.train_iters or 0
     args.no_load_optim = args.no_load_optim or args.skip_train
+
+
+def check_growing_batch(check: Check) -> bool:
+    """The rules of --rampup-batch-size; whether all of them hold."""
+    args = check.args
+    start, increment, samples = args.rampup_batch_size
+    count = len(check.problems)
+    check.require(args.train_samples, "--rampup-batch-size counts samples: give --train-samples instead of --train-iters")
+    check.require(
+        min(start, increment, samples) > 0, f"--rampup-batch-size {start} {increment} {samples}: each must be at least 1"
+    )
+    if args.micro_batch_size and args.micro_batch_size > 0 and count == len(check.problems):
+        step = args.micro_batch_size * args.data_parallel_size
+        grown = args.global_batch_size - start
+        check.require(
+            grown > 0 and grown % increment == 0,
+            f"--rampup-batch-size {start} {increment} {samples}: increments of {increment} must lead from {start} to "
+            f"--global-batch-size {args.global_batch_size}",
+        )
+        check.require(
+            start % step == 0 and increment % step == 0,
+            f"--rampup-batch-size {start} {increment} {samples}: start and increment must be multiples of {step}: "
+            f"--micro-batch-size {args.micro_batch_size} times {args.data_parallel_size} data-parallel ranks",
+        )
+    return count == len(check.problems)
+
+
+def growing_iterations(args: argparse.Namespace) -> int:
+    """Iterations of whole batches that --train-samples is enough for, with --rampup-batch-size."""
+    start, increment, samples = args.rampup_batch_size
+    calculator = RampupBatchsizeNumMicroBatchesCalculator(
+        args.global_batch_size, args.micro_batch_size, args.data_parallel_size, False, 1, start, increment, samples
+    )
+    consumed = iterations = 0
+    while consumed <= samples:
+        calculator.update(consumed, consistency_check=False)
+        size = calculator.get_current_global_batch_size()
+        if consumed + size > args.train_samples:
+            return iterations
+        consumed += size
+        iterations += 1
+    return iterations + (args.train_samples - consumed) // args.global_batch_size
 
 
 def complete_schedule(check: Check) -> None:
@@ -352,7 +361,7 @@ def check_needs(check: Check) -> None:
     """Flags that would do nothing here."""
     for rule in NEEDS:
         value: Any = getattr(check.args, rule.attribute)
-        if value in rule.values if rule.values else value:
+        if (value in rule.values if rule.values else value) or (rule.unless and getattr(check.args, rule.unless)):
             continue
         for dest in rule.dests.split():
             if check.changed(dest):
@@ -364,8 +373,10 @@ RULES: tuple[Callable[[Check], None], ...] = (
     check_numbers,
     choose_data_parallelism,
     choose_precision,
+    complete_parallelism,
     complete_model,
     complete_batch_and_length,
+    check_microbatches,
     complete_schedule,
     check_data,
     check_checkpoints_and_logging,
