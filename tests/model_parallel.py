@@ -1,25 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's process groups on warm ranks, made once: there are some forty of them, each with threads of its own."""
+"""Megatron-Core's process groups on warm ranks, made once for a layout: there are some forty of them, each with threads."""
 
+from argparse import Namespace
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-GLOBALS = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()] + ["_global_process_group_list"]
+from megatron.training.ranks import initialize_model_parallel
 
-_kept: dict[str, Any] = {}
+GLOBALS = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()] + ["_global_process_group_list"]
+ONE_AXIS = Namespace(
+    tensor_model_parallel_size=1,
+    pipeline_model_parallel_size=1,
+    virtual_pipeline_model_parallel_size=None,
+    context_parallel_size=1,
+    expert_model_parallel_size=1,
+    expert_tensor_parallel_size=1,
+    num_distributed_optimizer_instances=1,
+    use_tp_pp_dp_mapping=False,
+    enable_gloo_process_groups=True,
+    create_all_gather_group=False,
+    distributed_timeout_minutes=10,
+)
+_NOTHING = {name: getattr(parallel_state, name) for name in GLOBALS}
+
+_kept: dict[tuple, dict[str, Any]] = {}
 _world: Any = None
 
 
 def initialize_data_parallel() -> None:
-    """`parallel_state` with nothing but a data axis; what an earlier job on this rank made is taken up again."""
-    global _kept, _world
-    if parallel_state.model_parallel_is_initialized():
+    """`parallel_state` with nothing but a data axis."""
+    initialize(ONE_AXIS)
+
+
+def initialize(args: Any) -> None:
+    """`parallel_state` for the layout of `args`; what an earlier job on this rank made is taken up again."""
+    global _world
+    if _world is not dist.group.WORLD:
+        _kept.clear()
+        _world = dist.group.WORLD
+    layout = tuple(getattr(args, name) for name in vars(ONE_AXIS))
+    vars(parallel_state).update(_NOTHING)
+    if layout in _kept:
+        vars(parallel_state).update(_kept[layout])
         return
-    if _world is dist.group.WORLD and _kept:
-        vars(parallel_state).update(_kept)
-        return
-    parallel_state.initialize_model_parallel()
-    _world = dist.group.WORLD
-    _kept = {name: value for name, value in vars(parallel_state).items() if name in GLOBALS}
+    initialize_model_parallel(args)
+    _kept[layout] = {name: getattr(parallel_state, name) for name in GLOBALS}

@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
@@ -31,16 +32,25 @@ class MegatronCoreInitialiser(Initialiser):
     Args:
         model: with layers on the meta device. Modules that it does not find in there are initialised by
             ``reset_parameters``, as Transformer Engine's are.
-        use_cpu_initialization: as in the config, which is the default. Only with it do Megatron-Core's constructors leave
-            the device to torch, so a model for a GPU is built on meta with True, and passes here what the user wants.
+        use_cpu_initialization: as in the config of the model, which is the default. Only with it do Megatron-Core's
+            constructors leave the device to torch, so a model for a GPU is built on meta with True, and either passes here
+            what the user wants, or has it in its config again by now.
     """
 
     def __init__(self, model: nn.Module, use_cpu_initialization: bool | None = None):
+        if use_cpu_initialization is None:
+            # Not the config of each layer: some have copies, which keep the value of the time they were built.
+            use_cpu_initialization = getattr(getattr(model, "config", None), "use_cpu_initialization", None)
         self._on_cpu = use_cpu_initialization
         self._embedding_configs: dict[nn.Module, TransformerConfig] = {}
-        for embedding in model.modules():
-            if isinstance(embedding, LanguageModelEmbedding):
-                self._embedding_configs |= {child: embedding.config for child in embedding.children()}
+        self._replaced_widths: dict[nn.Module, int] = {}
+        for module in model.modules():
+            if isinstance(module, LanguageModelEmbedding):
+                self._embedding_configs |= {child: module.config for child in module.children()}
+            if isinstance(module, MultiLatentAttention):
+                # The output projection that its base class makes first, of other heads, which it then replaces.
+                width = module.config.kv_channels * module.config.num_attention_heads
+                self._replaced_widths[module.linear_proj] = width
 
     def knows(self, module: nn.Module) -> bool:
         return self._way_of(module) is not None or super().knows(module)
@@ -65,21 +75,28 @@ class MegatronCoreInitialiser(Initialiser):
     def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
         config = self._embedding_configs[module]
         shape = (module.num_embeddings, module.embedding_dim)
-        self._parallel_weight(module, config, config.embedding_init_method, shape, dim=0, rounded_to=config.params_dtype)
+        method = config.embedding_init_method
+        self._parallel_weight(module, module.weight, config, method, shape, dim=0, rounded_to=config.params_dtype)
 
     def _column_parallel(self, module: ColumnParallelLinear) -> None:
         config = module.config
         shape = (module.output_size, module.input_size)
         if module.weight is not None:
-            self._parallel_weight(module, config, config.init_method, shape, dim=0, rounded_to=torch.float32)
+            self._parallel_weight(
+                module, module.weight, config, config.init_method, shape, dim=0, rounded_to=torch.float32
+            )
         _zero_bias(module, config)
 
     def _row_parallel(self, module: RowParallelLinear) -> None:
         config = module.config
-        shape = (module.output_size, module.input_size)
-        self._parallel_weight(
-            module, config, config.output_layer_init_method, shape, dim=1, rounded_to=config.params_dtype
-        )
+        weights = [(module.input_size, module.weight)]
+        if module in self._replaced_widths:
+            width = self._replaced_widths[module]
+            replaced = module.weight.new_empty(module.output_size, width // module.tp_group.size())
+            weights.insert(0, (width, replaced))
+        for width, weight in weights:
+            shape, method = (module.output_size, width), config.output_layer_init_method
+            self._parallel_weight(module, weight, config, method, shape, dim=1, rounded_to=config.params_dtype)
         _zero_bias(module, config)
 
     def _embedding(self, module: nn.Embedding) -> None:
@@ -102,16 +119,16 @@ class MegatronCoreInitialiser(Initialiser):
     def _parallel_weight(
         self,
         module: nn.Module,
+        weight: torch.Tensor,
         config: TransformerConfig,
         init_method: InitMethod,
         shape: tuple[int, int],
         dim: int,
         rounded_to: torch.dtype,
     ) -> None:
-        """A weight that tensor parallelism divides along ``dim``; ``shape`` is that of the whole."""
+        """A weight of ``module`` that tensor parallelism divides along ``dim``; ``shape`` is that of the whole."""
         if not config.perform_initialization:
             return  # a checkpoint will
-        weight = module.weight
         if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
             # Every rank draws the whole weight and takes its part, so that the weights do not depend on their number.
             _initialize_affine_weight_cpu(
@@ -120,7 +137,7 @@ class MegatronCoreInitialiser(Initialiser):
                 weight.shape[dim],
                 dim,
                 init_method,
-                stride=weight.partition_stride,
+                stride=module.weight.partition_stride,
                 params_dtype=rounded_to,
                 rank=module.tp_group.rank(),
                 world_size=module.tp_group.size(),

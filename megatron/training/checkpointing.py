@@ -54,7 +54,7 @@ def check_target(args: argparse.Namespace) -> None:
 
 def save(
     args: argparse.Namespace,
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     say: Callable[[str], None],
@@ -89,7 +89,7 @@ def save(
 
 def load(
     args: argparse.Namespace,
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     say: Callable[[str], None],
@@ -126,8 +126,10 @@ def load(
         args.num_floating_point_operations_so_far = loaded.get("num_floating_point_operations_so_far", 0.0)
     if with_optimizer:
         _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
-    if with_rng:
-        _restore_rng(args, loaded["rng_state"])
+    if with_rng and agree([] if "rng_state" in loaded else ["no random state"]):
+        say(f"{source} has no random state for some of this run's ranks: their generators begin anew")
+    elif with_rng:
+        _restore_rng(loaded["rng_state"])
     say(f"loaded {'the weights of ' if weights_only else ''}{source}" + ("" if weights_only else f", iteration {args.iteration}"))
 
 
@@ -163,16 +165,16 @@ def _gather_rng(args: argparse.Namespace) -> list[dict[str, Any]]:
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
     }
-    if not args.data_parallel_random_init:
+    if not (args.data_parallel_random_init or args.expert_model_parallel_size > 1):
         return [mine]
-    group = parallel_state.get_data_parallel_group()
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
-def _restore_rng(args: argparse.Namespace, states: list[dict[str, Any]]) -> None:
-    state = states[parallel_state.get_data_parallel_rank() % len(states)]
+def _restore_rng(states: list[dict[str, Any]]) -> None:
+    state = states[parallel_state.get_data_parallel_rank(with_context_parallel=True) % len(states)]
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])

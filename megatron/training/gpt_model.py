@@ -1,74 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPT model of a command line, and its data-parallel wrapper."""
+"""The GPT model of a command line, chunk by chunk, and its data-parallel wrapper."""
 
 from __future__ import annotations
 
 import argparse
+from contextlib import contextmanager, nullcontext
+from typing import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
 from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import Float16Module, MegatronModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.training.arguments.configs import ddp_config, transformer_config
+from megatron.training.layer_specs import layer_spec, mtp_block_spec
 
 
-def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.device) -> MegatronModule:
-    """The model of ``args`` on ``device``, in the dtype of the run, wrapped for data parallelism."""
+def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.device) -> list[MegatronModule]:
+    """The model of ``args`` on ``device``, in the dtype of the run, wrapped for data parallelism.
+
+    This rank's pipeline stage of it: one chunk, or one for each virtual stage.
+    """
     config = transformer_config(args)
-    model: MegatronModule = GPTModel(
-        config,
-        layer_spec(args, config),
-        vocab_size=padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-    )
+    num_chunks = args.virtual_pipeline_model_parallel_size
+    stages = range(num_chunks) if num_chunks is not None else [None]
+    chunks = [build_chunk(args, config, padded_vocab_size, device, stage) for stage in stages]
+    model = [wrap(args, config, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    if args.data_parallel_random_init:
+        for chunk in model:
+            chunk.broadcast_params()
+    return model
+
+
+def build_chunk(
+    args: argparse.Namespace, config: TransformerConfig, padded_vocab_size: int, device: torch.device, vp_stage: int | None
+) -> MegatronModule:
+    """The layers of one (virtual) pipeline stage, in the dtype of the run; without values if they are to be made later."""
+    spec = layer_spec(args, config, vp_stage)
+    with on_meta(config) if args.init_model_with_meta_device else nullcontext():
+        model: MegatronModule = GPTModel(
+            config,
+            spec,
+            vocab_size=padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            mtp_block_spec=mtp_block_spec(args, config, spec, vp_stage),
+            vp_stage=vp_stage,
+        )
     for parameter in model.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    model.to(device)
-    if config.bf16 or config.fp16:
-        model = Float16Module(config, model)
-    return wrap(args, config, model)
+    if not args.init_model_with_meta_device:
+        model.to(device)
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
 
 
-def layer_spec(args: argparse.Namespace, config: TransformerConfig) -> ModuleSpec:
-    """What the transformer layers are made of: Transformer Engine's modules, or Megatron-Core's own."""
-    with_engine = args.transformer_impl == "transformer_engine"
-    if args.num_experts:
-        return get_gpt_decoder_block_spec(config, with_engine, normalization=args.normalization)
-    if with_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm)
-    return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization, qk_l2_norm=args.qk_l2_norm)
+@contextmanager
+def on_meta(config: TransformerConfig) -> Iterator[None]:
+    """Layers built inside have no storage. Only as for the CPU do their constructors leave the device to torch."""
+    asked, config.use_cpu_initialization = config.use_cpu_initialization, True
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        config.use_cpu_initialization = asked
 
 
-def wrap(args: argparse.Namespace, config: TransformerConfig, model: MegatronModule) -> MegatronModule:
-    """Fully sharded with --use-megatron-fsdp, else Megatron-Core's own data parallelism."""
+def wrap(
+    args: argparse.Namespace, config: TransformerConfig, model: MegatronModule, disable_bucketing: bool = False
+) -> MegatronModule:
+    """Fully sharded with --use-megatron-fsdp, else Megatron-Core's own data parallelism.
+
+    ``disable_bucketing`` is for the latter: gradients of later chunks are complete too early to gain from buckets.
+    """
     num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     settings = ddp_config(args, num_parameters=num_parameters)
     if not args.use_megatron_fsdp:
-        wrapped = DistributedDataParallel(config, settings, model)
-    else:
-        # This release's config has no fields for the dtypes; the wrapper looks for these attributes.
-        for name in ("main_params", "main_grads", "grad_comm"):
-            setattr(settings, f"megatron_fsdp_{name}_dtype", getattr(args, f"megatron_fsdp_{name}_dtype"))
-        wrapped = FullyShardedDataParallel(config=config, ddp_config=settings, module=model)
-    if args.data_parallel_random_init:
-        wrapped.broadcast_params()
-    return wrapped
+        return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
+    return FullyShardedDataParallel(config=config, ddp_config=settings, module=model)
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

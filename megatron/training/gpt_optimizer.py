@@ -14,13 +14,13 @@ from megatron.training.arguments.configs import optimizer_config
 
 
 def build_optimizer(
-    args: argparse.Namespace, model: MegatronModule
+    args: argparse.Namespace, model: list[MegatronModule]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Megatron-Core's optimizer over ``model``, and the scheduler that sets its rates."""
+    """Megatron-Core's optimizer over the chunks of ``model``, and the scheduler that sets its rates."""
     config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
         config,
-        [model],
+        model,
         config_overrides=get_standard_config_overrides(config),
         use_gloo_process_groups=args.enable_gloo_process_groups,
         dump_param_to_param_group_map=args.dump_param_to_param_group_map,

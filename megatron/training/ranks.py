@@ -52,17 +52,33 @@ def start(args: argparse.Namespace) -> torch.device:
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )
-    parallel_state.initialize_model_parallel(
-        create_gloo_process_groups=args.enable_gloo_process_groups,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
-    )
+    initialize_model_parallel(args)
     seed(args)
     return device
 
 
+def initialize_model_parallel(args: argparse.Namespace) -> None:
+    """Megatron-Core's process groups, for every axis of parallelism."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        create_gloo_process_groups=args.enable_gloo_process_groups,
+        create_all_gather_group=args.create_all_gather_group,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+    )
+
+
 def seed(args: argparse.Namespace) -> None:
-    """The same seed on every data rank, or one for each with --data-parallel-random-init."""
-    number = args.seed + (10 * data_parallel_rank() if args.data_parallel_random_init else 0)
+    """The same seed on every data rank, or one for each with --data-parallel-random-init; others in every stage."""
+    number = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if args.data_parallel_random_init:
+        number += 10 * parallel_state.get_data_parallel_rank()
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -70,15 +86,12 @@ def seed(args: argparse.Namespace) -> None:
 
 
 def data_parallel_rank() -> int:
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    """Among the ranks that read different samples."""
+    return parallel_state.get_data_parallel_rank()
 
 
 def data_parallel_size() -> int:
-    return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-
-
-def data_parallel_group() -> dist.ProcessGroup:
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return parallel_state.get_data_parallel_world_size()
 
 
 def stop() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from tqdm import tqdm
 
 from megatron.training.gpt_model import floating_point_operations
@@ -82,7 +83,8 @@ class Report:
     def _line(self, shown: dict[str, float]) -> None:
         args = self._args
         seconds = (time.perf_counter() - self._since) / self._iterations_since
-        tokens = args.global_batch_size * args.seq_length / seconds
+        batch_size = get_current_global_batch_size()
+        tokens = batch_size * args.seq_length / seconds
         parts = [
             f"iteration {args.iteration:>{len(str(args.train_iters))}}/{args.train_iters}",
             f"consumed samples: {args.consumed_train_samples}",
@@ -99,7 +101,7 @@ class Report:
                 parts.append(f"{label}: {shown[name]:{form}}")
         parts += [f"step: {seconds * 1000:.1f} ms", f"tokens/s: {tokens:.0f}", f"memory: {memory_in_use() / 2**20:.0f} MiB"]
         if args.log_throughput:
-            rate = floating_point_operations(args, args.global_batch_size) / seconds / args.world_size
+            rate = floating_point_operations(args, batch_size) / seconds / args.world_size
             parts.append(f"TFLOP/s per device: {rate / 1e12:.3f}")
         if self._skipped:
             parts.append(f"skipped iterations: {self._skipped}")
@@ -113,7 +115,7 @@ class Report:
         for name in ("lm loss", "learning-rate", "grad-norm"):
             if name in shown:
                 self._writer.add_scalar(f"{name} vs samples", shown[name], args.consumed_train_samples)
-        self._writer.add_scalar("batch-size", args.global_batch_size, args.iteration)
+        self._writer.add_scalar("batch-size", get_current_global_batch_size(), args.iteration)
         if args.log_memory_to_tensorboard:
             self._writer.add_scalar("mem-allocated-bytes", memory_in_use(), args.iteration)
 

@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,6 @@ from megatron.checkpoint.fsdp_dtensor import (
     plain_name,
     wrapper_prefix,
 )
-from megatron.fsdp import MegatronFSDP
 from megatron.mcore_adapter import FullyShardedDataParallel
 
 __all__ = ["CHECKPOINT_VERSION", "load", "save"]
@@ -34,14 +34,14 @@ __all__ = ["CHECKPOINT_VERSION", "load", "save"]
 def save(
     args: argparse.Namespace,
     state: dict[str, Any],
-    model: FullyShardedDataParallel,
+    model: list[FullyShardedDataParallel],
     optimizer: MegatronOptimizer | None,
     target: Path,
 ) -> None:
     """Write into the directory ``target``."""
-    content = {**_with_rng_by_stage(state), "model": model_entries(args, model)}
+    content = {**_with_rng_by_place(state), "model": model_entries(args, model)}
     if optimizer is not None:
-        content["optimizer"] = optimizer_entries(args, model, optimizer, _own_prefix(model))
+        content["optimizer"] = optimizer_entries(args, model, optimizer, own_prefix(model))
         if optimizer.grad_scaler is not None:
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     with warnings.catch_warnings():
@@ -52,7 +52,7 @@ def save(
 def load(
     args: argparse.Namespace,
     state: dict[str, Any],
-    model: FullyShardedDataParallel,
+    model: list[FullyShardedDataParallel],
     optimizer: MegatronOptimizer | None,
     source: Path,
 ) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def load(
         ValueError: listing the entries that are missing or of another shape, unless partial loads are allowed.
     """
     metadata = _read_metadata(source)
-    content: dict[str, Any] = {**_with_rng_by_stage(state), "model": model_entries(args, model)}
+    content: dict[str, Any] = {**_with_rng_of_file(state, metadata), "model": model_entries(args, model)}
     del content["checkpoint_version"]
     if "num_floating_point_operations_so_far" not in metadata.state_dict_metadata:
         del content["num_floating_point_operations_so_far"]
     if optimizer is not None:
-        names = [plain_name(name) for name, _ in model.named_parameters()]
+        names = [plain_name(name) for name in named_parameters(model)]
         prefix = wrapper_prefix(metadata.state_dict_metadata, names)
-        content["optimizer"] = optimizer_entries(args, model, optimizer, prefix if prefix is not None else _own_prefix(model))
+        content["optimizer"] = optimizer_entries(args, model, optimizer, prefix if prefix is not None else own_prefix(model))
         if optimizer.grad_scaler is not None and any(key.startswith("grad_scaler.") for key in metadata.state_dict_metadata):
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     _check(args, content, metadata, source)
@@ -79,13 +79,14 @@ def load(
         warnings.simplefilter("ignore")
         dcp.load(content, checkpoint_id=source, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     # Weights and moments were read in place. What remains is what others derive from them.
-    model.load_state_dict(model.state_dict())
+    for chunk in model:
+        chunk.load_state_dict(chunk.state_dict())
     if optimizer is not None:
         _load_groups(model, optimizer, content["optimizer"]["param_to_group_meta"])
         if "grad_scaler" in content:
             optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
     if "rng_state" in content:
-        content["rng_state"] = content["rng_state"][_STAGE]
+        content["rng_state"] = content["rng_state"][_place_in_model()]
     return content
 
 
@@ -96,19 +97,34 @@ def _read_metadata(source: Path) -> Metadata:
         raise ValueError(f"{source / '.metadata'} is damaged: {type(error).__name__}: {error}") from error
 
 
-# The key of the random state of one pipeline stage and tensor-parallel rank; there is one of each.
-_STAGE = "(0, 0)"
+def _place_in_model() -> str:
+    """The key of a rank's random state: its pipeline stage and tensor-parallel rank."""
+    stage, slice_ = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    return f"({stage}, {slice_})"
 
 
-def _with_rng_by_stage(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "rng_state": {_STAGE: state["rng_state"]}} if "rng_state" in state else dict(state)
+def _with_rng_by_place(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "rng_state": {_place_in_model(): state["rng_state"]}} if "rng_state" in state else dict(state)
 
 
-def model_entries(args: argparse.Namespace, model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
-    """``module.<name>`` -> main weight or buffer, sharing storage with the model."""
-    engine: MegatronFSDP = model.module
+def _with_rng_of_file(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """``state`` with as many random states as the file has for this place; with none where the file's layout had no such."""
+    start = f"rng_state.{_place_in_model()}."
+    numbers = {key.removeprefix(start).split(".")[0] for key in metadata.state_dict_metadata if key.startswith(start)}
+    if "rng_state" not in state or not numbers:
+        return {key: value for key, value in state.items() if key != "rng_state"}
+    return _with_rng_by_place({**state, "rng_state": [copy.deepcopy(state["rng_state"][0]) for _ in numbers]})
+
+
+def named_parameters(model: list[FullyShardedDataParallel]) -> dict[str, torch.nn.Parameter]:
+    """The optimizer's parameters on this rank by their names, which are global."""
+    return {name: parameter for chunk in model for name, parameter in chunk.named_parameters()}
+
+
+def model_entries(args: argparse.Namespace, model: list[FullyShardedDataParallel]) -> dict[str, torch.Tensor]:
+    """``module.<name>`` -> main weight or buffer of this pipeline stage, sharing storage with the model."""
     entries: dict[str, torch.Tensor] = {}
-    for key, value in engine.state_dict(keep_vars=True).items():
+    for key, value in (item for chunk in model for item in chunk.module.state_dict(keep_vars=True).items()):
         if key.endswith("_extra_state"):
             continue
         sharded = getattr(value, "_fsdp_sharded", None)
@@ -122,11 +138,11 @@ def model_entries(args: argparse.Namespace, model: FullyShardedDataParallel) -> 
 
 
 def optimizer_entries(
-    args: argparse.Namespace, model: FullyShardedDataParallel, optimizer: MegatronOptimizer, prefix: str
+    args: argparse.Namespace, model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, prefix: str
 ) -> dict[str, dict[str, Any]]:
     """State and group fields by name, under the wrapper prefix ``prefix``; tensors share storage with the optimizer."""
     raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
-    parameters = dict(model.named_parameters())
+    parameters = named_parameters(model)
     state: dict[str, dict[str, Any]] = {}
     for wrapped, slots in raw["state"].items():
         names = entry_names(plain_name(wrapped), args.swiglu)
@@ -144,16 +160,16 @@ def _pieces(parameter: torch.nn.Parameter, value: Any, parts: int) -> list[Any]:
     return [value] * parts
 
 
-def _own_prefix(model: FullyShardedDataParallel) -> str:
+def own_prefix(model: list[FullyShardedDataParallel]) -> str:
     """``module.`` once per wrapper of this run."""
-    name = next(name for name, _ in model.named_parameters())
+    name = next(iter(named_parameters(model)))
     return name.removesuffix(plain_name(name))
 
 
-def _load_groups(model: FullyShardedDataParallel, optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]]) -> None:
+def _load_groups(model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]]) -> None:
     """Give every param group the fields that its parameters had."""
     fields_of = {plain_name(name): fields for name, fields in meta.items()}
-    name_of = {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+    name_of = {parameter: plain_name(name) for name, parameter in named_parameters(model).items()}
     for group in optimizer.param_groups:
         names = [name_of[parameter] for parameter in group["params"]]
         fields = [fields_of[name] for name in names if name in fields_of]

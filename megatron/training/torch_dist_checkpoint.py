@@ -33,7 +33,7 @@ from megatron.training.gpt_model import unwrap
 def save(
     args: argparse.Namespace,
     state: dict[str, Any],
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     target: Path,
 ) -> None:
@@ -51,7 +51,7 @@ def save(
 def load(
     args: argparse.Namespace,
     state: dict[str, Any],
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     source: Path,
 ) -> dict[str, Any]:
@@ -69,7 +69,8 @@ def load(
             raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
         if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
             loaded = loaded[0]
-        unwrap(model).load_state_dict(loaded["model"])
+        for key, chunk in named_chunks(model).items():
+            unwrap(chunk).load_state_dict(loaded[key])
         if optimizer is not None:
             load_optimizer(optimizer, loaded["optimizer"])
     return loaded
@@ -95,19 +96,28 @@ def content_metadata(args: argparse.Namespace) -> dict[str, Any]:
 def sharded_state(
     args: argparse.Namespace,
     state: dict[str, Any],
-    model: MegatronModule,
+    model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     metadata: dict[str, Any],
     is_loading: bool,
 ) -> dict[str, Any]:
     """``state`` with the model, the optimizer and the random state in Megatron-Core's sharded form."""
-    content = {**state, "model": unwrap(model).sharded_state_dict(metadata=metadata)}
+    models = {key: unwrap(chunk).sharded_state_dict(metadata=metadata) for key, chunk in named_chunks(model).items()}
+    content = {**state, **models}
     if optimizer is not None:
-        content["optimizer"] = optimizer.sharded_state_dict(content["model"], is_loading=is_loading, metadata=metadata)
+        weights = models["model"] if len(models) == 1 else models
+        content["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     if "rng_state" in state:
+        stage, slice_ = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+        shape = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        content["rng_state"] = ShardedObject("rng_state", state["rng_state"], (1, 1), (0, 0), replica_id=data_rank)
+        content["rng_state"] = ShardedObject("rng_state", state["rng_state"], shape, (stage, slice_), replica_id=data_rank)
     return content
+
+
+def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
+    """``model``, or ``model0``, ``model1`` and so on where there are virtual pipeline stages."""
+    return {"model" if len(model) == 1 else f"model{number}": chunk for number, chunk in enumerate(model)}
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
@@ -141,16 +151,18 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
 
 
 @contextmanager
-def whole_weights(model: MegatronModule) -> Iterator[None]:
+def whole_weights(model: list[MegatronModule]) -> Iterator[None]:
     """With overlapped gathers, weights are whole only after a gather that the next forward would begin."""
-    overlapped = isinstance(model, DistributedDataParallel) and model.ddp_config.overlap_param_gather
-    if overlapped:
-        model.disable_forward_pre_hook()
+    overlapped = [
+        chunk for chunk in model if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+    ]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
     try:
         yield
     finally:
-        if overlapped:
-            model.enable_forward_pre_hook()
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
 
 
 @contextmanager

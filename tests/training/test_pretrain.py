@@ -163,7 +163,7 @@ def groups_of(command_line: str) -> dict[str, tuple]:
     args, device = prepare(command_line)
     model = build_model(args, 99, device)
     optimizer, _ = build_optimizer(args, model)
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in model[0].named_parameters()}
     return {
         names[parameter].replace("module.", ""): tuple(group[key] for key in ("wd_mult", "lr_mult", "weight_decay", "max_lr", "min_lr"))
         for group in optimizer.param_groups

@@ -100,7 +100,7 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus, tmp_path):
             if re.match(r"iteration +3/", text):
                 break
         process.send_signal(signal.SIGTERM)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=180)
     finally:
         process.kill()
     stopped = int(re.search(r"stopping at iteration (\d+): signal", output).group(1))
@@ -161,7 +161,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 def assert_refused(command_line: str, folder: Path, *words: str) -> None:
     """Every rank ends with an error code and the same message, once; nothing in `folder` changes."""
     before = tree(folder)
-    results = run_ranks(2, run_main, command_line, timeout=60)
+    results = run_ranks(2, run_main, command_line, timeout=180)
     (code, _, message), other = results
     assert code in (1, 2) and other[0] == code and other[2] == message
     assert "Traceback" not in message
@@ -262,7 +262,7 @@ def test_a_checkpoint_in_the_other_format_is_refused(tmp_path):
 def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(checkpoint):
     process = torchrun(f"{LINE} --num-layers 3 --load {checkpoint}", cwd=checkpoint)
     began = time.monotonic()
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     assert process.returncode != 0 and time.monotonic() - began < 60
     assert errors.count("is a checkpoint of another model") == 1
     assert 'pretrain_gpt.py", line' not in errors  # torchrun adds its own report, we no traceback

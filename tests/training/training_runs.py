@@ -29,8 +29,9 @@ from megatron.training.gpt_model import build_model
 from megatron.training.gpt_optimizer import build_optimizer
 from megatron.training.noise import quieten
 from megatron.training.report import Report
+from megatron.training.sharded_checkpoint import named_parameters
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
-from tests.model_parallel import initialize_data_parallel
+from tests.model_parallel import initialize
 
 SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8"
 CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
@@ -100,7 +101,7 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
         shlex.split(command_line), world_size=dist.get_world_size(), cuda=False, transformer_engine=False
     )
     cpu.install()
-    initialize_data_parallel()
+    initialize(args)
     ranks.seed(args)
     destroy_num_microbatches_calculator()
     gc.collect()
@@ -172,7 +173,7 @@ def build(command_line: str, **overrides: Any) -> loop.Run:
 def state_of(run: loop.Run) -> State:
     """The state of a run with --use-megatron-fsdp."""
     state = State(args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")})
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in named_parameters(run.model).items():
         plain = plain_name(name)
         state.weights[plain] = full_tensor(parameter)
         for slot, value in run.optimizer.optimizer.state[parameter].items():
