@@ -205,3 +205,7 @@ def _destroy_megatron_core_globals() -> None:
         module.destroy_num_microbatches_calculator()
     if (module := sys.modules.get("megatron.core.rerun_state_machine")) is not None:
         module.destroy_rerun_state_machine()
+    if (module := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
+        module.get_moe_layer_wise_logging_tracker().clear()  # has a place for each layer of the last model
+    if (module := sys.modules.get("megatron.core.transformer.multi_token_prediction")) is not None:
+        module.MTPLossLoggingHelper.tracker.clear()

@@ -259,9 +259,11 @@ def evaluate(run: Run, data: Batches | list[Batches]) -> float:
     """The mean loss per token over ``eval_iters`` global batches; no gradients, no dropout."""
     for chunk in run.model:
         chunk.eval()
+    args = run.args
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)  # also while batches grow
     sums = torch.zeros(2, device=run.device)
-    for _ in range(run.args.eval_iters):
-        sums += sum_of(run, forward_backward(run, data, get_num_microbatches(), forward_only=True))
+    for _ in range(args.eval_iters):
+        sums += sum_of(run, forward_backward(run, data, num_microbatches, forward_only=True))
     dist.all_reduce(sums)
     for chunk in run.model:
         chunk.train()

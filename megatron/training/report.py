@@ -91,6 +91,8 @@ class Report:
             f"lm loss: {shown['lm loss']:.6E}",
             f"learning rate: {shown['learning-rate']:.4E}",
         ]
+        if args.rampup_batch_size:
+            parts.append(f"global batch size: {batch_size}")
         for name, label, form in (
             ("grad-norm", "grad norm", ".4f"),
             ("num-zeros", "num zeros", ".0f"),

@@ -3,11 +3,16 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron.training.arguments import parse_arguments
+from tests.rank_pool import run_ranks
+from tests.training.training_runs import DATA, assert_close, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,19 +21,36 @@ def environment(path: str) -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def test_the_laptop_script_starts_a_run_that_the_program_accepts(tmp_path: Path) -> None:
+def command_line(script: str, tmp_path: Path, *more: str) -> tuple[list[str], list[str]]:
+    """What a script gives to torchrun, and what to the program."""
     fake = tmp_path / "torchrun"
     fake.write_text('#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n')
     fake.chmod(0o755)
-    script = ROOT / "examples" / "megatron_fsdp" / "pretrain_gpt_laptop.sh"
-    path = f"{tmp_path}:{os.environ['PATH']}"
+    path = ROOT / "examples" / "megatron_fsdp" / script
     output = subprocess.run(
-        ["bash", str(script), "--seed", "5"], env=environment(path), capture_output=True, text=True, check=True
+        ["bash", str(path), *more], env=environment(f"{tmp_path}:{os.environ['PATH']}"), capture_output=True, text=True, check=True
     ).stdout
     words = json.loads(output)
-    assert words[:3] == ["--nproc_per_node", "2", "pretrain_gpt.py"]
-    args, _ = parse_arguments(words[3:], world_size=2, cuda=False, transformer_engine=False)
+    program = words.index("pretrain_gpt.py")
+    return words[:program], words[program + 1 :]
+
+
+def test_the_laptop_script_starts_a_run_that_the_program_accepts(tmp_path: Path) -> None:
+    launch, words = command_line("pretrain_gpt_laptop.sh", tmp_path, "--seed", "5")
+    assert launch == ["--nproc_per_node", "2"]
+    args, _ = parse_arguments(words, world_size=2, cuda=False, transformer_engine=False)
     assert args.use_megatron_fsdp and args.seed == 5 and args.save
+
+
+@pytest.mark.parametrize("model", ["llama3", "qwen3", "mixtral", "deepseek_v3"])
+def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_path: Path) -> None:
+    launch, words = command_line(f"pretrain_{model}_small.sh", tmp_path)
+    ranks = int(launch[launch.index("--nproc_per_node") + 1])
+    line = f"{shlex.join(words)} {DATA} --train-iters 3 --lr-warmup-iters 1 --seq-length 64 --global-batch-size 8 --micro-batch-size 1"
+    fsdp, ddp = run_ranks(ranks, train, line, line.replace("--use-megatron-fsdp", ""), timeout=300)[0]
+    assert_close(fsdp.losses, ddp.losses, 1e-5)
+    assert_close(fsdp.column("grad-norm"), ddp.column("grad-norm"), 1e-5)
+    assert fsdp.losses[-1] < fsdp.losses[0]
 
 
 def test_the_plain_loop_learns_and_continues_from_its_checkpoint() -> None:
