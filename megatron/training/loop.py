@@ -187,6 +187,7 @@ def train_step(run: Run, data: Batches | list[Batches]) -> None:
         {
             "lm loss": reduce_loss(run, losses),
             "learning-rate": rate,
+            "batch-size": batch_size,
             "grad-norm": grad_norm,
             "num-zeros": zeros if zeros is not None else num_zeros if args.log_num_zeros_in_grad else None,
             "loss-scale": float(run.optimizer.get_loss_scale()) if args.fp16 else None,

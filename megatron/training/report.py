@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import torch
-from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 from tqdm import tqdm
 
 from megatron.training.gpt_model import floating_point_operations
@@ -63,7 +62,7 @@ class Report:
             tqdm.write(line) if self._bar is not None else print(line, flush=True)
 
     def step(self, values: dict[str, float | None], skipped: bool) -> None:
-        """One training step is over: ``values`` has ``lm loss``, ``learning-rate``, ``grad-norm`` and what else there is."""
+        """One training step is over: ``values`` has ``lm loss``, ``learning-rate``, ``grad-norm``, ``batch-size`` and more."""
         if not self._speaks:
             return
         iteration = self._args.iteration
@@ -83,7 +82,7 @@ class Report:
     def _line(self, shown: dict[str, float]) -> None:
         args = self._args
         seconds = (time.perf_counter() - self._since) / self._iterations_since
-        batch_size = get_current_global_batch_size()
+        batch_size = int(shown["batch-size"])
         tokens = batch_size * args.seq_length / seconds
         parts = [
             f"iteration {args.iteration:>{len(str(args.train_iters))}}/{args.train_iters}",
@@ -117,7 +116,6 @@ class Report:
         for name in ("lm loss", "learning-rate", "grad-norm"):
             if name in shown:
                 self._writer.add_scalar(f"{name} vs samples", shown[name], args.consumed_train_samples)
-        self._writer.add_scalar("batch-size", get_current_global_batch_size(), args.iteration)
         if args.log_memory_to_tensorboard:
             self._writer.add_scalar("mem-allocated-bytes", memory_in_use(), args.iteration)
 

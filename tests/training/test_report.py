@@ -10,7 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.training.report import HISTORY, PICTURE, Report
 
-VALUES = {"lm loss": 2.5, "learning-rate": 1e-3, "grad-norm": 1.25, "num-zeros": None, "loss-scale": None, "params-norm": None}
+VALUES = {
+    "lm loss": 2.5, "learning-rate": 1e-3, "batch-size": 4, "grad-norm": 1.25, "num-zeros": None, "loss-scale": None, "params-norm": None
+}  # fmt: skip
 
 
 def namespace(**given) -> argparse.Namespace:
@@ -27,6 +29,7 @@ def namespace(**given) -> argparse.Namespace:
         train_iters=10,
         consumed_train_samples=0,
         global_batch_size=4,
+        rampup_batch_size=None,
         seq_length=8,
         world_size=1,
     )
