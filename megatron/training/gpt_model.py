@@ -95,20 +95,3 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
     while not isinstance(model, GPTModel):
         model = model.module
     return model
-
-
-def floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
-    """Operations of matrix products in one training step over ``batch_size`` sequences (forward, and twice that
-    for backward), after Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries and gated MLPs.
-
-    Every layer counts as one with experts if any is; routers and shared experts are left out."""
-    hidden, length = args.hidden_size, args.seq_length
-    query = args.num_attention_heads * args.kv_channels
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    projections = hidden * (2 * query + 2 * groups * args.kv_channels)
-    scores = 2 * query * length / 2  # causal: half of the products are masked
-    active = args.moe_router_topk if args.num_experts else 1
-    width = args.moe_ffn_hidden_size if args.num_experts else args.ffn_hidden_size
-    mlp = active * (3 if args.swiglu else 2) * hidden * width
-    per_token = args.num_layers * (projections + scores + mlp) + hidden * args.padded_vocab_size
-    return 3.0 * 2.0 * per_token * batch_size * length

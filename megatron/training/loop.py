@@ -30,8 +30,9 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
 from megatron.training import checkpointing
 from megatron.training.data import build_datasets, build_iterator
 from megatron.training.errors import RunError
-from megatron.training.gpt_model import build_model, floating_point_operations
+from megatron.training.gpt_model import build_model
 from megatron.training.gpt_optimizer import build_optimizer
+from megatron.training.operations import floating_point_operations
 from megatron.training.ranks import data_parallel_rank, data_parallel_size
 from megatron.training.report import Report
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size

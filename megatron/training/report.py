@@ -15,8 +15,8 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from megatron.training.gpt_model import floating_point_operations
 from megatron.training.loss_curve import draw_loss_curves
+from megatron.training.operations import floating_point_operations
 from megatron.training.ranks import environment_rank
 
 HISTORY = "losses.jsonl"
