@@ -25,9 +25,10 @@ class GlobalNames:
         self._first_expert: dict[str, int] = {}  # by the path of a module that holds the weights of several experts
         self._visit(_unwrapped(model), "", "")
         output_weight = getattr(getattr(_unwrapped(model), "output_layer", None), "weight", None)
-        if getattr(output_weight, "shared_embedding", False):  # a copy of the first stage's weight
-            self._global_path["output_layer."] = "embedding.word_embeddings."
+        is_copy = getattr(output_weight, "shared_embedding", False)  # of the first stage's weight
+        self._global_key = {"output_layer.weight": "embedding.word_embeddings.weight"} if is_copy else {}
         self._local_path = {path: local for local, path in self._global_path.items()}
+        self._local_key = {key: local for local, key in self._global_key.items()}
 
     def _visit(self, module: nn.Module, path: str, global_path: str) -> None:
         self._global_path[path] = global_path
@@ -44,15 +45,18 @@ class GlobalNames:
 
     def to_global(self, key: str) -> str:
         """The global name of a local key."""
-        return self._translate(key, self._global_path, +1)
+        return self._translate(key, self._global_key, self._global_path, +1)
 
     def to_local(self, key: str) -> str:
         """The key in this chunk of a global name; a name of another chunk stays as it is."""
-        return self._translate(key, self._local_path, -1)
+        return self._translate(key, self._local_key, self._local_path, -1)
 
-    def _translate(self, key: str, paths: dict[str, str], sign: int) -> str:
+    def _translate(self, key: str, keys: dict[str, str], paths: dict[str, str], sign: int) -> str:
         wrappers = _WRAPPERS.match(key).group()
-        path, leaf = _split(key.removeprefix(wrappers))
+        own = key.removeprefix(wrappers)
+        if own in keys:
+            return wrappers + keys[own]
+        path, leaf = _split(own)
         known = paths.get(path)
         if known is None:
             return key

@@ -244,6 +244,7 @@ def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], ra
         different = _differences(saved, scheduler.state_dict())
         for number, (theirs, own) in enumerate(zip(_rates(scheduler), rates)):
             different += [f"param group {number}, {line}" for line in _differences(theirs, own)]
+        different = agree(different)  # groups that are empty on a rank know nothing
         if different:
             raise ValueError(
                 "the checkpoint has another schedule of learning rate and weight decay (steps count samples):\n  "
