@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
     # Megatron-Core compiles small functions; on a CPU each costs ten seconds and a C++ compiler, and none pays.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+from megatron.fsdp.model import GradientError  # noqa: E402
 from megatron.training import ranks  # noqa: E402
 from megatron.training.arguments import ArgumentErrors, parse_arguments  # noqa: E402
 from megatron.training.errors import RunError  # noqa: E402
@@ -49,7 +50,7 @@ def main() -> int:
     try:
         device = ranks.start(args)
         pretrain(args, device)
-    except (ValueError, NotImplementedError, OSError, RunError) as error:
+    except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
         complain(f"error: {error}")
         return 1
     ranks.stop()

@@ -28,6 +28,10 @@ from megatron.fsdp.sharding import Sharding
 from megatron.fsdp.units import assign_parameters, find_units, resolve_unit_modules
 
 
+class GradientError(RuntimeError):
+    """A gradient is NaN or Inf; the message names parameters and ranks."""
+
+
 class MegatronFSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are divided among the ranks of a mesh axis.
 
@@ -332,7 +336,8 @@ class MegatronFSDP(nn.Module):
         """Put the reduced gradients on the parameters; of size zero where this rank owns nothing.
 
         Raises:
-            RuntimeError: for a NaN or Inf, if they are to be reported; for a parameter that was frozen when it was sharded
+            GradientError: for a NaN or Inf, if they are to be reported.
+            RuntimeError: for a parameter that was frozen when it was sharded
                 and is not any more.
         """
         thawed = [each.name for each in self._frozen if each.parameter.requires_grad or each.compute.requires_grad]
@@ -362,7 +367,7 @@ class MegatronFSDP(nn.Module):
     def _check_gradients(self) -> None:
         """Raise on every rank what any rank has found."""
         names = [
-            sharded.name
+            self.shown_name(sharded)
             for group, members in self._trainable.items()
             if not torch.isfinite(group.grad_shard.sum(dtype=torch.float32))  # one look at each group; names if need be
             for sharded in members
@@ -370,9 +375,17 @@ class MegatronFSDP(nn.Module):
             and not torch.isfinite(gradient._local_tensor).all()
         ]
         found = [f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}"] if names else []
-        found = agree(found, self._index.all_groups())
+        found = agree(found, self.groups_that_end_together())
         if found:
-            raise RuntimeError("\n".join(found))
+            raise GradientError("\n".join(found))
+
+    def shown_name(self, sharded: ShardedParam) -> str:
+        """The name of a parameter in messages."""
+        return sharded.name
+
+    def groups_that_end_together(self) -> list[torch.distributed.ProcessGroup]:
+        """Through these groups an error reaches every rank that would wait for this one."""
+        return self._index.all_groups()
 
     def _forget_cleared_grads(self) -> None:
         """Gradients that a plain ``optimizer.zero_grad()`` took off the parameters must not come back."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -19,6 +20,7 @@ from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.hooks import PASSED_ON
+from megatron.fsdp.sharded_param import ShardedParam
 from megatron.fsdp.units import is_expert_parameter
 from megatron.mcore_adapter.axes import mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
@@ -34,9 +36,18 @@ class CoreEngine(MegatronFSDP):
 
     Args:
         use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
+        pipeline: the ranks of all stages, which end together; None: there is one stage.
     """
 
-    def __init__(self, module: nn.Module, *args: Any, use_cpu_initialization: bool | None = None, **settings: Any):
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        use_cpu_initialization: bool | None = None,
+        pipeline: dist.ProcessGroup | None = None,
+        **settings: Any,
+    ):
+        self._pipeline = pipeline
         self.initialiser = MegatronCoreInitialiser(module, use_cpu_initialization)
         self._global_names = GlobalNames(module)
         super().__init__(module, *args, **settings)
@@ -47,6 +58,12 @@ class CoreEngine(MegatronFSDP):
         prefix = f"{prefix}." if prefix else ""
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield prefix + self._global_names.to_global(name), parameter
+
+    def shown_name(self, sharded: ShardedParam) -> str:
+        return self._global_names.to_global(super().shown_name(sharded))
+
+    def groups_that_end_together(self) -> list[dist.ProcessGroup]:
+        return super().groups_that_end_together() + ([self._pipeline] if self._pipeline is not None else [])
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         state = {} if destination is None else destination
@@ -113,6 +130,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             fsdp_unit_modules=default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules,
             disable_bucketing=disable_bucketing,
             device=device,
+            pipeline=groups["pp_group"],
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,

@@ -12,6 +12,7 @@ from typing import Callable
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
@@ -35,9 +36,13 @@ class MegatronCoreInitialiser(Initialiser):
         use_cpu_initialization: as in the config of the model, which is the default. Only with it do Megatron-Core's
             constructors leave the device to torch, so a model for a GPU is built on meta with True, and either passes here
             what the user wants, or has it in its config again by now.
+
+    Raises:
+        ValueError: for an embedding that two pipeline stages share.
     """
 
     def __init__(self, model: nn.Module, use_cpu_initialization: bool | None = None):
+        _refuse_shared_embedding(model)
         if use_cpu_initialization is None:
             # Not the config of each layer: some have copies, which keep the value of the time they were built.
             use_cpu_initialization = getattr(getattr(model, "config", None), "use_cpu_initialization", None)
@@ -148,6 +153,20 @@ class MegatronCoreInitialiser(Initialiser):
         tracker = get_cuda_rng_tracker()
         with tracker.fork(get_expert_parallel_rng_tracker_name()) if is_expert else tracker.fork():
             init_method(weight)
+
+
+def _refuse_shared_embedding(model: nn.Module) -> None:
+    """Constructors copy its values from the first stage to the last, but there are none yet. All stages raise this."""
+    for module in model.modules():
+        if not isinstance(module, LanguageModule) or not any(parameter.is_meta for parameter in module.parameters()):
+            continue
+        config = module.config
+        is_shared = module.share_embeddings_and_output_weights or config.mtp_num_layers
+        if is_shared and config.pipeline_model_parallel_size > 1:
+            raise ValueError(
+                "the meta device has no values for an embedding that two pipeline stages share: build the model on a real"
+                " device, or without tied embeddings and without multi-token prediction"
+            )
 
 
 def _zero_bias(module: nn.Module, config: TransformerConfig) -> None:

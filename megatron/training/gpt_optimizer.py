@@ -8,6 +8,7 @@ import argparse
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from torch.distributed.checkpoint import save
 
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
 from megatron.training.arguments.configs import optimizer_config
@@ -25,8 +26,26 @@ def build_optimizer(
         use_gloo_process_groups=args.enable_gloo_process_groups,
         dump_param_to_param_group_map=args.dump_param_to_param_group_map,
     )
+    if args.use_megatron_fsdp and args.dump_param_to_param_group_map:
+        write_group_numbers(optimizer, model, args.dump_param_to_param_group_map)
     make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
+
+
+def write_group_numbers(optimizer: MegatronOptimizer, model: list[MegatronModule], directory: str) -> None:
+    """A checkpoint in ``directory`` that has the number of its param group for every parameter; a collective.
+
+    Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an optimizer, and so numbers, after
+    all others, and names have one ``module.`` less.
+    """
+    number_of: dict[str, int] = {}
+    experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])
+    for chunk in model:
+        name_of = {parameter: name for name, parameter in chunk.named_parameters()}
+        for number, group in enumerate(experts_last):
+            members = [name_of[parameter] for parameter in group["params"] if parameter in name_of]
+            number_of.update({name.removeprefix("module."): number for name in members})
+    save(number_of, checkpoint_id=directory)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

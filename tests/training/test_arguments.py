@@ -552,6 +552,15 @@ DEEP = MOCK.replace("--num-layers 2", "--num-layers 8")
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy no_shard",
         ),
         (
+            "--use-megatron-fsdp --init-model-with-meta-device --pipeline-model-parallel-size 2",
+            "leave it out, or give --untie-embeddings-and-output-weights",
+        ),
+        (
+            "--use-megatron-fsdp --init-model-with-meta-device --pipeline-model-parallel-size 2 --mtp-num-layers 1 "
+            "--position-embedding-type rope --untie-embeddings-and-output-weights",
+            "leave it out, or leave out --mtp-num-layers",
+        ),
+        (
             "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation --num-distributed-optimizer-instances 2",
             "leave one out",
         ),

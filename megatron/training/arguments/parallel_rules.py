@@ -98,6 +98,14 @@ def complete_pipeline(check: Check) -> None:
         follow_layout(check)
     elif args.num_layers and args.num_layers > 0:
         divide_layers(check)
+    if args.pipeline_model_parallel_size > 1 and args.init_model_with_meta_device:
+        # The last stage's copy of the embedding gets its values from the first stage's while the model is built.
+        remedy = "leave out --mtp-num-layers" if args.mtp_num_layers else "give --untie-embeddings-and-output-weights"
+        check.require(
+            args.untie_embeddings_and_output_weights and not args.mtp_num_layers,
+            "--init-model-with-meta-device cannot fill an embedding that two pipeline stages share: leave it out, or "
+            f"{remedy}",
+        )
     if args.virtual_pipeline_model_parallel_size is None:
         # Only an interleaved schedule can overlap messages between stages, or align gathers.
         args.overlap_p2p_comm = args.align_param_gather = False
