@@ -367,7 +367,7 @@ class MegatronFSDP(nn.Module):
     def _check_gradients(self) -> None:
         """Raise on every rank what any rank has found."""
         names = [
-            self.shown_name(sharded)
+            self._shown_name(sharded)
             for group, members in self._trainable.items()
             if not torch.isfinite(group.grad_shard.sum(dtype=torch.float32))  # one look at each group; names if need be
             for sharded in members
@@ -375,15 +375,15 @@ class MegatronFSDP(nn.Module):
             and not torch.isfinite(gradient._local_tensor).all()
         ]
         found = [f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}"] if names else []
-        found = agree(found, self.groups_that_end_together())
+        found = agree(found, self._groups_that_end_together())
         if found:
             raise GradientError("\n".join(found))
 
-    def shown_name(self, sharded: ShardedParam) -> str:
+    def _shown_name(self, sharded: ShardedParam) -> str:
         """The name of a parameter in messages."""
         return sharded.name
 
-    def groups_that_end_together(self) -> list[torch.distributed.ProcessGroup]:
+    def _groups_that_end_together(self) -> list[torch.distributed.ProcessGroup]:
         """Through these groups an error reaches every rank that would wait for this one."""
         return self._index.all_groups()
 

@@ -36,12 +36,15 @@ def mesh_axes(
     """
     kind = _device_type(device)
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
-    tensor_of_experts = _expert_tensor_group(pg_collection) if has_experts else None
+    tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
     is_sliced = any(group is not None and group.size() > 1 for group in (tensor, tensor_of_experts))
     dense = _mesh(kind, tensor if is_sliced else None, groups["intra_dp_cp_group"], outer)
-    expert = _mesh(kind, tensor_of_experts if is_sliced else None, groups["intra_expt_dp_group"], outer) if has_experts else None
+    expert, gather = None, None
+    if has_experts:
+        expert = _mesh(kind, tensor_of_experts if is_sliced else None, groups["intra_expt_dp_group"], outer)
+    if own_gather_group:
+        gather = parallel_state.get_data_parallel_group(with_context_parallel=True, independent_all_gather=True)
     is_hybrid = outer is not None
-    gather = parallel_state.get_data_parallel_group(with_context_parallel=True, independent_all_gather=True) if own_gather_group else None
     return FSDPDistributedIndex(
         dense,
         dp_shard_dim=SHARD_AXIS,
@@ -62,7 +65,8 @@ def _device_type(device: torch.device | str | None) -> str:
     return accelerator.type if accelerator else "cpu"
 
 
-def _expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
+def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
+    """The ranks that hold slices of the same experts."""
     if pg_collection is not None and hasattr(pg_collection, "expt_tp"):
         return pg_collection.expt_tp
     return parallel_state.get_expert_tensor_parallel_group()

@@ -22,7 +22,7 @@ from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPoli
 from megatron.fsdp.hooks import PASSED_ON
 from megatron.fsdp.sharded_param import ShardedParam
 from megatron.fsdp.units import is_expert_parameter
-from megatron.mcore_adapter.axes import mesh_axes
+from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.gradient_statistics import count_over_all_instances
@@ -59,11 +59,11 @@ class CoreEngine(MegatronFSDP):
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield prefix + self._global_names.to_global(name), parameter
 
-    def shown_name(self, sharded: ShardedParam) -> str:
-        return self._global_names.to_global(super().shown_name(sharded))
+    def _shown_name(self, sharded: ShardedParam) -> str:
+        return self._global_names.to_global(super()._shown_name(sharded))
 
-    def groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        return super().groups_that_end_together() + ([self._pipeline] if self._pipeline is not None else [])
+    def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
+        return super()._groups_that_end_together() + ([self._pipeline] if self._pipeline is not None else [])
 
     def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
         state = {} if destination is None else destination
@@ -117,6 +117,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
         strategy = ShardingStrategy.parse(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
         outer_is_sharded = groups["inter_dist_opt_group"] is not None and ddp_config.outer_dp_sharding_strategy != "no_shard"
+        _check_experts(config, groups, pg_collection)
         has_experts = any(is_expert_parameter(name, parameter) for name, parameter in module.named_parameters())
         index = mesh_axes(
             groups, pg_collection, device, has_experts, outer_is_sharded, getattr(ddp_config, "create_all_gather_group", False)
@@ -144,7 +145,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
         self._tied_across_stages = [
-            each for each in engine.sharded_params if getattr(each.compute, "shared_embedding", False) and each.group.requires_grad
+            each
+            for each in engine.sharded_params
+            if getattr(each.compute, "shared_embedding", False) and each.group.requires_grad
         ]
 
     def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
@@ -238,6 +241,20 @@ def _check_configs(ddp_config: DistributedDataParallelConfig, pg_collection: Pro
         raise ValueError(
             f"num_distributed_optimizer_instances is {instances} in ddp_config, but not in the process groups: call"
             f" parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={instances})"
+        )
+
+
+def _check_experts(
+    config: TransformerConfig, groups: dict[str, Any], pg_collection: ProcessGroupCollection | None
+) -> None:
+    """Without expert parallelism Megatron-Core takes experts for parameters like others, whose tensor axis they must share."""
+    if not config.num_moe_experts or groups["ep_group"].size() > 1:
+        return
+    tensor, tensor_of_experts = groups["tp_group"].size(), expert_tensor_group(pg_collection).size()
+    if tensor != tensor_of_experts:
+        raise ValueError(
+            f"experts with expert tensor parallelism {tensor_of_experts} beside tensor parallelism {tensor} need expert parallelism"
+            " of at least 2: their gradients would be reduced over the wrong ranks"
         )
 
 

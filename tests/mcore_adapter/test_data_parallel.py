@@ -2,6 +2,7 @@
 """FullyShardedDataParallel is what Megatron-Core's schedules and optimizers expect of a data-parallel wrapper."""
 
 import inspect
+from argparse import Namespace
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -10,8 +11,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
@@ -21,6 +24,7 @@ from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.training import gpt_model
 from megatron.training.arguments.configs import ddp_config, transformer_config
+from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import run_ranks
 from tests.training.training_runs import SMALL, assert_close, prepare
 
@@ -228,6 +232,23 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
 def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words):
     for message in run_ranks(2, refusal, ddp, config):
         assert words in message
+
+
+def refusal_of_experts(expert_ranks: int) -> str:
+    """Job: the error for experts whose tensor axis is twice as wide as that of everything else."""
+    initialize(Namespace(**{**vars(ONE_AXIS), "expert_tensor_parallel_size": 2, "expert_model_parallel_size": expert_ranks}))
+    settings = DistributedDataParallelConfig(use_megatron_fsdp=True, use_distributed_optimizer=True)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4)
+    try:
+        FullyShardedDataParallel(config=config, ddp_config=settings, module=torch.nn.Linear(8, 8))
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused():
+    assert "need expert parallelism of at least 2" in run_ranks(4, refusal_of_experts, 1)[0]
+    assert run_ranks(4, refusal_of_experts, 2)[0] == "accepted"
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

@@ -216,7 +216,8 @@ COMPANIONS = {
     "hysteresis": "--fp16",
     "sequence_parallel": "--tensor-model-parallel-size 2",
     "expert_model_parallel_size": EXPERTS,
-    "expert_tensor_parallel_size": EXPERTS,
+    "expert_tensor_parallel_size": f"{EXPERTS} --expert-model-parallel-size 2",
+    "apply_wd_to_qk_layernorm": "--qk-layernorm",
     "num_layers_in_first_pipeline_stage": PIPELINE,
     "num_layers_in_last_pipeline_stage": PIPELINE,
     "num_distributed_optimizer_instances": "--use-distributed-optimizer",
@@ -381,7 +382,7 @@ def test_all_conflicts_are_reported_at_once():
         "--bf16 and --fp16 exclude",
         "--train-iters and --train-samples exclude",
         "--min-lr 1.0",
-        "--use-torch-fsdp2 exclude",
+        "--use-torch-fsdp2: not built: PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp",
         "--ckpt-format fsdp_dtensor only",
         "--overlap-param-gather needs --overlap-grad-reduce",
         "--optimizer sgd",
@@ -559,6 +560,33 @@ DEEP = MOCK.replace("--num-layers 2", "--num-layers 8")
             "--use-megatron-fsdp --init-model-with-meta-device --pipeline-model-parallel-size 2 --mtp-num-layers 1 "
             "--position-embedding-type rope --untie-embeddings-and-output-weights",
             "leave it out, or leave out --mtp-num-layers",
+        ),
+        (
+            f"{EXPERTS} --expert-tensor-parallel-size 2",
+            "--expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1 needs --expert-model-parallel-size",
+        ),
+        (
+            f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1",
+            "--expert-tensor-parallel-size 1 beside --tensor-model-parallel-size 2 needs --expert-model-parallel-size",
+        ),
+        (
+            f"{PREDICTION} --mtp-num-layers 1 --pipeline-model-parallel-size 4 --num-layers 4"
+            " --pipeline-model-parallel-layout Ett|tt|m|L",
+            "m (the layers that predict more tokens) must be in the last stage",
+        ),
+        (f"{LATENT} --kv-lora-rank 15 --tensor-model-parallel-size 2", "--kv-lora-rank and --qk-pos-emb-head-dim together, 79"),
+        (f"{LATENT} --q-lora-rank 15 --tensor-model-parallel-size 2", "--q-lora-rank 15 must be a multiple of 2"),
+        (f"{EXPERTS} --moe-layer-freq 0", "gives experts to no layer"),
+        (f"{EXPERTS} --moe-layer-freq ([0]*8)", "gives experts to no layer"),
+        ("--cp-comm-type a2a", "--cp-comm-type needs --context-parallel-size above 1"),
+        ("--recompute-method uniform", "--recompute-method needs --recompute-granularity full"),
+        ("--recompute-num-layers 1", "--recompute-num-layers needs --recompute-granularity full"),
+        ("--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
+        ("--no-align-grad-reduce", "--no-align-grad-reduce needs --overlap-grad-reduce"),
+        ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm needs --qk-layernorm"),
+        (
+            "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard --create-all-gather-group",
+            "--create-all-gather-group does nothing with --data-parallel-sharding-strategy no_shard",
         ),
         (
             "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation --num-distributed-optimizer-instances 2",

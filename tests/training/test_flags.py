@@ -313,7 +313,7 @@ PARALLELISM = (
     ),
     changes(
         "--expert-tensor-parallel-size 2",
-        EXPERTS,
+        f"{EXPERTS} --expert-model-parallel-size 2",
         model__expert_tensor_parallel_size=2,
         groups__expert_tensor_parallel_size=2,
     ),
@@ -488,8 +488,8 @@ READ_BY = {
         max_position_embeddings untie_embeddings_and_output_weights""",
     "data": """seq_length micro_batch_size mock_data data_path train_data_path valid_data_path test_data_path split
         data_cache_path num_workers mmap_bin_files create_attention_mask_in_dataloader reset_position_ids
-        reset_attention_mask eod_mask_loss dataloader_type eval_iters""",
-    "loop": """global_batch_size rampup_batch_size train_iters train_samples exit_interval exit_duration_in_mins
+        reset_attention_mask eod_mask_loss dataloader_type eval_iters train_samples""",
+    "loop": """global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
         exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc manual_gc_interval log_params_norm
         profile profile_step_start profile_step_end profile_ranks""",
     "ranks": "seed",

@@ -75,6 +75,14 @@ def check_tensor_parallel_sizes(check: Check) -> None:
     if tensor > 1:
         for dest in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "moe_shared_expert_intermediate_size"):
             check.require_multiple(dest, tensor, f"--tensor-model-parallel-size {tensor} divides it")
+        if args.multi_latent_attention:
+            check.require_multiple("q_lora_rank", tensor, f"--tensor-model-parallel-size {tensor} divides it")
+            joint = args.kv_lora_rank + args.qk_pos_emb_head_dim
+            check.require(
+                joint % tensor == 0,
+                f"--kv-lora-rank and --qk-pos-emb-head-dim together, {joint}, must be a multiple of"
+                f" --tensor-model-parallel-size {tensor}",
+            )
         groups = args.num_query_groups
         check.require(
             not args.group_query_attention or groups < 1 or groups % tensor == 0 or tensor % groups == 0,
@@ -140,6 +148,10 @@ def complete_experts(check: Check) -> None:
     ranks = args.expert_model_parallel_size
     if ranks > 1:
         check.require_multiple("num_experts", ranks, f"--expert-model-parallel-size {ranks} divides them")
+    check.require(
+        args.moe_layer_freq and (isinstance(args.moe_layer_freq, int) or any(args.moe_layer_freq)),
+        "--moe-layer-freq gives experts to no layer: leave out --num-experts, or name at least one layer",
+    )
     if isinstance(args.moe_layer_freq, list) and args.num_layers:
         check.require(
             len(args.moe_layer_freq) == args.num_layers,

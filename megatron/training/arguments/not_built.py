@@ -161,6 +161,16 @@ NEEDS: tuple[Needs, ...] = (
         "does nothing with --multi-latent-attention",
     ),
     Needs("mtp_loss_scaling_factor", "mtp_num_layers", (), "needs --mtp-num-layers"),
+    Needs(
+        "megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group",
+        "data_parallel_sharding_strategy",
+        ("optim", "optim_grads", "optim_grads_params"),
+        "does nothing with --data-parallel-sharding-strategy no_shard, which gathers nothing",
+    ),
+    Needs("recompute_method recompute_num_layers", "recompute_granularity", ("full",), "needs --recompute-granularity full"),
+    Needs("recompute_modules", "recompute_granularity", ("selective",), "needs --recompute-granularity selective"),
+    Needs("align_grad_reduce", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
+    Needs("apply_wd_to_qk_layernorm", "qk_layernorm", (True,), "needs --qk-layernorm"),
     Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
     Needs(
         "use_rope_scaling rope_scaling_factor rotary_interleaved no_rope_freq",

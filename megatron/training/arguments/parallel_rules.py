@@ -56,6 +56,13 @@ def divide_ranks(check: Check) -> None:
         check.require(
             size % instances == 0, f"--num-distributed-optimizer-instances {instances} must divide the {size} {words}"
         )
+    if args.num_experts and args.expert_model_parallel_size == 1:
+        # Without expert parallelism Megatron-Core reduces experts over the data ranks of everything else.
+        check.require(
+            args.expert_tensor_parallel_size == tensor,
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} beside --tensor-model-parallel-size {tensor} "
+            "needs --expert-model-parallel-size of at least 2: Megatron-Core would reduce experts over the wrong ranks",
+        )
     if args.num_experts and args.use_tp_pp_dp_mapping and pipeline > 1:
         # Megatron-Core then needs the same pipeline groups for experts and for everything else.
         check.require(
@@ -69,6 +76,7 @@ def complete_sequence_parallelism(check: Check) -> None:
     """Where sequences are cut: over context ranks in two chunks each, and over tensor ranks."""
     args = check.args
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    check.require(context > 1 or not check.changed("cp_comm_type"), "--cp-comm-type needs --context-parallel-size above 1")
     if args.sequence_parallel and tensor == 1:
         args.sequence_parallel = False
         check.notes.append("--sequence-parallel: off, it needs tensor parallelism")
@@ -125,10 +133,15 @@ def follow_layout(check: Check) -> None:
     check.require(not others, f"--pipeline-model-parallel-layout says it all: leave out {', '.join(others)}")
     try:
         layout = PipelineParallelLayerLayout(args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size)
-        layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
+        predicts_alone = layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
     except (AssertionError, NotImplementedError) as error:
         check.problems.append(f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: {error}")
         return
+    check.require(
+        not predicts_alone,
+        f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: m (the layers that predict more tokens) must "
+        "be in the last stage, whose embedding is kept equal to the first one's",
+    )
     stages = layout.virtual_pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = stages if stages > 1 else None
 

@@ -103,8 +103,6 @@ def choose_data_parallelism(check: Check) -> None:
 def imply_fsdp(check: Check) -> None:
     """Settings that follow from --use-megatron-fsdp."""
     args = check.args
-    if args.use_torch_fsdp2:
-        check.problems.append("--use-megatron-fsdp and --use-torch-fsdp2 exclude each other: give one of them")
     implied = {
         "data_parallel_sharding_strategy": "optim_grads_params",
         "use_distributed_optimizer": True,
