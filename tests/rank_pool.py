@@ -37,6 +37,9 @@ MAX_GROUPS = 32
 """Process groups that may pile up over the jobs of a world before it is built anew, which costs as much as ten jobs.
 
 The threads of each poll, and keep the cores from the jobs."""
+MAX_THREADS = 200
+"""Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
+torch still holds a destroyed group, and they poll."""
 PRELOAD = ["torch.distributed.tensor", "megatron.core.distributed", "megatron.core.optimizer", "pytest", rank_process.__name__]
 """Imported once, by the server that ranks are forked from."""
 
@@ -65,11 +68,15 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         group = _groups[world_size] = RankGroup(world_size)
     group.resume()
     try:
-        return group.run(call, timeout)
+        results = group.run(call, timeout)
     except BaseException:  # KeyboardInterrupt too: ranks in an unknown state are of no use to the next test
         del _groups[world_size]
         group.kill()
         raise
+    if group.is_spent:
+        del _groups[world_size]
+        group.kill()
+    return results
 
 
 def shut_down() -> None:
@@ -91,6 +98,7 @@ class RankGroup:
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._fresh_world = False
+        self.is_spent = False
         self._paused = False
         try:
             for rank in range(world_size):
@@ -140,6 +148,7 @@ class RankGroup:
                 connection.send(job)
         reports = self._collect(timeout)
         self._fresh_world = _is_worn({report.num_groups for report in reports})
+        self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
         return [pickle.loads(report.result or b"") for report in reports]
 
     def _collect(self, timeout: float) -> list[Report]:

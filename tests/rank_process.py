@@ -23,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import psutil
+
 OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|training)|megatron_fsdp)(\.|$)"
 """Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
 
@@ -51,11 +53,12 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank answers: the pickled result, or the text of a traceback; and how many process groups it now has."""
+    """What a rank answers: the pickled result, or the text of a traceback; how many process groups and threads it now has."""
 
     result: bytes | None = None
     failure: str | None = None
     num_groups: int = 1
+    num_threads: int = 1
 
 
 def serve(place: RankPlace, connection: Connection) -> None:
@@ -130,7 +133,7 @@ def _run_job(job: Job, place: RankPlace, number: int) -> Report:
             importlib.invalidate_caches()
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
-        return Report(result=result, num_groups=_count_groups())
+        return Report(result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads())
     except BaseException as error:  # SystemExit and pytest's outcomes too: a rank must always answer
         return Report(failure=_format(error))
     finally:

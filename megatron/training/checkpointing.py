@@ -116,7 +116,8 @@ def load(
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:
         causes = [_cause(error, rank) for rank in sorted(error.failures)]
-        raise ValueError("\n  ".join([f"{source} cannot be loaded, its files are damaged or of another run:", *causes])) from error
+        head = f"{source} cannot be loaded, its files are damaged or of another run:"
+        raise ValueError("\n  ".join([head, *causes])) from error
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
     if not weights_only:
@@ -130,7 +131,7 @@ def load(
         say(f"{source} has no random state for some of this run's ranks: their generators begin anew")
     elif with_rng:
         _restore_rng(loaded["rng_state"])
-    say(f"loaded {'the weights of ' if weights_only else ''}{source}" + ("" if weights_only else f", iteration {args.iteration}"))
+    say(f"loaded the weights of {source}" if weights_only else f"loaded {source}, iteration {args.iteration}")
 
 
 def run_state(args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool) -> dict[str, Any]:
@@ -215,7 +216,9 @@ def _check_format(source: Path, expected: str) -> None:
     actual = "torch_dist" if (source / "metadata.json").is_file() else "fsdp_dtensor"
     if actual != expected:
         flag = "with" if actual == "fsdp_dtensor" else "without"
-        raise ValueError(f"{source} is in the format {actual}, but this run reads {expected}: it was written {flag} --use-megatron-fsdp")
+        raise ValueError(
+            f"{source} is in the format {actual}, but this run reads {expected}: it was written {flag} --use-megatron-fsdp"
+        )
 
 
 def _cause(error: CheckpointException, rank: int) -> str | None:
