@@ -75,7 +75,7 @@ class Combination:
 
     @property
     def reference(self) -> str:
-        # With several instances Megatron-Core shards the optimizer; so it does with one where we do.
+        # Several instances are a matter of the distributed optimizer.
         return f"{self.line} --use-distributed-optimizer" if "inst" in self.layout else self.line
 
 
