@@ -32,7 +32,7 @@ TRAINING=(
     --lr 3e-3
     --min-lr 2e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 20
+    --lr-warmup-fraction 0.08
     --weight-decay 0.1
 )
 OUTPUT=(

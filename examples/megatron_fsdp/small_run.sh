@@ -17,7 +17,7 @@ TRAINING=(
     --lr 3e-3
     --min-lr 3e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-fraction 0.1
     --weight-decay 0.1
     --log-interval 10
     --eval-iters 2
