@@ -19,6 +19,8 @@ from tests.rank_process import OUR_MODULES  # noqa: E402
 def pytest_configure(config: pytest.Config) -> None:
     """No warning of ours may reach the user: here, as in the ranks, it is an error."""
     config.addinivalue_line("filterwarnings", f"error:::{OUR_MODULES}")
+    if not config.option.collectonly:
+        rank_pool.start_server()
 
 
 def pytest_unconfigure() -> None:

@@ -46,4 +46,14 @@ def initialize(args: Any) -> None:
         vars(parallel_state).update(_kept[layout])
         return
     initialize_model_parallel(args)
+    _level_group_counts()
     _kept[layout] = {name: getattr(parallel_state, name) for name in GLOBALS}
+
+
+def _level_group_counts() -> None:
+    """Give ranks that are in fewer groups than others some of their own: a world of unequal ranks ends with the job."""
+    counts: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_map))
+    for rank, count in enumerate(counts):
+        for _ in range(max(counts) - count):
+            dist.new_group([rank])

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,13 @@ START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
 """Seconds the other ranks get to report after one rank failed: often all fail, and each traceback helps."""
-MAX_GROUPS = 32
-"""Process groups that may pile up over the jobs of a world before it is built anew, which costs as much as ten jobs.
+MAX_GROUPS = 200
+"""Process groups that may pile up over the jobs of a world before it is built anew, each with two threads and its sockets.
 
-The threads of each poll, and keep the cores from the jobs."""
-MAX_THREADS = 200
+What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as much as ten jobs."""
+MAX_THREADS = 1000
 """Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
-torch still holds a destroyed group, and they poll."""
+torch still holds a destroyed group."""
 PRELOAD = ["torch.distributed.tensor", "megatron.core.distributed", "megatron.core.optimizer", "pytest", rank_process.__name__]
 """Imported once, by the server that ranks are forked from."""
 
@@ -77,6 +78,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
         del _groups[world_size]
         group.kill()
     return results
+
+
+def start_server() -> None:
+    """Let the server import what ranks need while the test process does something else. It takes seconds."""
+    forkserver.ensure_running()
 
 
 def shut_down() -> None:

@@ -14,6 +14,7 @@ import os
 import pickle
 import queue
 import random
+import resource
 import signal
 import sys
 import threading
@@ -21,12 +22,16 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 
 import psutil
 
 OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|training)|megatron_fsdp)(\.|$)"
 """Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
+
+JOBS_BETWEEN_FULL_COLLECTIONS = 50
+"""What jobs have left for the next ones (caches, modules) is not walked at every job: that takes longer than most jobs."""
 
 SEED = 1234
 """Every job starts with all generators seeded with this number, the same on each rank."""
@@ -65,6 +70,7 @@ def serve(place: RankPlace, connection: Connection) -> None:
     """Run jobs until the test process closes its end of `connection`. Never returns normally: the receiver ends the process."""
     os.setsid()  # own process group: Ctrl-C in the terminal does not reach it, and killing it takes its children along
     _die_with_parent()
+    _allow_many_sockets()
     _set_environment(place)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
@@ -82,6 +88,14 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _allow_many_sockets() -> None:
+    """Each group of a rank has one to every other rank; some systems allow 256 unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 8192 if hard == resource.RLIM_INFINITY else min(hard, 8192)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _set_environment(place: RankPlace) -> None:
@@ -110,8 +124,24 @@ def _prepare_torch() -> None:
     import torch
 
     torch.set_num_threads(1)
+    _share_one_device()
     gc.collect()
     gc.freeze()  # what was imported so far stays for good: `gc.collect` between jobs need not walk it
+
+
+def _share_one_device() -> None:
+    """One gloo device for all process groups of this rank: each device has a thread that polls, and groups are many."""
+    import torch.distributed as dist
+
+    kind = dist.ProcessGroupGloo
+    device, make = kind.create_default_device(), kind.__init__
+
+    def make_on_device(group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        options = kind._Options()
+        options._devices, options._timeout = [device], timeout
+        make(group, store, rank, size, options)
+
+    kind.__init__ = make_on_device
 
 
 def _join_world(place: RankPlace, number: int) -> None:
@@ -182,11 +212,19 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-    gc.collect()
+    _collect_garbage(everything=fresh_world or number % JOBS_BETWEEN_FULL_COLLECTIONS == 0)
     random.seed(SEED)
     torch.manual_seed(SEED)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(SEED)
+
+
+def _collect_garbage(everything: bool) -> None:
+    """That of the job before; with `everything`, also what jobs before it have left and other jobs have let go of since."""
+    if everything:
+        gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 def _forget_meshes() -> None:
@@ -210,5 +248,6 @@ def _destroy_megatron_core_globals() -> None:
         module.destroy_rerun_state_machine()
     if (module := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
         module.get_moe_layer_wise_logging_tracker().clear()  # has a place for each layer of the last model
+        module.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # has the shape that the last loop gave it
     if (module := sys.modules.get("megatron.core.transformer.multi_token_prediction")) is not None:
         module.MTPLossLoggingHelper.tracker.clear()

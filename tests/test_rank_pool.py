@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 import warnings
+import weakref
+from argparse import Namespace
 from pathlib import Path
 
 import psutil
@@ -14,7 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import MAX_GROUPS, RankFailure, run_ranks
+from tests.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -56,8 +60,10 @@ def hang_on_rank_zero() -> None:
 
 def leave_a_mess() -> None:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))
     torch.set_default_dtype(torch.float64)
     torch.rand(3)
     os.environ["LEFT_BEHIND"] = "1"
@@ -66,7 +72,9 @@ def leave_a_mess() -> None:
 
 def look_for_a_mess() -> tuple[bool, torch.dtype, float, bool, str]:
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))  # refused where one of another shape was left
     dist.all_reduce(torch.ones(1))
     return (
         parallel_state.model_parallel_is_initialized(),
@@ -84,6 +92,42 @@ def make_groups(count: int, members: list[int]) -> None:
 
 def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
+
+
+def threads_of_new_groups(count: int) -> int:
+    before = psutil.Process().num_threads()
+    make_groups(count, [0, 1])
+    return psutil.Process().num_threads() - before
+
+
+def initialize_pipeline() -> None:
+    """Of three stages, whose middle one is in fewer groups than the others."""
+    initialize(Namespace(**{**vars(ONE_AXIS), "pipeline_model_parallel_size": 3}))
+
+
+class Cycle:
+    """Freed by nothing but a garbage collection."""
+
+    watched: list["weakref.ref[Cycle]"] = []
+    held: list["Cycle"] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def leave_a_cycle(held: bool) -> None:
+    cycle = Cycle()
+    Cycle.watched.append(weakref.ref(cycle))
+    if held:
+        Cycle.held.append(cycle)
+
+
+def let_go() -> None:
+    Cycle.held.clear()
+
+
+def num_cycles_left() -> int:
+    return sum(reference() is not None for reference in Cycle.watched)
 
 
 def take_the_world_down() -> None:
@@ -181,6 +225,27 @@ def test_world_with_worn_groups_is_rebuilt(count: int, members: list[int]) -> No
     run_ranks(2, make_groups, count, members)
     assert run_ranks(2, count_groups) == [1, 1]
     assert run_ranks(2, process_id) == before
+
+
+def test_groups_share_the_thread_that_polls() -> None:
+    assert run_ranks(2, threads_of_new_groups, 5) == [2 * 5] * 2
+
+
+def test_a_layout_is_kept_though_its_ranks_are_in_different_numbers_of_groups() -> None:
+    run_ranks(3, initialize_pipeline)
+    counts = run_ranks(3, count_groups)
+    assert counts == [counts[0]] * 3 and counts[0] > 1
+    run_ranks(3, initialize_pipeline)
+    assert run_ranks(3, count_groups) == counts
+
+
+def test_what_a_job_leaves_is_collected_before_the_next_one_and_what_is_let_go_later_in_time() -> None:
+    run_ranks(1, leave_a_cycle, held=False)
+    assert run_ranks(1, num_cycles_left) == [0]
+    run_ranks(1, leave_a_cycle, held=True)
+    assert run_ranks(1, num_cycles_left) == [1]
+    run_ranks(1, let_go)
+    assert [0] in [run_ranks(1, num_cycles_left) for _ in range(JOBS_BETWEEN_FULL_COLLECTIONS)]
 
 
 def test_world_taken_down_by_a_job_is_rebuilt_with_the_same_processes() -> None:

@@ -115,10 +115,10 @@ def check(model: nn.Module, actual: dict[str, Tensor], expected: dict[str, Tenso
 
 
 def main() -> None:
-    backend, *ways = sys.argv[1:]
     dist.init_process_group("gloo")
     mesh = shard_mesh()
-    for way in ways:
+    for run in sys.argv[1:]:
+        backend, way = run.split(maxsplit=1)
         for level in (2, 3):
             try:
                 train(way, level, backend, mesh)
@@ -126,7 +126,7 @@ def main() -> None:
                 error.add_note(f"{way} at level {level} with {backend}")
                 raise
         if dist.get_rank() == 0:
-            print("equal:", way, flush=True)
+            print("equal:", run, flush=True)
     dist.destroy_process_group()
 
 

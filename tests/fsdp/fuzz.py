@@ -104,7 +104,7 @@ def run_draws(seed: int, first: int, last: int, world_size: int) -> None:
             error.add_note(f"draw {number} of seed {seed} on {world_size} ranks: {case}")
             raise
     dist.barrier()
-    dist.destroy_process_group()  # the threads of many meshes' groups would keep a core busy for the rest of the run
+    dist.destroy_process_group()  # the groups of many meshes are of no use to the rest of the run
 
 
 @click.command()

@@ -9,15 +9,13 @@ import pytest
 
 from tests.fsdp.fuzz import WORLD_SIZES, draw_case, run_draws
 
-DRAWS = 60
-"""For each world size; other seeds than those that were run when the engine was written find what a change breaks."""
+DRAWS = 12
+"""For each world size, to keep the way in alive; what a draw has found is a named test elsewhere."""
 
 
-@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_combinations_match_the_unsharded_model(ranks: Callable[..., list[Any]], world_size: int, part: int) -> None:
-    each = DRAWS // 3
-    ranks(world_size, run_draws, 0, part * each, (part + 1) * each, world_size)
+def test_random_combinations_match_the_unsharded_model(ranks: Callable[..., list[Any]], world_size: int) -> None:
+    ranks(world_size, run_draws, 0, 0, DRAWS, world_size)
 
 
 def test_draws_reach_everything() -> None:

@@ -215,15 +215,16 @@ class Difference:
         return found + (["other numbers of zeros in the gradient"] if counted and not self.zeros_agree else [])
 
 
-def measure(combination: Combination) -> Difference:
+def measure(combination: Combination, steps: int = STEPS) -> Difference:
     """Run both."""
-    theirs, ours = run_ranks(combination.ranks, train, combination.reference, combination.ours, timeout=900)[0]
-    assert len(theirs.losses) == len(ours.losses) == STEPS
-    norms = 1 if BF16 in combination.flags else STEPS
+    lines = (f"{line} --train-iters {steps}" for line in (combination.reference, combination.ours))
+    theirs, ours = run_ranks(combination.ranks, train, *lines, timeout=900)[0]
+    assert len(theirs.losses) == len(ours.losses) == steps
+    norms = 1 if BF16 in combination.flags else steps
     return Difference(
-        loss=_largest(ours, theirs, "lm loss", STEPS),
+        loss=_largest(ours, theirs, "lm loss", steps),
         norm=_largest(ours, theirs, "grad-norm", norms),
-        params_norm=_largest(ours, theirs, "params-norm", STEPS),
+        params_norm=_largest(ours, theirs, "params-norm", steps),
         zeros_agree=ours.column("num-zeros")[0] == theirs.column("num-zeros")[0],
     )
 

@@ -24,6 +24,8 @@ COVERING = (
     "4 ranks, ep2, level 3, moe alltoall, calculate-per-token-loss",
     "8 ranks, tp2 sp pp2 ep2 etp1, level 3, deepseek mtp",
 )
+STEPS = 3
+"""The second begins with weights that the first has changed, the third with an optimizer whose state the second has used."""
 ROWS = {row.name: row for row in TABLE}
 
 
@@ -33,4 +35,4 @@ def test_the_table_is_large_and_its_rows_have_names_of_their_own():
 
 @pytest.mark.parametrize("name", COVERING)
 def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name):
-    assert not measure(ROWS[name]).problems(ROWS[name])
+    assert not measure(ROWS[name], STEPS).problems(ROWS[name])

@@ -18,6 +18,9 @@ WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropo
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 
+BEGINNING = 6
+"""Steps of the reference that every strategy repeats: warm-up, the first of the decay, and some more of Adam's state."""
+
 
 @pytest.fixture(scope="module")
 def reference() -> Record:
@@ -31,11 +34,12 @@ def test_the_reference_learns(reference):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_trains_as_ddp_does(strategy, reference):
-    runs = run_ranks(2, train, f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy}")
-    assert runs[0][0].losses == runs[1][0].losses
-    assert_close(runs[0][0].losses, reference.losses, 1e-5)
-    assert_close(runs[0][0].column("grad-norm"), reference.column("grad-norm"), 1e-4)
-    assert runs[0][0].column("learning-rate") == reference.column("learning-rate")
+    line = f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"
+    (run,), (other,) = run_ranks(2, train, line)
+    assert run.losses == other.losses and len(run.losses) == BEGINNING
+    assert_close(run.losses, reference.losses[:BEGINNING], 1e-5)
+    assert_close(run.column("grad-norm"), reference.column("grad-norm")[:BEGINNING], 1e-4)
+    assert run.column("learning-rate") == reference.column("learning-rate")[:BEGINNING]
 
 
 def compare(flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = "") -> Record:
