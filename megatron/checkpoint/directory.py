@@ -4,17 +4,23 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Stands in the place of an iteration where a model was converted from elsewhere: weights to begin with."""
+
+_ITERATION = re.compile(r"^iter_(\d{7,})$")
 
 
-def iteration_directory(root: str | Path, iteration: int) -> Path:
-    return Path(root) / f"iter_{iteration:07d}"
+def iteration_directory(root: str | Path, iteration: int | str) -> Path:
+    return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
-def find(root: str | Path, iteration: int) -> Path | None:
+def find(root: str | Path, iteration: int | str) -> Path | None:
     """The directory of a complete iteration; None where there is none.
 
     A save that replaces an iteration and is killed between its two renames leaves the old one under another name.
@@ -27,13 +33,13 @@ def _replaced(final: Path) -> Path:
     return final.with_name(f".old_{final.name}")
 
 
-def staging_directory(root: str | Path, iteration: int) -> Path:
+def staging_directory(root: str | Path, iteration: int | str) -> Path:
     """Where an iteration is written before it is published. No reader looks there."""
-    return Path(root) / f".writing_iter_{iteration:07d}"
+    return Path(root) / f".writing_{iteration_directory('', iteration).name}"
 
 
-def read_tracker(root: str | Path) -> int | None:
-    """The newest complete iteration; None without a tracker file.
+def read_tracker(root: str | Path) -> int | str | None:
+    """The newest complete iteration, or ``RELEASE``; None without a tracker file.
 
     Raises:
         ValueError: where the tracker names no iteration.
@@ -41,13 +47,107 @@ def read_tracker(root: str | Path) -> int | None:
     path = Path(root) / TRACKER
     if not path.is_file():
         return None
-    text = path.read_text().strip()
-    if not text.isdigit():
+    text = path.read_text(errors="replace").strip()
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdecimal():
         raise ValueError(f"{path} should hold an iteration number but holds {text[:40]!r}")
     return int(text)
 
 
-def prepare(root: str | Path, iteration: int) -> Path:
+def locate(path: str | Path) -> Path:
+    """The directory of one iteration: ``path``, or the one that the tracker in ``path`` names.
+
+    Raises:
+        ValueError: where there is no checkpoint, with what there is instead.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint is expected")
+    if (path / ".metadata").is_file():
+        return path
+    iteration = read_tracker(path)
+    if iteration is None:
+        inside = sorted(each.name for each in path.iterdir() if _ITERATION.match(each.name) or each.name == RELEASE)
+        hint = f"; name one of {', '.join(inside)}" if inside else ""
+        raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
+    found = find(path, iteration)
+    if found is None:
+        raise ValueError(f"{path / TRACKER} names {iteration_directory('', iteration)}, which is not there")
+    return found
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where something new appears when it is complete.
+
+    Attributes:
+        final: the directory.
+        tracked: its iteration, which the tracker beside it then names; None for a directory without one.
+    """
+
+    final: Path
+    tracked: int | str | None = None
+
+    @property
+    def staging(self) -> Path:
+        """Where it is written before. No reader looks there."""
+        return self.final.with_name(f".writing_{self.final.name}")
+
+    def publish(self) -> None:
+        """Called on one rank."""
+        if self.tracked is not None:
+            publish(self.final.parent, self.tracked)
+            return
+        if self.final.exists():
+            self.final.rmdir()  # it was empty
+        self.staging.rename(self.final)
+
+
+def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
+    """A checkpoint of ``iteration`` in the directory ``path``, or at ``path`` itself if that is the name of an iteration.
+
+    Raises:
+        ValueError: where something is there already.
+    """
+    path = Path(path)
+    if not (_ITERATION.match(path.name) or path.name == RELEASE):
+        _refuse_existing(path)
+        return Output(iteration_directory(path, iteration), iteration)
+    if path.name != iteration_directory("", iteration).name:
+        raise ValueError(f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}")
+    _refuse_existing(path)
+    return Output(path, iteration)
+
+
+def same_iteration(source: Path, path: str | Path) -> Output:
+    """A changed copy of ``source`` in ``path``: of the same iteration, where the name of ``source`` is one.
+
+    Raises:
+        ValueError: where something is there already.
+    """
+    number = _ITERATION.match(source.name)
+    if number is None and source.name != RELEASE:
+        return new_directory(path)
+    return new_checkpoint(path, int(number[1]) if number is not None else RELEASE)
+
+
+def new_directory(path: str | Path) -> Output:
+    """A directory without iterations.
+
+    Raises:
+        ValueError: where something is there already.
+    """
+    _refuse_existing(Path(path))
+    return Output(Path(os.path.abspath(path)))
+
+
+def _refuse_existing(path: Path) -> None:
+    if path.is_file() or (path.is_dir() and any(not each.name.startswith(".writing_") for each in path.iterdir())):
+        raise ValueError(f"{path} exists; nothing is overwritten: name a new directory, or remove it")
+
+
+def prepare(root: str | Path, iteration: int | str) -> Path:
     """An empty staging directory. Called on one rank."""
     staging = staging_directory(root, iteration)
     if staging.exists():  # left by a save that was interrupted
@@ -56,7 +156,7 @@ def prepare(root: str | Path, iteration: int) -> Path:
     return staging
 
 
-def publish(root: str | Path, iteration: int) -> Path:
+def publish(root: str | Path, iteration: int | str) -> Path:
     """Make a completely written checkpoint visible: rename it, then point the tracker at it. Called on one rank."""
     staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
     old = _replaced(final)

@@ -22,7 +22,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.fsdp_dtensor import META_PREFIX, STATE_PREFIX, entry_names, plain_name, wrapper_prefix
+from megatron.checkpoint.fsdp_dtensor import META_PREFIX, STATE_PREFIX, without_layout, wrapper_prefix
+from megatron.checkpoint.key_rules import entry_names, plain_name
+from megatron.checkpoint.listing import some
 from megatron.fsdp import MegatronFSDP, uneven_dtensor
 from megatron.fsdp.sharded_param import ShardedParam
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
@@ -110,7 +112,7 @@ def handle_experts_in_state_dict(state_dict: Mapping[str, Any], num_experts: int
     """
     wrong = [key for key in state_dict for number in _EXPERT.findall(key) if num_experts and int(number) >= num_experts]
     if wrong:
-        raise ValueError(f"the model has {num_experts} experts, numbered from 0: {_some(wrong)}")
+        raise ValueError(f"the model has {num_experts} experts, numbered from 0: {some(wrong)}")
     return dict(state_dict)
 
 
@@ -137,7 +139,7 @@ def print_diff_in_state_dicts(
         "other shapes": _shapes(asked, have),
     }
     for title, keys in lists.items():
-        print(f"{title}: {_some(keys, limit) or 'nothing'}", flush=True)
+        print(f"{title}: {some(keys, limit) or 'nothing'}", flush=True)
 
 
 # ---- the optimizer ---------------------------------------------------------------------------------------------------
@@ -198,7 +200,7 @@ def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
         parameters = _parameters(optimizer)
         unknown = sorted(name for name in state_dict["state"] if name not in parameters)
         if unknown:
-            raise ValueError(f"the optimizer has no parameters of these names: {_some(unknown)}")
+            raise ValueError(f"the optimizer has no parameters of these names: {some(unknown)}")
         meta = state_dict["param_to_group_meta"]
         names_of_groups = [map(optimizer._param_name, group["params"]) for group in optimizer.param_groups]
         fields_of_groups = [_fields_of_group(names, meta) for names in names_of_groups]
@@ -215,20 +217,15 @@ def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _fields_of_group(names: Iterable[str], meta: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """What those parameters of a group that the file knows all say about it."""
-    fields = {name: _without_layout(meta[name]) for name in names if name in meta}
+    fields = {name: without_layout(meta[name]) for name in names if name in meta}
     first = next(iter(fields), None)
     different = [name for name in fields if fields[name] != fields[first]]
     if different:
         raise ValueError(
-            f"the checkpoint has other param groups than this run: {first} and {_some(different)} are in one group here, and"
+            f"the checkpoint has other param groups than this run: {first} and {some(different)} are in one group here, and"
             " differ there (--no-load-optim loads weights only)"
         )
     return fields[first] if fields else {}
-
-
-def _without_layout(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what depends on the number of expert ranks: one has no groups of their own for experts."""
-    return {field: value for field, value in fields.items() if field != "is_expert_parallel"}
 
 
 @torch.no_grad()
@@ -288,8 +285,8 @@ def _check(state_dict: Mapping[str, Any], have: Mapping[str, Any], is_partial: b
     """Refuse what does not fit, before anything is overwritten."""
     asked, _ = flatten_state_dict(dict(state_dict))
     shapes, missing = _shapes(asked, have), [] if is_partial else sorted(asked.keys() - have.keys())
-    problems = [f"other shapes: {_some(shapes)}"] if shapes else []
-    problems += [f"not in the file: {_some(missing)}"] if missing else []
+    problems = [f"other shapes: {some(shapes)}"] if shapes else []
+    problems += [f"not in the file: {some(missing)}"] if missing else []
     if any(line.startswith("rng_state") for line in shapes + missing):
         problems.append("the random state does not fit this machine or layout: --no-load-rng skips it")
     _refuse(problems)
@@ -305,7 +302,7 @@ def replace_create_global_plan(original: Callable[..., list[LoadPlan]]) -> Calla
             parts = ("model.", STATE_PREFIX) if content.get("optimizer") else ("model.",)
             have = planner.metadata.state_dict_metadata
             left = [key for key, entry in have.items() if key.startswith(parts) and key not in asked and not _is_empty(entry)]
-            _refuse([f"only in the file: {_some(sorted(left))}"] if left else [])
+            _refuse([f"only in the file: {some(sorted(left))}"] if left else [])
         return original(planner, global_plan)
 
     return create_global_plan
@@ -329,8 +326,3 @@ def _shapes(asked: Mapping[str, Any], have: Mapping[str, Any]) -> list[str]:
         for key, value in asked.items()
         if isinstance(value, torch.Tensor) and key in tensors and tensors[key].size != value.shape
     ]
-
-
-def _some(items: Sequence[str], limit: int = 6) -> str:
-    more = f", … and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

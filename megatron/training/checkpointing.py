@@ -194,7 +194,7 @@ def _find(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Path, b
             if source is None:
                 missing = directory.iteration_directory(root, iteration)
                 raise ValueError(f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}")
-            return source, weights_only
+            return source, weights_only or iteration == directory.RELEASE
     if args.pretrained_checkpoint:
         raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}")
     if args.load and (args.exit_on_missing_checkpoint or args.finetune):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,18 +24,21 @@ from megatron.checkpoint.fsdp_dtensor import (
     META_PREFIX,
     MODEL_PREFIX,
     STATE_PREFIX,
-    entry_names,
-    plain_name,
+    names_in_file,
+    without_layout,
     wrapper_prefix,
 )
+from megatron.checkpoint.key_rules import VOCABULARY, canonical_name, entry_names, plain_name
+from megatron.checkpoint.listing import some
+from megatron.checkpoint.safe_loading import SafePlanner, SafeReader
 from megatron.fsdp.collectives import agree
 from megatron.fsdp.uneven import dtensor_over
 from megatron.mcore_adapter import FullyShardedDataParallel
 
 __all__ = ["CHECKPOINT_VERSION", "load", "save"]
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters with a row for every token of the vocabulary, and more so that tensor parallelism can divide them."""
+NameInFile = Callable[[str], str]
+"""Name of a parameter in the model -> in a file."""
 
 
 def save(
@@ -70,14 +73,16 @@ def load(
             allowed; before anything is overwritten.
     """
     metadata = _read_metadata(source)
-    content: dict[str, Any] = {**_with_rng_of_file(state, metadata), "model": model_entries(args, model)}
+    in_file = _spelled_as(metadata)
+    content: dict[str, Any] = {**_with_rng_of_file(state, metadata), "model": model_entries(args, model, in_file)}
     del content["checkpoint_version"]
     if "num_floating_point_operations_so_far" not in metadata.state_dict_metadata:
         del content["num_floating_point_operations_so_far"]
     if optimizer is not None:
-        names = [plain_name(name) for name in named_parameters(model)]
+        names = [in_file(plain_name(name)) for name in named_parameters(model)]
         prefix = wrapper_prefix(metadata.state_dict_metadata, names)
-        content["optimizer"] = optimizer_entries(args, model, optimizer, prefix if prefix is not None else own_prefix(model))
+        prefix = prefix if prefix is not None else own_prefix(model)
+        content["optimizer"] = optimizer_entries(args, model, optimizer, prefix, in_file)
         if optimizer.grad_scaler is not None and any(key.startswith("grad_scaler.") for key in metadata.state_dict_metadata):
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     _fit_padding(args, content, metadata, source)
@@ -89,7 +94,7 @@ def load(
     for chunk in model:
         chunk.load_state_dict(chunk.state_dict())
     if optimizer is not None:
-        _load_groups(model, optimizer, content["optimizer"]["param_to_group_meta"])
+        _load_groups(model, optimizer, content["optimizer"]["param_to_group_meta"], in_file)
         if "grad_scaler" in content:
             optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
     if "rng_state" in content:
@@ -100,13 +105,23 @@ def load(
 def _read_metadata(source: Path) -> Metadata:
     metadata, damage = None, []
     try:
-        metadata = dcp.FileSystemReader(source).read_metadata()
-    except Exception as error:  # a pickle that was cut off or overwritten can fail in any way
-        damage = [f"{source / '.metadata'} is damaged: {type(error).__name__}: {error}"]
+        metadata = SafeReader(source).read_metadata()
+    except ValueError as error:
+        damage = [str(error)]
     damage = agree(damage)
     if damage:
         raise ValueError("\n".join(damage))
     return metadata
+
+
+def _spelled_as(metadata: Metadata) -> NameInFile:
+    """Names of parameters as the file has them: Transformer Engine's layers call some otherwise than local ones."""
+    known = names_in_file(metadata.state_dict_metadata)
+    return lambda name: known.get(canonical_name(name), name)
+
+
+def _as_it_is(name: str) -> str:
+    return name
 
 
 def _place_in_model() -> str:
@@ -138,7 +153,9 @@ def named_parameters(model: list[FullyShardedDataParallel]) -> dict[str, torch.n
     return {name: parameter for chunk in model for name, parameter in chunk.named_parameters()}
 
 
-def model_entries(args: argparse.Namespace, model: list[FullyShardedDataParallel]) -> dict[str, torch.Tensor]:
+def model_entries(
+    args: argparse.Namespace, model: list[FullyShardedDataParallel], in_file: NameInFile = _as_it_is
+) -> dict[str, torch.Tensor]:
     """``module.<name>`` -> main weight or buffer of this pipeline stage, sharing storage with the model."""
     entries: dict[str, torch.Tensor] = {}
     for key, value in (item for chunk in model for item in chunk.module.state_dict(keep_vars=True).items()):
@@ -146,16 +163,20 @@ def model_entries(args: argparse.Namespace, model: list[FullyShardedDataParallel
             continue
         sharded = getattr(value, "_fsdp_sharded", None)
         if sharded is None:
-            entries[key] = value
+            entries[MODEL_PREFIX + in_file(plain_name(key))] = value
             continue
-        names = entry_names(plain_name(key), args.swiglu)
+        names = entry_names(in_file(plain_name(key)), args.swiglu)
         for name, piece in zip(names, sharded.checkpoint_tensors(len(names))):
             entries[MODEL_PREFIX + name] = piece
     return entries
 
 
 def optimizer_entries(
-    args: argparse.Namespace, model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, prefix: str
+    args: argparse.Namespace,
+    model: list[FullyShardedDataParallel],
+    optimizer: MegatronOptimizer,
+    prefix: str,
+    in_file: NameInFile = _as_it_is,
 ) -> dict[str, dict[str, Any]]:
     """State and group fields by name, under the wrapper prefix ``prefix``; tensors share storage with the optimizer."""
     raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
@@ -164,12 +185,12 @@ def optimizer_entries(
     for wrapped, slots in raw["state"].items():
         if not _is_stored(args, wrapped):
             continue
-        names = entry_names(plain_name(wrapped), args.swiglu)
+        names = entry_names(in_file(plain_name(wrapped)), args.swiglu)
         pieces = {slot: _pieces(parameters[wrapped], value, len(names)) for slot, value in slots.items()}
         for number, name in enumerate(names):
             state[prefix + name] = {slot: values[number] for slot, values in pieces.items()}
     meta = {
-        prefix + plain_name(wrapped): dict(fields)
+        prefix + in_file(plain_name(wrapped)): dict(fields)
         for wrapped, fields in raw["param_to_group_meta"].items()
         if _is_stored(args, wrapped)
     }
@@ -197,14 +218,12 @@ def own_prefix(model: list[FullyShardedDataParallel]) -> str:
     return name.removesuffix(plain_name(name))
 
 
-def _load_groups(model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]]) -> None:
+def _load_groups(
+    model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]], in_file: NameInFile
+) -> None:
     """Give every param group the fields that its parameters had."""
-    # Whether experts have groups of their own depends on the number of expert ranks: each run says that for itself.
-    fields_of = {
-        plain_name(name): {field: value for field, value in fields.items() if field != "is_expert_parallel"}
-        for name, fields in meta.items()
-    }
-    name_of = {parameter: plain_name(name) for name, parameter in named_parameters(model).items()}
+    fields_of = {plain_name(name): without_layout(fields) for name, fields in meta.items()}
+    name_of = {parameter: in_file(plain_name(name)) for name, parameter in named_parameters(model).items()}
     divided = []
     for group in optimizer.param_groups:
         names = [name_of[parameter] for parameter in group["params"]]
@@ -215,7 +234,7 @@ def _load_groups(model: list[FullyShardedDataParallel], optimizer: MegatronOptim
     if divided:
         raise ValueError(
             "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim skips them):"
-            f" {_some(divided)} had other settings than the rest of the group"
+            f" {some(divided)} had other settings than the rest of the group"
         )
 
 
@@ -293,10 +312,10 @@ def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata
     )
     ours = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
     unexpected = _asked_nowhere([key for key in sorted(have) if key.startswith(ours)], asked)
-    problems = [f"other shapes: {_some(shapes)}"] if shapes else []
+    problems = [f"other shapes: {some(shapes)}"] if shapes else []
     if args.strict_fsdp_dtensor_load:
-        problems += [f"not in the file: {_some(missing)}"] if missing else []
-        problems += [f"not in the model: {_some(unexpected)}"] if unexpected else []
+        problems += [f"not in the file: {some(missing)}"] if missing else []
+        problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
     if problems:
         hint = ""
         if any(key.startswith("rng_state") for key in missing) or any(line.startswith("rng_state") for line in shapes):
@@ -319,9 +338,4 @@ def _read(content: dict[str, Any], source: Path) -> None:
     """Fill ``content`` with what the file has of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        dcp.load(content, checkpoint_id=source, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
-
-
-def _some(items: list[str], limit: int = 6) -> str:
-    more = f", … and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+        dcp.load(content, storage_reader=SafeReader(source), planner=SafePlanner(allow_partial_load=True))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -27,6 +28,9 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.checkpoint.stored_checkpoint import StoredCheckpoint, read_metadata
+from megatron.checkpoint.torch_dist import read_common
+from megatron.fsdp.collectives import agree
 from megatron.training.gpt_model import unwrap
 
 
@@ -60,9 +64,14 @@ def load(
     Raises:
         ValueError: where it does not fit this run.
     """
+    _refuse_code(source)
     with whole_weights(model), quiet():
-        metadata = _saved_metadata(source) or content_metadata(args)
+        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(args)
         content = sharded_state(args, state, model, optimizer, metadata, is_loading=True)
+        known = read_metadata(source).state_dict_metadata
+        absent = [] if "rng_state" not in content or content["rng_state"].unique_key in known else ["no random state"]
+        if agree(absent):  # written under another layout; the caller says so
+            content.pop("rng_state", None)
         try:
             loaded = dist_checkpointing.load(content, str(source), strict=StrictHandling(args.dist_ckpt_strictness))
         except (CheckpointingException, KeyError, RuntimeError) as error:
@@ -76,11 +85,24 @@ def load(
     return loaded
 
 
-def _saved_metadata(source: Path) -> dict[str, Any] | None:
-    try:
-        return dist_checkpointing.load_content_metadata(str(source))
-    except Exception as error:  # the first file that is read; if it is cut off, that can fail in any way
-        raise ValueError(f"{source / 'common.pt'} is damaged: {type(error).__name__}: {error}") from error
+def _refuse_code(source: Path) -> None:
+    """Megatron-Core unpickles whatever is in a file, so everything in it is read as data before; a collective.
+
+    Raises:
+        ValueError: where a file is damaged, or names what checkpoints do not hold.
+    """
+    problems = []
+    if dist.get_rank() == 0:
+        try:
+            stored = StoredCheckpoint(source)
+            read_common(stored)
+            for key in stored.objects:
+                stored.read_object(key)
+        except ValueError as error:
+            problems = [str(error)]
+    problems = agree(problems)
+    if problems:
+        raise ValueError(problems[0])
 
 
 def content_metadata(args: argparse.Namespace) -> dict[str, Any]:
@@ -108,11 +130,20 @@ def sharded_state(
         weights = models["model"] if len(models) == 1 else models
         content["optimizer"] = optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)
     if "rng_state" in state:
-        stage, slice_ = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
-        shape = (parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size())
-        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        content["rng_state"] = ShardedObject("rng_state", state["rng_state"], shape, (stage, slice_), replica_id=data_rank)
+        content["rng_state"] = random_state(args, state["rng_state"])
     return content
+
+
+def random_state(args: argparse.Namespace, states: list[dict[str, Any]]) -> ShardedObject:
+    """The generators of this rank: one entry for each pipeline stage and tensor-parallel rank, with experts for each data rank."""
+    place = [parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()]
+    shape = [parallel_state.get_pipeline_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_world_size()]
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if args.expert_model_parallel_size == 1:
+        return ShardedObject("rng_state", states, tuple(shape), tuple(place), replica_id=data_rank)
+    place.append(data_rank)
+    shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    return ShardedObject("rng_state", [states[data_rank % len(states)]], tuple(shape), tuple(place))
 
 
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:

@@ -6,10 +6,14 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.directory import (
+    RELEASE,
     TRACKER,
     discard,
     find,
     iteration_directory,
+    locate,
+    new_checkpoint,
+    new_directory,
     prepare,
     publish,
     read_tracker,
@@ -18,7 +22,7 @@ from megatron.checkpoint.directory import (
 )
 
 
-def write(root: Path, iteration: int, content: str = "data") -> None:
+def write(root: Path, iteration: int | str, content: str = "data") -> None:
     (prepare(root, iteration) / "file").write_text(content)
     publish(root, iteration)
 
@@ -65,12 +69,48 @@ def test_a_discarded_save_leaves_the_one_before(tmp_path):
     assert not staging_directory(tmp_path, 4).exists()
 
 
-@pytest.mark.parametrize("text", ["", "release", "-3", "3.5", "iter_0000003"])
+@pytest.mark.parametrize("text", ["", "latest", "-3", "3.5", "iter_0000003"])
 def test_a_tracker_that_names_no_iteration_is_an_error_with_its_content(tmp_path, text):
     (tmp_path / TRACKER).write_text(text)
     with pytest.raises(ValueError, match=TRACKER) as caught:
         read_tracker(tmp_path)
     assert repr(text) in str(caught.value)
+
+
+def test_a_release_has_a_directory_of_its_own(tmp_path):
+    write(tmp_path, RELEASE)
+    (tmp_path / "release" / ".metadata").touch()
+    assert visible(tmp_path) == [TRACKER, "release"]
+    assert read_tracker(tmp_path) == RELEASE and locate(tmp_path) == tmp_path / "release"
+
+
+def test_a_checkpoint_is_found_by_its_iteration_or_by_the_tracker_above(tmp_path):
+    write(tmp_path, 3, "")
+    (tmp_path / "iter_0000003" / ".metadata").touch()
+    assert locate(tmp_path) == locate(tmp_path / "iter_0000003") == tmp_path / "iter_0000003"
+
+
+def test_where_no_checkpoint_is_the_error_says_what_there_is(tmp_path):
+    (tmp_path / "iter_0000007").mkdir()
+    with pytest.raises(ValueError, match="iter_0000007"):
+        locate(tmp_path)
+    with pytest.raises(ValueError, match="not there"):
+        locate(tmp_path / "nothing")
+    (tmp_path / TRACKER).write_text("9")
+    with pytest.raises(ValueError, match="names iter_0000009, which is not there"):
+        locate(tmp_path)
+
+
+def test_a_new_checkpoint_overwrites_nothing(tmp_path):
+    write(tmp_path / "old", 3)
+    with pytest.raises(ValueError, match="exists"):
+        new_checkpoint(tmp_path / "old", 3)
+    with pytest.raises(ValueError, match="exists"):
+        new_directory(tmp_path / "old")
+    with pytest.raises(ValueError, match="of iter_0000003, not iter_0000004"):
+        new_checkpoint(tmp_path / "iter_0000004", 3)
+    assert new_checkpoint(tmp_path / "new", 3).final == tmp_path / "new" / "iter_0000003"
+    assert new_checkpoint(tmp_path / "new" / "iter_0000003", 3).final == tmp_path / "new" / "iter_0000003"
 
 
 def test_a_tracker_may_end_with_a_line_break(tmp_path):

@@ -3,7 +3,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,12 @@ class Continued:
 
 def microbatches(tokens: torch.Tensor, size: int) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's microbatches of a batch, which go round the ranks."""
-    for piece in tokens.long().split(size)[dist.get_rank() :: dist.get_world_size()]:
+    return batches_of(tokens.long().split(size)[dist.get_rank() :: dist.get_world_size()])
+
+
+def batches_of(pieces: Sequence[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """What the loop takes, from tokens with one more than a sequence has."""
+    for piece in pieces:
         inputs = piece[:, :-1]
         yield {
             "tokens": inputs,

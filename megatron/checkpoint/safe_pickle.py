@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pickles of checkpoints, read without running anything that a file names.
+
+Checkpoints come from others, and a pickle can call any function. Here it gets the classes listed below, which hold data, and
+*stand-ins* for Megatron-Core's enums and metadata: inert classes of the same name, so that its files can be read and written
+where it is not installed. Everything else is refused by name, as the Python documentation of ``pickle`` advises ("Restricting
+Globals").
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pathlib
+import pickle
+import re
+import signal
+import types
+import zipfile
+from typing import IO, Any
+
+import numpy
+import torch
+
+_NUMPY = {
+    name: getattr(numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray, name)
+    for name in ("_reconstruct", "scalar")
+}
+_NUMERIC = numpy._core.numeric if hasattr(numpy, "_core") else numpy.core.numeric
+_STORAGES = tuple(name for name in vars(torch) if name.endswith("Storage"))
+_CLASSES: dict[str, tuple[str, ...]] = {
+    "_io": ("BytesIO",),
+    "argparse": ("Namespace",),
+    "collections": ("OrderedDict", "deque"),
+    "signal": ("Signals", "Handlers"),
+    "torch": ("Size", "device", "strided", *_STORAGES),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
+    "torch.storage": ("UntypedStorage", "TypedStorage"),
+    "numpy": ("dtype", "ndarray"),
+}
+_BUILTINS = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple")
+_NAMES_OF_PYTHON_2 = {"xrange": "range", "unicode": "str", "long": "int"}
+"""Which `torch.save` still writes."""
+_STAND_INS = re.compile(
+    r"^megatron\.core\.((\w+\.)*enums|rerun_state_machine|dist_checkpointing\.(mapping|strategies\.\w+)|inference\.\w+)$"
+)
+_CLASS_NAME = re.compile(r"^_?[A-Z]\w*(\._?[A-Z]\w*)*$")
+"""Functions and modules have no stand-ins: written again, they would be called by those who read the copy with Megatron-Core."""
+
+
+class RefusedPickle(ValueError):
+    """A file names something that is not on the list; nothing of it was run."""
+
+
+class StandIn:
+    """Data of a class that need not be installed. Members of enums have their ``args``, the value in most."""
+
+    def __init__(self, *args: Any):
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self).__module__, type(self).__qualname__, repr(self.__dict__)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {name: value for name, value in self.__dict__.items() if name != "args"}
+        return (type(self), self.args, state) if state else (type(self), self.args)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(map(repr, self.args))})"
+
+
+@functools.lru_cache(maxsize=None)
+def stand_in(module: str, name: str) -> type[StandIn]:
+    """The inert class for a class of Megatron-Core."""
+    return type(name.rpartition(".")[2], (StandIn,), {"__module__": module, "__qualname__": name})
+
+
+class _Member(StandIn):
+    """A member of an enum by its name, as early releases of Python 3.11 pickle it: ``getattr(AttnBackend, "auto")``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.args
+
+    def __repr__(self) -> str:
+        return f"{self.args[0].__qualname__}.{self.args[1]}"
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """What stands in for ``getattr``: members of enums and nothing else."""
+    if owner is signal.Signals and isinstance(name, str) and name in signal.Signals.__members__:
+        return signal.Signals[name]
+    if isinstance(owner, type) and issubclass(owner, StandIn) and isinstance(name, str) and name.isidentifier():
+        return _Member(owner, name)
+    raise RefusedPickle(f"the pickle asks for the attribute {name!r} of {owner!r}")
+
+
+class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any attribute of anything, of classes too
+    """Finds the classes on the list and stand-ins.
+
+    Raises:
+        RefusedPickle: for anything else.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("builtins", "__builtin__"):
+            name = _NAMES_OF_PYTHON_2.get(name, name) if module == "__builtin__" else name
+            if name == "getattr":
+                return _member
+            if name in _BUILTINS:
+                return super().find_class("builtins", name)
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in _NUMPY:
+            return _NUMPY[name]
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":  # of pickle protocol 5
+            return _NUMERIC._frombuffer
+        if module == "_codecs" and name == "encode":
+            return _encode
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+            return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if _STAND_INS.match(module) and _CLASS_NAME.match(name):
+            return stand_in(module, name)
+        raise RefusedPickle(f"the pickle asks for {module}.{name}, which is not among the classes that checkpoints hold")
+
+    def load_build(self) -> None:
+        """Gives an object its state: fields of instances, never of a class or function, which all of the process shares."""
+        owner, state = self.stack[-2], self.stack[-1]
+        if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
+            raise RefusedPickle(f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own")
+        plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
+        if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
+            raise RefusedPickle(f"the pickle sets special attributes of a {type(owner).__qualname__}")
+        super().load_build()
+
+    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    """``codecs.encode`` as pickles of bytes use it."""
+    if encoding != "latin1":
+        raise RefusedPickle(f"the pickle asks for the codec {encoding!r}")
+    return text.encode("latin1")
+
+
+class _Pickler(pickle._Pickler):  # the one in Python: the other checks that a class can be imported
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if isinstance(obj, type) and issubclass(obj, StandIn):
+            self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__qualname__}\n".encode())
+            self.memoize(obj)
+        else:
+            super().save_global(obj, name)
+
+    dispatch = {**pickle._Pickler.dispatch, type: lambda self, obj: self.save_type(obj)}
+
+    def save_type(self, obj: Any) -> None:
+        if issubclass(obj, StandIn):
+            self.save_global(obj)
+        else:
+            super().save_type(obj)
+
+
+def _load(file: IO[bytes], **options: Any) -> Any:
+    return Unpickler(file, **options).load()
+
+
+# What `torch.load` and `torch.save` take as a pickle module.
+_MODULE = types.SimpleNamespace(
+    Unpickler=Unpickler, Pickler=_Pickler, load=_load, loads=lambda data, **options: _load(io.BytesIO(data), **options),
+    __name__=__name__,
+)
+
+
+def load(data: bytes) -> Any:
+    """A plain pickle.
+
+    Raises:
+        RefusedPickle: for a class that is not on the list.
+        ValueError: for bytes that are no pickle.
+    """
+    return _guarded(lambda: _load(io.BytesIO(data)))
+
+
+def load_torch(data: bytes) -> Any:
+    """What ``torch.save`` wrote: tensors come to the CPU.
+
+    Raises:
+        RefusedPickle: for a class that is not on the list, and for TorchScript.
+        ValueError: for bytes that were not written so, or have changed since.
+    """
+
+    def read() -> Any:
+        if not data.startswith(b"PK\x03\x04"):  # `torch.load` would take it for a file of torch before 1.6
+            raise ValueError("it is no archive of torch.save")
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            changed = archive.testzip()
+            if changed is not None:
+                raise ValueError(f"{changed} has changed since it was written (its checksum differs)")
+        # By the reader that `torch.load` uses: a crafted archive is another one to Python's.
+        if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
+            raise RefusedPickle("it is a TorchScript program, not data")
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE)
+
+    return _guarded(read)
+
+
+def save_torch(value: Any) -> bytes:
+    """``torch.save`` that can write stand-ins, under the names of what they stand for."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer, pickle_module=_MODULE)
+    return buffer.getvalue()
+
+
+def _guarded(read: Any) -> Any:
+    try:
+        return read()
+    except RefusedPickle:
+        raise
+    except Exception as error:  # damaged pickles fail in every possible way
+        raise ValueError(f"{type(error).__name__}: {error}") from error
