@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of a run that say which model it has: their defaults in Megatron-LM, and the flags that set them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+
+def _always(args: argparse.Namespace) -> bool:
+    return True
+
+
+def _latent(args: argparse.Namespace) -> bool:
+    return args.multi_latent_attention
+
+
+def _not_latent(args: argparse.Namespace) -> bool:
+    return not args.multi_latent_attention
+
+
+def _yarn(args: argparse.Namespace) -> bool:
+    return args.multi_latent_attention and args.rope_type != "rope"
+
+
+def _grouped(args: argparse.Namespace) -> bool:
+    return args.group_query_attention
+
+
+def _rotary(args: argparse.Namespace) -> bool:
+    return args.position_embedding_type == "rope"
+
+
+def _rotates(args: argparse.Namespace) -> bool:
+    return args.position_embedding_type == "rope" or args.multi_latent_attention
+
+
+def _stretched(args: argparse.Namespace) -> bool:
+    return args.use_rope_scaling
+
+
+def _experts(args: argparse.Namespace) -> bool:
+    return bool(args.num_experts)
+
+
+def _plain_gelu(args: argparse.Namespace) -> bool:
+    return args.add_bias_linear and not (args.swiglu or args.squared_relu or args.openai_gelu)
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One destination of the command line.
+
+    Attributes:
+        name: the destination.
+        default: of Megatron-LM.
+        flag: what sets it; default its name. A switch where the default is True or False.
+        counts: whether it means anything beside the other arguments; elsewhere its value is no part of the model.
+        in_outputs: whether outputs of the trained model depend on it, beyond rounding.
+    """
+
+    name: str
+    default: Any = None
+    flag: str = ""
+    counts: Callable[[argparse.Namespace], bool] = _always
+    in_outputs: bool = True
+
+    def words(self, value: Any) -> list[str]:
+        """Words of a command line that set it to ``value``; none for the default."""
+        if value is None or value == self.default:
+            return []
+        flag = self.flag or f"--{self.name.replace('_', '-')}"
+        return [flag] if isinstance(self.default, bool) else [flag, _as_written(value)]
+
+
+ARGUMENTS: tuple[Argument, ...] = (
+    Argument("num_layers"),
+    Argument("hidden_size"),
+    Argument("ffn_hidden_size"),
+    Argument("num_attention_heads"),
+    Argument("kv_channels", counts=_not_latent),
+    Argument("group_query_attention", False),
+    Argument("num_query_groups", 1, counts=_grouped),
+    Argument("max_position_embeddings"),
+    Argument("padded_vocab_size"),
+    Argument("untie_embeddings_and_output_weights", False),
+    Argument("position_embedding_type", "learned_absolute"),
+    Argument("rotary_base", 10000, counts=_rotates),
+    Argument("rotary_percent", 1.0, counts=_rotates),
+    Argument("rotary_interleaved", False, counts=_rotary),
+    Argument("use_rope_scaling", False, counts=_rotary),
+    Argument("rope_scaling_factor", 8.0, counts=_stretched),
+    Argument("no_rope_freq", counts=_rotary),
+    Argument("normalization", "LayerNorm"),
+    Argument("layernorm_epsilon", 1e-5, "--norm-epsilon"),
+    Argument("layernorm_zero_centered_gamma", False, "--apply-layernorm-1p"),
+    Argument("apply_layernorm_1p", False),  # Megatron-LM's own destination of the same flag
+    Argument("swiglu", False),
+    Argument("squared_relu", False),
+    Argument("openai_gelu", False),
+    Argument("bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu),  # its GELU is the tanh formula
+    Argument("add_bias_linear", True, "--disable-bias-linear"),
+    Argument("add_qkv_bias", False, counts=_not_latent),
+    Argument("qk_layernorm", False),
+    Argument("qk_l2_norm", False),
+    Argument("window_size"),
+    Argument("softmax_type", "vanilla"),
+    Argument("softmax_scale"),
+    Argument("attention_dropout", 0.1, in_outputs=False),
+    Argument("hidden_dropout", 0.1, in_outputs=False),
+    Argument("init_method_std", 0.02, in_outputs=False),
+    Argument("multi_latent_attention", False),
+    Argument("q_lora_rank", counts=_latent),
+    Argument("kv_lora_rank", 32, counts=_latent),
+    Argument("qk_head_dim", 128, counts=_latent),
+    Argument("qk_pos_emb_head_dim", 64, counts=_latent),
+    Argument("v_head_dim", 128, counts=_latent),
+    Argument("rope_type", counts=_latent),
+    Argument("rotary_scaling_factor", 1.0, counts=_latent),
+    Argument("mscale", 1.0, counts=_yarn),
+    Argument("mscale_all_dim", 0.0, counts=_latent),
+    # No flags of Megatron-LM's, but fields of its config that take what arguments have of these names.
+    Argument("original_max_position_embeddings", 4096, counts=_yarn),
+    Argument("beta_fast", 32, counts=_yarn),
+    Argument("beta_slow", 1, counts=_yarn),
+    Argument("num_experts"),
+    Argument("moe_ffn_hidden_size", counts=_experts),
+    Argument("moe_layer_freq", 1, counts=_experts),
+    Argument("moe_shared_expert_intermediate_size", counts=_experts),
+    Argument("moe_shared_expert_gate", False, counts=_experts),
+    Argument("moe_router_topk", 2, counts=_experts),
+    Argument("moe_router_score_function", "softmax", counts=_experts),
+    Argument("moe_router_pre_softmax", False, counts=_experts),
+    Argument("moe_router_num_groups", counts=_experts),
+    Argument("moe_router_group_topk", counts=_experts),
+    Argument("moe_router_topk_scaling_factor", counts=_experts),
+    Argument("moe_router_enable_expert_bias", False, counts=_experts),
+    Argument("moe_router_dtype", counts=_experts, in_outputs=False),
+    Argument("mtp_num_layers"),
+    Argument("bf16", False, in_outputs=False),
+    Argument("fp16", False, in_outputs=False),
+)
+"""What a model is made of. What only concerns training it, such as losses that balance experts, is not here."""
+
+
+def completed(args: argparse.Namespace) -> argparse.Namespace:
+    """A copy with what is missing: defaults, and sizes that follow from others."""
+    args = argparse.Namespace(**({argument.name: argument.default for argument in ARGUMENTS} | vars(args)))
+    args.group_query_attention = bool(args.group_query_attention)
+    if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    if args.num_experts and args.moe_ffn_hidden_size is None:
+        args.moe_ffn_hidden_size = args.ffn_hidden_size
+    return args
+
+
+def layers_with_experts(args: argparse.Namespace) -> list[int]:
+    """For every layer 1 where its MLP is made of experts, else 0."""
+    if not args.num_experts:
+        return [0] * args.num_layers
+    pattern = getattr(args, "moe_layer_freq", 1)
+    return [int(number % pattern == 0) for number in range(args.num_layers)] if isinstance(pattern, int) else list(pattern)
+
+
+def model_flags(args: argparse.Namespace) -> list[str]:
+    """The words of a command line of pretrain_gpt.py that build the model of ``args``, without what concerns training it."""
+    args = completed(args)
+    words: dict[str, list[str]] = {}  # two destinations can have one flag
+    for argument in ARGUMENTS:
+        if argument.counts(args):
+            found = argument.words(getattr(args, argument.name))
+            words |= {found[0]: found} if found else {}
+    return [word for found in words.values() for word in found]
+
+
+def _as_written(value: Any) -> str:
+    if not isinstance(value, list):
+        return str(value)
+    runs = [(item, len(list(run))) for item, run in groupby(value)]
+    return "(" + "+".join(f"[{item}]*{length}" for item, length in runs) + ")"
