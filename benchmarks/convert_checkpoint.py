@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast checkpoints are converted, beside copying the same files, and in how much memory.
+
+    OMP_NUM_THREADS=1 python benchmarks/convert_checkpoint.py [--gigabytes 8] [--ranks 2] [--folder DIR]
+
+Makes a synthetic torch_dist checkpoint (a Llama of the given size in bf16 with fp32 main weights and both moments), copies it
+with fsync, converts it to fsdp_dtensor and back by the command line, on one process and on --ranks of torchrun, and prints a
+table in Markdown: seconds, MB/s of input, the time as a multiple of the copy, peak memory of the largest process. Needs about
+four times the size on disk; everything it wrote is removed in the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+
+from megatron.checkpoint import conversion, directory, torch_dist
+from megatron.checkpoint.key_rules import Sizes, expected_shape
+from megatron.checkpoint.lazy_tensor import LazyTensor
+from megatron.checkpoint.param_groups import for_any_optimizer
+from megatron.checkpoint.spelling_choice import choose_spelling
+from megatron.checkpoint.training_state import ParamGroup, TrainingState
+
+INSPECTOR = Path(__file__).parents[1] / "tools" / "checkpoint" / "checkpoint_inspector.py"
+BYTES_OF_PARAMETER = 14  # bf16 weight, fp32 main weight and two moments
+
+
+def arguments(num_layers: int) -> argparse.Namespace:
+    """A model of ``num_layers`` layers as wide as Llama-3-8B's."""
+    return argparse.Namespace(
+        num_layers=num_layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+        group_query_attention=True, kv_channels=128, swiglu=True, padded_vocab_size=8192, multi_latent_attention=False,
+        transformer_impl="transformer_engine", params_dtype=torch.bfloat16, bf16=True, moe_layer_freq=1,
+    )  # fmt: skip
+
+
+def synthetic(gigabytes: float) -> TrainingState:
+    """A run whose torch_dist checkpoint has about this size."""
+    per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 14336
+    num_layers = max(round((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer), 1)
+    args = arguments(num_layers)
+    layer = ("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "pre_mlp_layernorm")
+    modules = [f"decoder.layers.{i}.{part}" for i in range(num_layers) for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")]
+    modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
+    names = [f"{module}.weight" for module in modules]
+    shapes = {name: expected_shape(name, Sizes(args)) for name in names}
+    state = TrainingState({name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)}, args=args, iteration=1)
+    state.compute_dtype = dict.fromkeys(names, torch.bfloat16)
+    state.moments = {
+        name: {slot: random_tensor(shapes[name], -seed - offset) for offset, slot in enumerate(("exp_avg", "exp_avg_sq"))}
+        for seed, name in enumerate(names)
+    }
+    fields = for_any_optimizer({"is_expert_parallel": False, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}, step=1.0)
+    flat = {name for name in names if len(shapes[name]) == 1}
+    state.groups = [
+        ParamGroup({**fields, "wd_mult": 1.0}, [name for name in names if name not in flat]),
+        ParamGroup({**fields, "wd_mult": 0.0}, sorted(flat)),
+    ]
+    return state
+
+
+def random_tensor(shape: tuple[int, ...], seed: int) -> LazyTensor:
+    """Numbers that are not negative, the same at every read; only whole tensors are read here."""
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return torch.rand(shape, generator=torch.Generator().manual_seed(seed % 2**31))[start:stop]
+
+    return LazyTensor(shape, torch.float32, read_rows)
+
+
+def copy(source: Path, target: Path) -> None:
+    """What ``cp`` does, until the disk has it."""
+    shutil.copytree(source, target)
+    for path in target.rglob("*"):
+        if path.is_file():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def inspector(ranks: int, *words: str | Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    subprocess.run([sys.executable, *launcher, str(INSPECTOR), *map(str, words), "--quiet"], check=True)
+
+
+def measured(action: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, and the peak memory in MiB of the largest process that it started."""
+    code = os.fork()
+    if code == 0:  # a child of our own: the peak of its children is not that of earlier ones
+        start = time.perf_counter()
+        action()
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+        Path(RESULT).write_text(f"{time.perf_counter() - start} {peak}")
+        os._exit(0)
+    _, status = os.waitpid(code, 0)
+    if status:
+        raise SystemExit("a conversion failed; its error stands above")
+    seconds, peak = Path(RESULT).read_text().split()
+    return float(seconds), float(peak)
+
+
+RESULT = os.path.join(tempfile.gettempdir(), f"convert_checkpoint_{os.getpid()}")
+
+
+@click.command(help=__doc__)
+@click.option("--gigabytes", default=8.0, show_default=True)
+@click.option("--ranks", default=2, show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder.")
+def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+        work = Path(name)
+        state = synthetic(gigabytes)
+        source = work / "torch_dist"
+        conversion.convert(torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(source, 1), "made", False)
+        size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+        largest = max(tensor.num_bytes for tensor in state.weights.values())
+        print(f"{size / 1e9:.2f} GB, largest tensor {largest / 2**20:.0f} MiB, {state.args.num_layers} layers")
+        print("\n| | seconds | MB/s | times the copy | peak memory of a process, MiB |\n|---|---|---|---|---|")
+        copied, _ = measured(lambda: copy(source, work / "copy"))
+        shutil.rmtree(work / "copy")
+        print(f"| copy, fsync | {copied:.1f} | {size / copied / 1e6:.0f} | 1 | |", flush=True)
+        for count in sorted({1, ranks}):
+            there, back = work / f"fsdp_dtensor_{count}", work / f"back_{count}"
+            for title, words in (
+                ("torch_dist to fsdp_dtensor", ("convert-torch-dist-to-fsdp-dtensor", source, there)),
+                ("fsdp_dtensor to torch_dist", ("convert-fsdp-dtensor-to-torch-dist", there, back)),
+            ):
+                seconds, peak = measured(lambda: inspector(count, *words))
+                line = f"| {title}, {count} rank{'s' * (count > 1)} | {seconds:.1f} | {size / seconds / 1e6:.0f}"
+                print(f"{line} | {seconds / copied:.2f} | {peak:.0f} |", flush=True)
+            inspector(1, "diff", source, back)  # exit code 1, and so an error, if anything differs
+            shutil.rmtree(there)
+            shutil.rmtree(back)
+        os.unlink(RESULT)
+
+
+if __name__ == "__main__":
+    main()

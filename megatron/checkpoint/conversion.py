@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out a conversion: ranks share its parts, an interrupted one goes on, and the output appears when it is complete."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megatron.checkpoint.directory import Output
+from megatron.checkpoint.parts import Part, Target
+from megatron.fsdp.collectives import agree
+
+_JOURNAL = ".conversion"
+
+
+class ConversionError(RuntimeError):
+    """A conversion that could not be finished; nothing of it is left."""
+
+
+def fingerprint(*facts: Any) -> str:
+    """Tells one conversion from another: its source, as its metadata is on disk, and all that was asked for."""
+    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
+
+
+def convert(target: Target, output: Output, identity: str, show_progress: bool = True) -> list[str]:
+    """Write ``target`` and publish it as ``output``. Called on every rank there is, with equal arguments.
+
+    A run that was killed is taken up by the next one with the same ``identity``, on any number of ranks.
+
+    Args:
+        target: what is written, the same on all ranks.
+        output: where it appears.
+        identity: of :func:`fingerprint`.
+        show_progress: a bar on the first rank, of its share.
+
+    Returns:
+        What was noticed on the way, on every rank.
+
+    Raises:
+        ConversionError: on every rank, with what went wrong on any. What was written is removed.
+    """
+    journal = output.staging / _JOURNAL
+    _on_first_rank(lambda: _prepare(output.staging, identity))
+    todo = [part for part in _share(target.parts) if not (journal / part.name).exists()]
+    problem = None
+    try:
+        for part, report in _with_progress(todo, show_progress):
+            if (journal / "failed").exists():  # another rank's trouble is enough
+                break
+            _note(journal / part.name, part.write(output.staging, report))
+    except Exception as error:  # disk full, a damaged source: whatever it is, on whichever rank
+        problem = _told(error)
+        _try(lambda: (journal / "failed").touch())
+    _raise_together(problem, output.staging)
+    results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
+    _on_first_rank(lambda: _finish(target, output, results), output.staging)
+    return sorted({note for result in results.values() if isinstance(result, dict) for note in result.get("notes", [])})
+
+
+def _prepare(staging: Path, identity: str) -> None:
+    """A staging directory for this conversion: that of an interrupted one, or a new one."""
+    journal = staging / _JOURNAL
+    known = journal / "identity"
+    if staging.exists() and not (known.is_file() and known.read_text() == identity):
+        shutil.rmtree(staging)
+    journal.mkdir(parents=True, exist_ok=True)
+    (journal / "failed").unlink(missing_ok=True)
+    known.write_text(identity)
+
+
+def _finish(target: Target, output: Output, results: dict[str, Any]) -> None:
+    target.finish(output.staging, results)
+    shutil.rmtree(output.staging / _JOURNAL)
+    output.publish()
+
+
+def _share(parts: list[Part]) -> list[Part]:
+    """The parts of this rank: the largest first, each to the rank that has least so far."""
+    if not _distributed():
+        return list(parts)
+    loads = [0] * dist.get_world_size()
+    mine = []
+    for part in sorted(parts, key=lambda part: (-part.num_bytes, part.name)):
+        rank = loads.index(min(loads))
+        loads[rank] += part.num_bytes + 1
+        if rank == dist.get_rank():
+            mine.append(part)
+    return sorted(mine, key=lambda part: part.name)
+
+
+def _with_progress(parts: list[Part], show: bool) -> Iterator[tuple[Part, Any]]:
+    total = sum(part.num_bytes for part in parts)
+    with tqdm(total=total, unit="B", unit_scale=True, disable=not show or not _is_first(), desc="converting") as bar:
+        for part in parts:
+            yield part, bar.update
+
+
+def _note(path: Path, result: Any) -> None:
+    """Remember that a part is done; an interruption leaves the whole note or none."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    os.replace(new, path)
+
+
+def _told(error: Exception) -> str:
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    return f"rank {dist.get_rank()}: {text}" if _distributed() else text
+
+
+def _try(action: Any) -> None:
+    try:
+        action()
+    except OSError:
+        pass
+
+
+def _on_first_rank(action: Any, staging: Path | None = None) -> None:
+    problem = None
+    if _is_first():
+        try:
+            action()
+        except Exception as error:  # as above
+            problem = _told(error)
+    _raise_together(problem, staging)
+
+
+def _raise_together(problem: str | None, staging: Path | None) -> None:
+    problems = [problem] if problem else []
+    if _distributed():
+        problems = agree(problems)
+    if problems:
+        if staging is not None and _is_first():
+            shutil.rmtree(staging, ignore_errors=True)
+        raise ConversionError("\n".join(problems))
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _is_first() -> bool:
+    return not _distributed() or dist.get_rank() == 0
+
+
+@contextmanager
+def ranks_of_torchrun() -> Iterator[None]:
+    """A gloo group over the ranks of torchrun, where it started this process; else nothing."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
