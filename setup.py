@@ -44,13 +44,13 @@ setup(
         "click",
         "tqdm",
         "tensorboard",
-        "safetensors",
         "psutil",
         "einops",  # Megatron-Core does not declare it, and needs it for several optimizer instances
     ],
+    entry_points={"console_scripts": ["checkpoint-inspector = megatron.checkpoint.command_line:main"]},
     extras_require={
         "hf": ["transformers"],
         "plot": ["matplotlib"],
-        "test": ["pytest>=8.2", "hypothesis", "matplotlib", "transformers"],
+        "test": ["pytest>=8.2", "hypothesis", "matplotlib", "transformers>=5", "safetensors"],
     },
 )

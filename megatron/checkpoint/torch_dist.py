@@ -75,7 +75,7 @@ def read(stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = Non
         shapes = {name: tensor.shape for name, tensor in state.weights.items() if name in optimizer.moments}
         numbers = param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
         state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
-        state.grad_scaler = _grad_scaler(common)
+        state.grad_scaler = optimizer.grad_scaler or _grad_scaler(common)
         _put_exact_values(state, optimizer.main, optimizer.moments)
     return state
 

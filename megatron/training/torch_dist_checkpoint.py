@@ -124,7 +124,7 @@ def sharded_state(
     is_loading: bool,
 ) -> dict[str, Any]:
     """``state`` with the model, the optimizer and the random state in Megatron-Core's sharded form."""
-    models = {key: unwrap(chunk).sharded_state_dict(metadata=metadata) for key, chunk in named_chunks(model).items()}
+    models = _sharded_models(model, metadata)
     content = {**state, **models}
     if optimizer is not None:
         weights = models["model"] if len(models) == 1 else models
@@ -132,6 +132,23 @@ def sharded_state(
     if "rng_state" in state:
         content["rng_state"] = random_state(args, state["rng_state"])
     return content
+
+
+def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> dict[str, Any]:
+    """The chunks in Megatron-Core's sharded form, which it cannot make of some models on some stages; a collective.
+
+    Raises:
+        ValueError: on every rank, where any cannot: the others must not wait in a collective for it.
+    """
+    models, problems = {}, []
+    try:
+        models = {key: unwrap(chunk).sharded_state_dict(metadata=metadata) for key, chunk in named_chunks(model).items()}
+    except Exception as error:  # assertions about layouts, for the most part
+        problems = [f"Megatron-Core cannot save or load this model in torch_dist: {type(error).__name__}: {error}"]
+    problems = agree(problems)
+    if problems:
+        raise ValueError(problems[0])
+    return models
 
 
 def random_state(args: argparse.Namespace, states: list[dict[str, Any]]) -> ShardedObject:

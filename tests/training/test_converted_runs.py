@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from megatron.checkpoint.command_line import main
 from tests.rank_pool import run_ranks
 from tests.training.parity import ALLTOALL, BIAS, DEEPSEEK, GPT2, LLAMA, MTP, SHARED, UNTIED, Combination
-from tests.training.training_runs import Record, assert_close, train
+from tests.training.training_runs import Record, assert_close, refuse, train
 
 STEPS = 2
 MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"
@@ -61,3 +61,11 @@ def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     for record, steps in ((with_fsdp, slice(STEPS, 2 * STEPS)), (without, slice(2 * STEPS, 3 * STEPS))):
         for value in ("lm loss", "grad-norm"):
             assert_close(record.column(value), unbroken.column(value)[steps], 2e-3 if "--bf16" in before.line else 1e-5)
+
+
+def test_a_model_that_megatron_core_cannot_save_ends_the_run_on_all_ranks_alike(tmp_path: Path) -> None:
+    tied = run(2, "pp2", f"{LLAMA.replace(UNTIED, '')} {MTP}")  # its last stage fails, the first one would wait
+    line = f"{tied.line} --use-distributed-optimizer --train-iters 1 --save {tmp_path} --save-interval 1"
+    first, second = run_ranks(2, refuse, line)
+    assert first == second and "Megatron-Core cannot save or load this model in torch_dist" in first
+    assert list(tmp_path.glob("*iter_*")) == []

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversion holds a few tensors, however large the checkpoint is."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint import conversion, directory, torch_dist
+from megatron.checkpoint.lazy_tensor import LazyTensor
+from megatron.checkpoint.param_groups import for_any_optimizer
+from megatron.checkpoint.spelling_choice import choose_spelling
+from megatron.checkpoint.training_state import MOMENTS, ParamGroup, TrainingState
+
+ROOT = Path(__file__).parents[2]
+LAYERS, HIDDEN = 8, 1024
+TENSOR = 4 * HIDDEN * 4 * HIDDEN
+"""Bytes of the largest tensor, fp32: 16 MiB. The whole checkpoint has 448 MiB."""
+PART_BYTES = 2 * TENSOR
+"""Instead of 256 MiB, for which a checkpoint would have to be large."""
+CHILD = """
+import resource, sys
+from megatron.checkpoint import dcp_target
+from megatron.checkpoint.command_line import main
+dcp_target.PART_BYTES = int(sys.argv.pop(1))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    main(sys.argv[1:])
+finally:
+    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+def zeros(shape: tuple[int, ...]) -> LazyTensor:
+    return LazyTensor(shape, torch.float32, lambda start, stop: torch.zeros(stop - start, *shape[1:]))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers of one wide and one narrow MLP weight."""
+    args = argparse.Namespace(transformer_impl="local", params_dtype=torch.bfloat16, iteration=1)
+    shapes = {"linear_fc1": (4 * HIDDEN, HIDDEN), "linear_fc2": (HIDDEN, 4 * HIDDEN)}
+    weights = {f"decoder.layers.{i}.mlp.{part}.weight": zeros(shape) for i in range(LAYERS) for part, shape in shapes.items()}
+    state = TrainingState(weights, args=args, iteration=1, compute_dtype=dict.fromkeys(weights, torch.bfloat16))
+    state.moments = {name: dict.fromkeys(MOMENTS, tensor) for name, tensor in weights.items()}
+    state.groups = [ParamGroup(for_any_optimizer({"wd_mult": 1.0}, step=1.0), list(weights))]
+    root = tmp_path_factory.mktemp("large") / "torch_dist"
+    conversion.convert(torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(root, 1), "made", False)
+    return root
+
+
+def peak_of(*words: str | Path) -> int:
+    """Bytes by which memory has grown after the imports."""
+    result = subprocess.run(
+        [sys.executable, "-c", CHILD, str(PART_BYTES), *map(str, words), "--quiet"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    return int(result.stdout.split()[-1])
+
+
+def test_a_conversion_holds_one_part_and_two_tensors_at_most(checkpoint: Path, tmp_path: Path) -> None:
+    size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+    limit = PART_BYTES + 2 * TENSOR + (64 << 20)  # and what the interpreter, zip records and metadata take
+    assert size > 3 * limit
+    assert peak_of("convert-torch-dist-to-fsdp-dtensor", checkpoint, tmp_path / "there") < limit
+    assert peak_of("convert-fsdp-dtensor-to-torch-dist", tmp_path / "there", tmp_path / "back") < limit
+    assert peak_of("diff", checkpoint, tmp_path / "back") < limit
+    assert peak_of("verify", tmp_path / "back") < limit
