@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import traceback
@@ -61,13 +62,15 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         except MemoryError:
             if oom_traceback:
                 traceback.print_exc()
-            printer.fail(ValueError("out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"))
+            text = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+            printer.fail(ValueError(text))
         except (ValueError, NotImplementedError, ConversionError, OSError) as error:
             printer.fail(error)
         except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # files can hold anything at all
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"
-            printer.fail(ValueError(f"the checkpoint has something that is not understood ({type(error).__name__} in {where}: {error})"))
+            told = f"{type(error).__name__} in {where}: {error}"
+            printer.fail(ValueError(f"the checkpoint has something that is not understood ({told})"))
 
     return run
 
@@ -86,7 +89,7 @@ class Printer:
 
     def result(self, content: Mapping[str, Any]) -> None:
         if self._is_first and self._as_json:
-            click.echo(json.dumps(content, default=str))
+            click.echo(json.dumps(_as_json(content), default=str))
 
     def fail(self, error: Exception) -> None:
         """The error, and exit code 1."""
@@ -100,6 +103,15 @@ class Printer:
     def bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
         with tqdm(total=total, unit="B", unit_scale=True, desc=title, disable=not self.show_progress) as progress:
             yield progress.update
+
+
+def _as_json(value: Any) -> Any:
+    """What JSON can hold: it has no NaN and no infinity, and its keys are text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(each) for key, each in value.items()}
+    return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 CHECKPOINT = click.Path(exists=False, path_type=Path)
@@ -441,7 +453,8 @@ def convert_from_hf(
     spelling = choose_spelling(state, transformer_impl)
     target = (fsdp_dtensor if to == FSDP_DTENSOR else torch_dist).target(state, spelling)
     flags = hugging_face.model_flags(state.args)
-    said = {"lines": [_summary(state), "Flags of this model:", "  " + " ".join(flags)], "model_flags": flags, "notes": list(state.notes)}
+    lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
+    said = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
     asked = {"to": to, "dtype": params_dtype, "multiple": vocab_multiple, "layers": spelling.engine}
     _convert(opened, target, directory.new_checkpoint(output_dir, directory.RELEASE), printer, said, asked)
 
@@ -460,3 +473,7 @@ def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, 
     said = {"lines": [f"{total - len(renamed)} of {total} keys removed, {changed} renamed"], "removed": total - len(renamed), "renamed": changed}
     output = directory.same_iteration(opened.directory, output_dir)
     _convert(opened, editing.target(stored, renamed), output, printer, said, {"operations": operations})
+
+
+if __name__ == "__main__":
+    main()

@@ -62,9 +62,8 @@ class Comparison:
         return any((self.only_first, self.only_second, self.kinds, self.values, self.objects))
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, which has no NaN."""
-        values = [{key: None if value != value else value for key, value in asdict(each).items()} for each in self.values]
-        return {"same": not self.differs, **asdict(self), "values": values}
+        """For machines."""
+        return {"same": not self.differs, **asdict(self)}
 
 
 def compare_entries(first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = lambda _: None) -> Comparison:

@@ -61,7 +61,12 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
         problem = _told(error)
         _try(lambda: (journal / "failed").touch())
     _raise_together(problem, output.staging)
-    results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
+    results: dict[str, Any] = {}
+    try:
+        results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
+    except (OSError, ValueError) as error:
+        problem = _told(error)
+    _raise_together(problem, output.staging)  # all ranks have read the notes before the first one removes them
     _on_first_rank(lambda: _finish(target, output, results), output.staging)
     return sorted({note for result in results.values() if isinstance(result, dict) for note in result.get("notes", [])})
 

@@ -52,12 +52,12 @@ class Part:
     Attributes:
         name: of the parameter.
         shape: of the part.
-        opens_bucket: it has a bucket of its own, as embeddings do that two pipeline stages share.
+        has_own_bucket: as embeddings have that two pipeline stages share.
     """
 
     name: str
     shape: tuple[int, ...]
-    opens_bucket: bool = False
+    has_own_bucket: bool = False
 
     @property
     def numel(self) -> int:
@@ -165,11 +165,9 @@ class CoalescedBuckets:
         bucket = end = 0  # both from the beginning of the buffer, where paddings between buckets are left out
         for part in reversed(parts):
             start = bucket + _aligned(end - bucket)
-            if part.opens_bucket:
-                bucket = start
             end = start + part.numel
             places.append(start)
-            if part.opens_bucket or self._bucket_size is not None and end - bucket >= self._bucket_size:
+            if part.has_own_bucket or self._bucket_size is not None and end - bucket >= self._bucket_size:
                 bucket = end
         if end != self.numel:
             raise DoesNotFit(f"the parameters fill {end} of its {self.numel} elements")
@@ -305,15 +303,15 @@ class Model:
         """
         is_shared = num_stages > 1 and bool(self.predicting or not self.output)
         embedding = self.before if is_first else [WORD_EMBEDDINGS] if share.predicting else []
-        parts = [self.part(name, opens_bucket=is_shared and name == WORD_EMBEDDINGS) for name in embedding]
+        parts = [self.part(name, has_own_bucket=is_shared and name == WORD_EMBEDDINGS) for name in embedding]
         names = [*itertools.chain(*(self.decoder[layer] for layer in share.layers))]
         names += [*(self.final_norm if share.norm else []), *(self.predicting if share.predicting else [])]
         parts += [self.part(name) for name in [*names, *(self.output if is_last else [])]]
         if is_last and not is_first and not self.output and not share.predicting:
-            parts.append(self.part(WORD_EMBEDDINGS, opens_bucket=True))
+            parts.append(self.part(WORD_EMBEDDINGS, has_own_bucket=True))
         return parts
 
-    def part(self, name: str, opens_bucket: bool = False) -> Part:
+    def part(self, name: str, has_own_bucket: bool = False) -> Part:
         """What every tensor-parallel rank has of a parameter.
 
         Raises:
@@ -324,7 +322,7 @@ class Model:
             if shape[dim] % self.num_slices(name):
                 raise DoesNotFit(f"{name} with the shape {tuple(shape)} cannot be divided by {self.num_slices(name)}")
             shape[dim] //= self.num_slices(name)
-        return Part(name, tuple(shape), opens_bucket)
+        return Part(name, tuple(shape), has_own_bucket)
 
     def num_slices(self, name: str) -> int:
         return self.layout.num_expert_slices if is_expert(name) else self.layout.num_slices

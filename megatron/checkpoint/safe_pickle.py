@@ -58,7 +58,7 @@ _STAND_INS = re.compile(
     r"^megatron\.core\.((\w+\.)*enums|rerun_state_machine|dist_checkpointing\.(mapping|strategies\.\w+)|inference\.\w+)$"
 )
 _CLASS_NAME = re.compile(r"^_?[A-Z]\w*(\._?[A-Z]\w*)*$")
-"""Functions and modules have no stand-ins: written again, they would be called by those who read the copy with Megatron-Core."""
+"""Functions and modules have no stand-ins: whoever reads a converted copy with Megatron-Core would call them."""
 
 
 class RefusedPickle(ValueError):

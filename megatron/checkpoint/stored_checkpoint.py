@@ -22,7 +22,12 @@ from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from megatron.checkpoint import safe_pickle
 from megatron.checkpoint.lazy_tensor import LazyTensor
@@ -56,7 +61,7 @@ def read_metadata(directory: Path) -> Any:
 
 
 def _check_form(metadata: Any) -> None:
-    """Nothing vouches for ``.metadata``, no checksum and no type: everything that is used of it has the type that it should."""
+    """Nothing vouches for ``.metadata``, no checksum and no type: all that is used of it has the type that it should."""
     paths = getattr(metadata, "planner_data", None)
     if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
         raise ValueError("it has no tables of entries and their places")
@@ -82,7 +87,8 @@ def _check_form(metadata: Any) -> None:
 def _are_sizes(length: int, *rows: Sequence[int]) -> bool:
     """Whether these are tuples of so many integers, none of them negative."""
     return all(
-        isinstance(row, tuple) and len(row) == length and all(type(number) is int and number >= 0 for number in row) for row in rows
+        isinstance(row, tuple) and len(row) == length and all(type(number) is int and number >= 0 for number in row)
+        for row in rows
     )
 
 
@@ -425,8 +431,3 @@ def overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
                 return True
         active.append((offsets, sizes))
     return False
-
-
-def files_of(directory: Path) -> list[Path]:
-    """All files of a checkpoint."""
-    return [Path(root) / name for root, _, names in os.walk(directory) for name in names]

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Conversions go on where they were interrupted, are shared by ranks, and leave a whole output or none."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint import conversion, dcp_target, fsdp_dtensor
+from megatron.checkpoint.comparison import compare_entries
+from megatron.checkpoint.conversion import ConversionError, convert, fingerprint
+from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, TensorEntry, whole
+from megatron.checkpoint.directory import Output, new_checkpoint
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.parts import Part, Progress
+from megatron.checkpoint.spelling_choice import choose_spelling
+from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
+from tests.checkpoint import samples, small_models
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+class Lines:
+    """A target of text files, one for each part, that notes in ``log`` which rank wrote what."""
+
+    def __init__(self, log: Path, count: int = 6, fails: Callable[[str], bool] = lambda name: False):
+        self._log, self._fails = log, fails
+        self.parts = [Part(f"part{number}", 10 * (number + 1), self._writer(f"part{number}")) for number in range(count)]
+
+    def _writer(self, name: str) -> Callable[[Path, Progress], Any]:
+        def write(staging: Path, progress: Progress) -> Any:
+            if self._fails(name):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            (staging / name).write_text(f"content of {name}")
+            with open(self._log, "a") as log:
+                log.write(f"{name} {dist.get_rank() if dist.is_initialized() else 0}\n")
+            progress(10)
+            return {"name": name, "notes": [f"note of {name}"]}
+
+        return write
+
+    def finish(self, staging: Path, results: dict[str, Any]) -> None:
+        assert all(results[part.name]["name"] == part.name for part in self.parts)
+        (staging / "end").write_text("all")
+
+
+def written(log: Path) -> list[str]:
+    return sorted(line.split()[0] for line in log.read_text().splitlines()) if log.exists() else []
+
+
+def content(path: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in sorted(path.iterdir())}
+
+
+COMPLETE = {"end": "all", **{f"part{number}": f"content of part{number}" for number in range(6)}}
+
+
+def test_the_output_appears_when_it_is_complete(tmp_path: Path) -> None:
+    notes = convert(Lines(tmp_path / "log"), Output(tmp_path / "out"), "a", show_progress=False)
+    assert content(tmp_path / "out") == COMPLETE
+    assert notes == [f"note of part{number}" for number in range(6)]
+    assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
+
+
+def test_the_tracker_names_the_iteration(tmp_path: Path) -> None:
+    output = new_checkpoint(tmp_path / "out", 7)
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
+    assert content(tmp_path / "out" / "iter_0000007") == COMPLETE
+
+
+def killed_after(num_parts: int) -> Callable[[str], bool]:
+    """Ends the process without a word, as SIGKILL does, in the middle of a part."""
+    seen: list[str] = []
+
+    def fails(name: str) -> bool:
+        seen.append(name)
+        if len(seen) > num_parts:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return False
+
+    return fails
+
+
+def in_a_child(action: Callable[[], Any]) -> int:
+    """The exit status of a forked process that does it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def interrupted(tmp_path: Path, identity: str = "a") -> Output:
+    """Two parts are done, the third was begun."""
+    output = Output(tmp_path / "out")
+
+    def work() -> None:
+        target = Lines(tmp_path / "log", fails=killed_after(2))
+        convert(target, output, identity, show_progress=False)
+
+    assert os.WTERMSIG(in_a_child(work)) == signal.SIGKILL
+    assert written(tmp_path / "log") == ["part0", "part1"]
+    assert not output.final.exists()
+    return output
+
+
+def test_a_killed_conversion_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    notes = convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
+    assert content(output.final) == COMPLETE
+    assert len(notes) == 6  # those of the first run too
+
+
+def test_another_conversion_begins_anew(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    (output.staging / "left over").write_text("x")
+    convert(Lines(tmp_path / "log"), output, "b", show_progress=False)
+    assert written(tmp_path / "log").count("part0") == 2
+    assert content(output.final) == COMPLETE
+
+
+def test_a_conversion_killed_while_it_is_published_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output(tmp_path / "out")
+
+    def work() -> None:
+        monkeypatch.setattr(Output, "publish", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+        convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+
+    in_a_child(work)
+    monkeypatch.undo()
+    assert not output.final.exists()
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert content(output.final) == COMPLETE
+
+
+def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
+    output = new_checkpoint(tmp_path / "new" / "out", 3)
+    with pytest.raises(ConversionError, match="No space left"):
+        convert(Lines(tmp_path / "log", fails=lambda name: name == "part3"), output, "a", show_progress=False)
+    assert not output.final.exists() and not output.staging.exists()
+    assert not list(tmp_path.rglob("*.txt")) and not list(tmp_path.rglob("part*"))
+
+
+def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def finish(self: Lines, staging: Path, results: dict[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Lines, "finish", finish)
+    with pytest.raises(ConversionError, match="No space left"):
+        convert(Lines(tmp_path / "log"), Output(tmp_path / "out"), "a", show_progress=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"log"}
+
+
+def test_fingerprints_tell_conversions_apart() -> None:
+    assert fingerprint("a", 1, {"x": 1, "y": 2}) == fingerprint("a", 1, {"y": 2, "x": 1})
+    assert len({fingerprint("a", 1), fingerprint("a", 2), fingerprint("b", 1), fingerprint("a", {"x": None})}) == 4
+
+
+# ---- ranks -------------------------------------------------------------------------------------------------------------
+
+
+def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], str]:
+    """Job: notes and error."""
+    path = Path(root)
+    target = Lines(path / "log", fails=lambda name: fails_on == dist.get_rank())
+    try:
+        return convert(target, Output(path / "out"), "a", show_progress=False), ""
+    except ConversionError as error:
+        return [], str(error)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_share_the_parts(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
+    results = ranks(num_ranks, convert_lines, str(tmp_path))
+    assert results == [([f"note of part{number}" for number in range(6)], "")] * num_ranks
+    assert content(tmp_path / "out") == COMPLETE
+    lines = (tmp_path / "log").read_text().split()
+    assert sorted(lines[::2]) == [f"part{number}" for number in range(6)]
+    assert set(lines[1::2]) == set(map(str, range(num_ranks)))
+
+
+def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    ranks(2, convert_lines, str(tmp_path))
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
+    assert content(output.final) == COMPLETE
+
+
+def convert_slowly(root: str) -> list[str]:
+    """Job: the last rank comes late to what the parts have returned."""
+    original = conversion._raise_together
+    if dist.get_rank() == dist.get_world_size() - 1:
+        conversion._raise_together = lambda *args: (original(*args), time.sleep(0.2))[0]
+    try:
+        return convert_lines(root)[0]
+    finally:
+        conversion._raise_together = original
+
+
+def test_a_slow_rank_still_finds_what_the_parts_have_returned(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, convert_slowly, str(tmp_path)) == [[f"note of part{number}" for number in range(6)]] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_failing_rank_ends_all_with_one_message(ranks: Any, failing: int, tmp_path: Path) -> None:
+    results = ranks(2, convert_lines, str(tmp_path), fails_on=failing)
+    assert results[0] == results[1]
+    assert results[0][1].count("No space left") == 1 and f"rank {failing}" in results[0][1]
+    assert {path.name for path in tmp_path.iterdir()} <= {"log"}
+    assert ranks(2, convert_lines, str(tmp_path)) == [([f"note of part{number}" for number in range(6)], "")] * 2
+
+
+def convert_sample(source: str, target: str) -> None:
+    """Job."""
+    state = open_checkpoint(source).state()
+    convert(fsdp_dtensor.target(state, choose_spelling(state)), new_checkpoint(target, 3), "a", show_progress=False)
+
+
+def test_two_ranks_write_what_one_writes(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample = str(samples.torch_dist(samples.EXPERTS))
+    monkeypatch.setattr(dcp_target, "PART_BYTES", 1 << 16)
+    convert_sample(sample, str(tmp_path / "one"))
+    ranks(2, convert_with_small_parts, sample, str(tmp_path / "two"))
+    one, two = (open_checkpoint(tmp_path / name).stored for name in ("one", "two"))
+    assert len(list(one.directory.glob("*.distcp"))) > 10
+    assert not compare_entries(one, two).differs
+    assert one.metadata.planner_data == two.metadata.planner_data
+
+
+def convert_with_small_parts(source: str, target: str) -> None:
+    """Job."""
+    dcp_target.PART_BYTES = 1 << 16
+    try:
+        convert_sample(source, target)
+    finally:
+        dcp_target.PART_BYTES = 256 << 20
+
+
+# ---- the DCP target ----------------------------------------------------------------------------------------------------
+
+
+def test_every_tensor_is_read_once(tmp_path: Path) -> None:
+    reads = []
+
+    def lazy(number: int) -> LazyTensor:
+        def read_rows(start: int, stop: int) -> torch.Tensor:
+            reads.append(number)
+            return torch.full((stop - start, 4), float(number))
+
+        return LazyTensor((8, 4), torch.float32, read_rows)
+
+    entries = [whole(f"t{number}", lazy(number)) for number in range(20)]
+    convert(DcpTarget(entries), Output(tmp_path / "out"), "a", show_progress=False)
+    assert sorted(reads) == list(range(20))
+    stored = StoredCheckpoint(tmp_path / "out")
+    assert all(torch.equal(stored.lazy(f"t{number}").read(), torch.full((8, 4), float(number))) for number in range(20))
+
+
+def test_parts_are_closed_when_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dcp_target, "PART_BYTES", 256)
+    target = DcpTarget([whole(f"t{number}", in_memory(torch.zeros(32))) for number in range(5)])
+    assert [part.num_bytes for part in target.parts] == [256, 256, 128]
+    assert len({part.name for part in target.parts}) == 3
+    convert(target, Output(tmp_path / "out"), "a", show_progress=False)
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
+
+
+def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
+    entries = [
+        ObjectEntry("object", {"a": 1}),
+        ObjectEntry("late", lambda: [2]),
+        whole("empty", in_memory(torch.empty(0, 3))),
+        whole("scalar", in_memory(torch.tensor(2.5))),
+        TensorEntry("rows", (2, 3), (1, 0), in_memory(torch.ones(3))),
+        TensorEntry("rows", (2, 3), (0, 0), in_memory(torch.zeros(3))),
+    ]
+    convert(DcpTarget(entries, extra_files={"beside": lambda: b"x"}), Output(tmp_path / "out"), "a", show_progress=False)
+    stored = StoredCheckpoint(tmp_path / "out")
+    assert stored.read_object("object") == {"a": 1} and stored.read_object("late") == [2]
+    assert stored.lazy("empty").read().shape == (0, 3) and stored.lazy("scalar").read() == 2.5
+    assert stored.lazy("rows").read().tolist() == [[0.0] * 3, [1.0] * 3]
+    assert (tmp_path / "out" / "beside").read_bytes() == b"x"
+
+
+def test_notes_of_what_was_read_are_returned(tmp_path: Path) -> None:
+    notes: list[str] = []
+    lazy = LazyTensor((1,), torch.float32, lambda start, stop: (notes.append("seen"), torch.ones(1))[1])
+    assert convert(DcpTarget([whole("t", lazy)], notes=notes), Output(tmp_path / "out"), "a", show_progress=False) == [
+        "seen"
+    ]
+
+
+def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
+    path = small_models.write(small_models.state_of(small_models.shapes_of()), tmp_path / "in")
+    stored = StoredCheckpoint(path)
+    payload = stored._payload("output_layer.weight", stored.tensors["output_layer.weight"].chunks[0])
+    data = bytearray(payload.file.read_bytes())
+    data[payload.offset] ^= 1
+    payload.file.write_bytes(data)
+    state = open_checkpoint(path).state()
+    with pytest.raises(ConversionError, match="checksum"):
+        convert(
+            fsdp_dtensor.target(state, choose_spelling(state)), new_checkpoint(tmp_path / "out", 3), "a", show_progress=False
+        )
+    assert not list(tmp_path.rglob(".writing*")) and not (tmp_path / "out" / "iter_0000003").exists()
+
+
+# ---- real interruptions ------------------------------------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+from megatron.checkpoint import conversion, dcp_target, command_line
+dcp_target.PART_BYTES = 1 << 14
+original = dcp_target._Planner.resolve_data
+dcp_target._Planner.resolve_data = lambda *args: (time.sleep(0.05), original(*args))[1]
+command_line.main(sys.argv[1:])
+"""
+
+
+def test_a_process_that_is_killed_is_taken_up(tmp_path: Path) -> None:
+    sample, out = samples.torch_dist(samples.DENSE), tmp_path / "out"
+    command = [sys.executable, "-c", SLOW, "convert-torch-dist-to-fsdp-dtensor", "--quiet", str(sample), str(out)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    journal = out / ".writing_iter_0000003" / ".conversion"
+    try:
+        limit = time.monotonic() + 100
+        while len(list(journal.glob("0*[0-9]"))) < 3:
+            assert process.poll() is None and time.monotonic() < limit
+            time.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in journal.parent.glob("*.distcp")}
+    finished = {f"__{int(path.name)}_0.distcp" for path in journal.glob("0*[0-9]")}
+    assert not (out / "iter_0000003").exists() and not (out / "latest_checkpointed_iteration.txt").exists()
+    subprocess.run(
+        [*command[:2], SLOW.replace("0.05", "0"), *command[3:]], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
+    )
+    after = {path.name: path.stat().st_mtime_ns for path in (out / "iter_0000003").glob("*.distcp")}
+    assert len(finished) >= 3 and all(after[name] == done[name] for name in finished)
+    convert_sample(str(sample), str(tmp_path / "other"))
+    assert not compare_entries(open_checkpoint(out).stored, open_checkpoint(tmp_path / "other").stored).differs
+
+
+def test_a_full_disk_leaves_no_half_output(tmp_path: Path) -> None:
+    sample = samples.writable_copy(samples.torch_dist(samples.DENSE), tmp_path / "in")
+    before = {path: path.read_bytes() for path in sample.rglob("*") if path.is_file()}
+    script = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"
+    command = f"{sys.executable} {script} convert-torch-dist-to-fsdp-dtensor --json {sample} {tmp_path / 'out'}"
+    limited = f"ulimit -f 200; trap '' XFSZ; exec {command}"
+    result = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1, result.stderr
+    assert "Traceback" not in result.stderr and "File too large" in result.stderr
+    assert result.stdout.count("\n") == 1 and '"error"' in result.stdout
+    assert not list(tmp_path.glob("out/**/*"))
+    assert {path: path.read_bytes() for path in sample.rglob("*") if path.is_file()} == before

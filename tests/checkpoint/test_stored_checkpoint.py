@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any box of a DCP directory is read, and what is damaged is told, whichever byte it is."""
+
+import functools
+import itertools
+import math
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from megatron.checkpoint import safe_pickle
+from megatron.checkpoint.comparison import compare_states
+from megatron.checkpoint.conversion import convert
+from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, TensorEntry
+from megatron.checkpoint.directory import Output, locate
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.lazy_tensor import in_memory
+from megatron.checkpoint.safe_pickle import RefusedPickle
+from megatron.checkpoint.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint, overlap
+from megatron.checkpoint.training_state import TrainingState
+from megatron.checkpoint.verification import find_problems
+from tests.checkpoint import samples, small_models
+from tests.checkpoint.crafted_files import archive, touch
+
+TENSORS = {
+    "matrix": torch.arange(24.0).reshape(6, 4),
+    "cube": torch.arange(60).reshape(5, 3, 4).to(torch.bfloat16),
+    "scalar": torch.tensor(7.5),
+    "empty": torch.empty(0, 3),
+    "no columns": torch.empty(3, 0),
+    "bytes": torch.arange(10, dtype=torch.uint8),
+    "one": torch.ones(1),
+    "flags": torch.tensor([True, False]),
+    "complex": torch.complex(torch.ones(2), torch.zeros(2)),
+}
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """What torch itself writes."""
+    path = tmp_path / "plain"
+    dcp.save({**TENSORS, "object": {"a": [1, 2]}}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def test_every_tensor_and_object_is_what_was_saved(plain: Path) -> None:
+    stored = StoredCheckpoint(plain)
+    assert set(stored.tensors) == set(TENSORS)
+    for key, tensor in TENSORS.items():
+        read = stored.lazy(key).read()
+        assert read.dtype == tensor.dtype and read.shape == tensor.shape and torch.equal(read, tensor), key
+        assert (stored.shape(key), stored.dtype(key)) == (tuple(tensor.shape), tensor.dtype)
+    assert (
+        stored.read_object("object.a") == [1, 2]
+        if "object.a" in stored.objects
+        else stored.read_object("object") == {"a": [1, 2]}
+    )
+
+
+def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCheckpoint:
+    """``tensor`` in a chunk for every cell of a grid."""
+    spans = [list(itertools.pairwise([0, *cut, size])) for cut, size in zip(cuts, tensor.shape)]
+    entries = []
+    for cell in itertools.product(*spans):
+        box = tensor[tuple(slice(a, b) for a, b in cell)].contiguous()
+        entries.append(TensorEntry("tensor", tuple(tensor.shape), tuple(a for a, _ in cell), in_memory(box)))
+    convert(DcpTarget(entries), Output(path), "test", show_progress=False)
+    return StoredCheckpoint(path)
+
+
+@pytest.mark.parametrize("cuts", [[[], [], []], [[2], [1], []], [[1, 4], [], [3]], [[3], [1, 2], [1, 2]]], ids=str)
+def test_every_box_of_every_chunking_is_read(cuts: list[list[int]], tmp_path: Path) -> None:
+    tensor = torch.arange(60.0).reshape(5, 3, 4)
+    stored = chunked(tmp_path / "out", tensor, cuts)
+    ranges = [[(a, b - a) for a in range(size) for b in range(a + 1, size + 1)] for size in tensor.shape]
+    for box in itertools.product(*ranges):
+        offsets, sizes = zip(*box)
+        expected = tensor[tuple(slice(a, a + n) for a, n in box)]
+        assert torch.equal(stored.read_box("tensor", offsets, sizes), expected), box
+    assert torch.equal(stored.lazy("tensor", (2,)).rows(1, 3).read(), tensor[2, 1:3])
+    assert torch.equal(stored.lazy("tensor", (2, 1, 3)).read(), tensor[2, 1, 3])
+    assert torch.equal(stored.lazy_box("tensor", (1, 0, 2), (3, 3, 1)).read(), tensor[1:4, :, 2:3])
+
+
+def test_what_is_asked_for_is_read_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = chunked(tmp_path / "out", torch.zeros(64, 1024), [[], []])
+    stored.read_box("tensor", (0, 0), (1, 1024))  # compares the checksum of the whole
+    lengths = []
+    original = StoredCheckpoint._read_bytes
+    monkeypatch.setattr(StoredCheckpoint, "_read_bytes", lambda *args: lengths.append(args[-1]) or original(*args))
+    stored.read_box("tensor", (5, 0), (2, 1024))
+    assert lengths == [2 * 1024 * 4]
+
+
+def test_payloads_that_are_not_row_after_row_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "transposed"
+    tensor = torch.arange(12.0).reshape(3, 4).t()
+    dcp.save({"tensor": tensor}, checkpoint_id=path, no_dist=True)
+    stored = StoredCheckpoint(path)
+    assert torch.equal(stored.lazy("tensor").read(), tensor)
+    assert torch.equal(stored.lazy("tensor").rows(1, 3).read(), tensor[1:3])
+
+
+# ---- what is not right -------------------------------------------------------------------------------------------------
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    """Change the metadata."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata = change(metadata) or metadata
+    file.write_bytes(pickle.dumps(metadata))
+
+
+def move_a_chunk(metadata: Any) -> None:
+    """So that two overlap and as many elements are nowhere."""
+    entry = metadata.state_dict_metadata["tensor"]
+    chunk = entry.chunks[1]
+    moved = torch.Size([1, *chunk.offsets[1:]])
+    places = metadata.storage_data
+    index = next(index for index in places if index.offset == chunk.offsets)
+    info = places.pop(index)
+    places[type(index)(index.fqn, moved)] = info
+    entry.chunks[1] = ChunkStorageMetadata(moved, chunk.sizes)
+
+
+def grow(metadata: Any) -> None:
+    metadata.state_dict_metadata["tensor"].size = torch.Size([1 << 45, 4])
+
+
+def drop_a_chunk(metadata: Any) -> None:
+    metadata.state_dict_metadata["tensor"].chunks.pop()
+
+
+def huge_chunk(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["tensor"]
+    entry.size = torch.Size([1 << 45, 4])
+    entry.chunks[:] = [
+        ChunkStorageMetadata(torch.Size([0, 0]), entry.size),
+        ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([0, 0])),
+    ]
+
+
+def another_dtype(metadata: Any) -> None:
+    object.__setattr__(metadata.state_dict_metadata["tensor"].properties, "dtype", torch.int32)
+
+
+def another_shape(metadata: Any) -> None:
+    entry = metadata.state_dict_metadata["tensor"]
+    entry.size = torch.Size([4, 6])
+    entry.chunks[0] = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([2, 6]))
+    entry.chunks[1] = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([1, 6]))
+
+
+WRONG = {
+    "moved chunk": move_a_chunk,
+    "larger": grow,
+    "a chunk less": drop_a_chunk,
+    "huge chunk": huge_chunk,
+    "another dtype": another_dtype,
+    "another shape": another_shape,
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_metadata_that_does_not_fit_the_files_never_gives_a_tensor(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    edit(path, WRONG[kind])
+    with pytest.raises(DamagedCheckpoint):
+        stored = StoredCheckpoint(path)
+        stored.lazy("tensor").read()
+    try:
+        assert find_problems(open_checkpoint(path))
+    except DamagedCheckpoint:
+        pass
+
+
+def set_field(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+MALFORMED = {
+    "no dict of entries": set_field("state_dict_metadata", [1]),
+    "no dict of places": set_field("storage_data", None),
+    "an entry of another kind": lambda metadata: metadata.state_dict_metadata.update(tensor=3),
+    "a key that is no text": lambda metadata: metadata.state_dict_metadata.update(
+        {4: metadata.state_dict_metadata["tensor"]}
+    ),
+    "a size that is text": lambda metadata: setattr(metadata.state_dict_metadata["tensor"], "size", "64"),
+    "a negative size": lambda metadata: setattr(metadata.state_dict_metadata["tensor"], "size", (-6, 4)),
+    "sizes of other lengths": lambda metadata: setattr(metadata.state_dict_metadata["tensor"], "size", (6, 4, 1)),
+    "no dtype": lambda metadata: object.__setattr__(metadata.state_dict_metadata["tensor"].properties, "dtype", "float"),
+    "a place of another kind": lambda metadata: metadata.storage_data.update(dict.fromkeys(metadata.storage_data, "x")),
+    "no metadata at all": lambda metadata: {"state_dict_metadata": {}},
+    "paths of another kind": set_field("planner_data", [1]),
+    "reformulated shapes of another kind": set_field("mcore_data", 3),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_metadata_of_another_form_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    edit(path, MALFORMED[kind])
+    with pytest.raises(DamagedCheckpoint, match="metadata"):
+        StoredCheckpoint(path)
+
+
+def point_outside(name: str) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = name
+
+    return change
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret"])
+def test_files_outside_of_the_checkpoint_are_not_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
+    shutil.copy(path / "__0_0.distcp", tmp_path / "secret")
+    (path / "sub").mkdir()
+    edit(path, point_outside(name))
+    with pytest.raises(DamagedCheckpoint, match="outside"):
+        StoredCheckpoint(path)
+
+
+def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
+    """Stores are often mounted and linked; a link is made by who has the directory, not by the file."""
+    path = tmp_path / "out"
+    tensor = torch.arange(24.0).reshape(6, 4)
+    chunked(path, tensor, [[3], []])
+    shutil.move(path / "__0_0.distcp", tmp_path / "elsewhere")
+    (path / "__0_0.distcp").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(path)
+    assert torch.equal(StoredCheckpoint(tmp_path / "link").lazy("tensor").read(), tensor)
+    (tmp_path / "elsewhere").unlink()
+    with pytest.raises(DamagedCheckpoint, match="missing"):
+        StoredCheckpoint(path)
+
+
+def test_all_missing_and_short_files_are_listed(tmp_path: Path) -> None:
+    shape = small_models.shapes_of()
+    path = small_models.write(small_models.state_of(shape), tmp_path / "out")
+    source = samples.writable_copy(samples.iteration(samples.torch_dist(samples.DENSE)), tmp_path / "copy")
+    names = sorted(file.name for file in source.glob("*.distcp"))
+    (source / names[0]).unlink()
+    (source / names[1]).write_bytes((source / names[1]).read_bytes()[:1000])
+    with pytest.raises(DamagedCheckpoint, match=f"(?s){names[0]} is missing.*{names[1]} is cut off: 1000 bytes of"):
+        StoredCheckpoint(source)
+    assert StoredCheckpoint(path).tensors
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "not there"),
+        (lambda path: path.write_text("x"), "a file"),
+        (lambda path: path.mkdir(), "no checkpoint"),
+        (
+            lambda path: (path.mkdir(), (path / "latest_checkpointed_iteration.txt").write_text("seven")),
+            "should hold an iteration",
+        ),
+        (lambda path: (path.mkdir(), (path / "latest_checkpointed_iteration.txt").write_text("7")), "not there"),
+        (
+            lambda path: (path.mkdir(), (path / "latest_checkpointed_iteration.txt").write_bytes(b"\xff\xfe")),
+            "should hold an iteration",
+        ),
+        (lambda path: (path / "iter_0000004").mkdir(parents=True), "name one of iter_0000004"),
+        (lambda path: (path / ".metadata").mkdir(parents=True), "no checkpoint"),
+        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(b"")), "damaged"),
+        (lambda path: (path.mkdir(), (path / ".metadata").write_bytes(b"not a pickle")), "damaged"),
+    ],
+    ids=[
+        "absent",
+        "file",
+        "empty directory",
+        "tracker of words",
+        "tracker of nothing",
+        "tracker of bytes",
+        "no tracker",
+        "metadata a directory",
+        "empty metadata",
+        "metadata of text",
+    ],
+)
+def test_what_is_no_checkpoint_is_said_to_be_none(make: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    make(tmp_path / "path")
+    with pytest.raises(ValueError, match=message):
+        open_checkpoint(tmp_path / "path")
+    if "damaged" not in message:
+        with pytest.raises(ValueError, match=message):
+            locate(tmp_path / "path")
+
+
+# ---- hostile -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [".metadata", "object", "tensor"])
+def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> None:
+    path, marker = tmp_path / "out", tmp_path / "executed"
+    entries = [TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4))), ObjectEntry("object", [1])]
+    convert(DcpTarget(entries), Output(path), "test", show_progress=False)
+    if place == ".metadata":
+        (path / ".metadata").write_bytes(touch(marker))
+    else:
+        metadata = pickle.loads((path / ".metadata").read_bytes())
+        info = next(info for index, info in metadata.storage_data.items() if index.fqn == place)
+        hostile = archive(touch(marker), **{"data/0": bytes(16)})
+        (path / "crafted").write_bytes(hostile)
+        info.relative_path, info.offset, info.length = "crafted", 0, len(hostile)
+        (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RefusedPickle, match=r"posix\.system") as refused:
+        stored = StoredCheckpoint(path)
+        stored.read_object("object")
+        stored.lazy("tensor").read()
+    assert str(path) in str(refused.value)
+    assert not marker.exists()
+    try:
+        assert find_problems(open_checkpoint(path))
+    except RefusedPickle:
+        assert place == ".metadata"
+    assert not marker.exists()
+
+
+def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
+    """Strides of zero would make terabytes of them."""
+    path = tmp_path / "out"
+    convert(
+        DcpTarget([TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4)))]), Output(path), "test", show_progress=False
+    )
+    crafted = safe_pickle.save_torch(torch.ones(1).expand(1 << 45))
+    (path / "crafted").write_bytes(crafted)
+
+    def change(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata["tensor"]
+        entry.size = torch.Size([1 << 45])
+        entry.chunks[0] = ChunkStorageMetadata(torch.Size([0]), entry.size)
+        info = next(iter(metadata.storage_data.values()))
+        info.relative_path, info.offset, info.length = "crafted", 0, len(crafted)
+
+    edit(path, change)
+    with pytest.raises(DamagedCheckpoint, match="not enough"):
+        StoredCheckpoint(path).lazy("tensor").read()
+
+
+# ---- damage ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each format."""
+    state = small_models.state_of(small_models.shapes_of(layers=["gated"], tied=True), num_layers=1)
+    root = tmp_path_factory.mktemp("small")
+    return {form: small_models.write(state, root / form, form) for form in ("torch_dist", "fsdp_dtensor")}
+
+
+def says_the_same(path: Path, original: Path) -> bool:
+    """False where it is told that something is wrong; fails where it says something else and nothing is told."""
+    try:
+        opened = open_checkpoint(path)
+        if find_problems(opened):
+            return False
+        state = opened.state()
+    except ValueError:
+        return False
+    found = compare_states(state, _state(original))
+    assert not found.differs, (found, path)
+    return True
+
+
+@functools.lru_cache
+def _state(path: Path) -> TrainingState:
+    return open_checkpoint(path).state()
+
+
+FILES = {
+    "torch_dist": (".metadata", "__0_0.distcp", "common.pt", "metadata.json"),
+    "fsdp_dtensor": (".metadata", "__0_0.distcp"),
+}
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_every_flipped_bit_is_told_or_harmless(form: str, small: dict[str, Path], tmp_path: Path) -> None:
+    random_numbers = random.Random(f"bits of {form}")
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    told = 0
+    for file, count in zip(FILES[form], (30, 25, 20, 4)):
+        data = (copy / file).read_bytes()
+        for _ in range(count):
+            changed = bytearray(data)
+            at, bit = random_numbers.randrange(len(data)), random_numbers.randrange(8)
+            changed[at] ^= 1 << bit
+            (copy / file).write_bytes(changed)
+            told += not says_the_same(copy, small[form])
+        (copy / file).write_bytes(data)
+    assert told > 25  # the rest is padding
+    assert says_the_same(copy, small[form])
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_every_bit_of_a_tensor_is_under_its_checksum(form: str, small: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    stored = StoredCheckpoint(copy)
+    key = next(key for key in stored.tensors if key.endswith("linear_qkv.weight"))
+    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    data = bytearray((copy / "__0_0.distcp").read_bytes())
+    for at in (payload.offset, payload.offset + payload.num_bytes // 2, payload.offset + payload.num_bytes - 1):
+        data[at] ^= 1
+        (copy / "__0_0.distcp").write_bytes(data)
+        index = (0,) if form == "torch_dist" else ()  # its first layer
+        with pytest.raises(DamagedCheckpoint, match="checksum"):
+            StoredCheckpoint(copy).lazy(key).read()
+        with pytest.raises(DamagedCheckpoint, match="checksum"):
+            StoredCheckpoint(copy).lazy(key, index).rows(2, 3).read()
+        data[at] ^= 1
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_files_that_are_cut_off_are_told(form: str, small: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    for file in FILES[form]:
+        data = (copy / file).read_bytes()
+        for length in (0, 1, len(data) // 3, len(data) - 100, len(data) - 1):
+            (copy / file).write_bytes(data[: max(length, 0)])
+            assert not says_the_same(copy, small[form]) or file == "metadata.json", (file, length)
+        (copy / file).unlink()
+        assert not says_the_same(copy, small[form]), file
+        (copy / file).write_bytes(data)
+
+
+def lose_key(old: str, new: str) -> Callable[[bytes], bytes]:
+    return lambda data: data.replace(old.encode(), new.encode())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("final_layernorm.weight.lr", "final_layernorm.weight.ls"),
+        ("module.decoder.final_layernorm.weight.wd_mult", "module.decoder.final_layernorm.weighu.wd_mult"),
+        ("opt_param_scheduler.max_lr", "opt_param_schedules.max_lr"),
+        ("num_floating_point_operations_so_far", "num_floating_point_operations_so_faz"),
+        ("final_layernorm.weight.exp_avg", "final_layernorm.weight.exp_avh"),
+        ("model.module.decoder.layers.0.input_layernorm.weight", "model.module.decoder.layers.0.inpuu_layernorm.weight"),
+    ],
+)
+def test_a_changed_letter_of_a_key_is_told(old: str, new: str, small: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(small["fsdp_dtensor"], tmp_path / "copy")
+    data = (copy / ".metadata").read_bytes()
+    assert old.encode() in data
+    (copy / ".metadata").write_bytes(data.replace(old.encode(), new.encode()))
+    assert not says_the_same(copy, small["fsdp_dtensor"])
+
+
+# ---- boxes -------------------------------------------------------------------------------------------------------------
+
+
+def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
+    random_numbers = random.Random(1)
+    seen = set()
+    for _ in range(500):
+        boxes = []
+        for _ in range(random_numbers.randrange(1, 5)):
+            offsets = [random_numbers.randrange(4) for _ in range(2)]
+            boxes.append((offsets, [random_numbers.randrange(1, 3) for _ in range(2)]))
+        cells = [cell for (a, b), (n, m) in boxes for cell in itertools.product(range(a, a + n), range(b, b + m))]
+        expected = len(cells) != len(set(cells))
+        assert overlap(boxes) == expected, boxes
+        seen.add(expected)
+    assert seen == {True, False}
+    assert overlap([((), ()), ((), ())]) and not overlap([((), ())]) and math.prod(()) == 1
