@@ -58,21 +58,26 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         printer = Printer(as_json, show_progress=not quiet)
         try:
             with conversion.ranks_of_torchrun():
-                function(*args, printer=printer, **options)
-        except MemoryError:
-            if oom_traceback:
-                traceback.print_exc()
-            text = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
-            printer.fail(ValueError(text))
-        except (ValueError, NotImplementedError, ConversionError, OSError) as error:
+                conversion.agreed(lambda: function(*args, printer=printer, **options), lambda error: _told(error, oom_traceback))
+        except ConversionError as error:
             printer.fail(error)
-        except (AttributeError, LookupError, RuntimeError, TypeError) as error:  # files can hold anything at all
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{Path(place.filename).name}:{place.lineno}"
-            told = f"{type(error).__name__} in {where}: {error}"
-            printer.fail(ValueError(f"the checkpoint has something that is not understood ({told})"))
 
     return run
+
+
+def _told(error: Exception, oom_traceback: bool) -> str:
+    """An error for people."""
+    if isinstance(error, MemoryError):
+        if oom_traceback:
+            traceback.print_exception(error)
+        return "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    place = traceback.extract_tb(error.__traceback__)[-1]  # files can hold anything at all
+    where = f"{type(error).__name__} in {Path(place.filename).name}:{place.lineno}"
+    return f"the checkpoint has something that is not understood ({where}: {error})"
 
 
 class Printer:
@@ -91,12 +96,11 @@ class Printer:
         if self._is_first and self._as_json:
             click.echo(json.dumps(_as_json(content), default=str))
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: ConversionError) -> None:
         """The error, and exit code 1."""
-        text = str(error) if not isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        self.result({"error": text})
+        self.result({"error": str(error)})
         if self._is_first:
-            click.echo(f"Error: {text}", err=True)
+            click.echo(f"Error: {error}", err=True)
         sys.exit(1)
 
     @contextmanager

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -43,13 +43,14 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
         show_progress: a bar on the first rank, of its share.
 
     Returns:
-        What was noticed on the way, on every rank.
+        On the first rank, what was noticed on the way.
 
     Raises:
         ConversionError: on every rank, with what went wrong on any. What was written is removed.
     """
     journal = output.staging / _JOURNAL
-    _on_first_rank(lambda: _prepare(output.staging, identity))
+    is_new = not output.staging.exists()  # what an interrupted conversion has left stays for the next attempt
+    _on_first_rank(lambda: _prepare(output.staging, identity), output.staging if is_new else None)
     todo = [part for part in _share(target.parts) if not (journal / part.name).exists()]
     problem = None
     try:
@@ -61,14 +62,7 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
         problem = _told(error)
         _try(lambda: (journal / "failed").touch())
     _raise_together(problem, output.staging)
-    results: dict[str, Any] = {}
-    try:
-        results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
-    except (OSError, ValueError) as error:
-        problem = _told(error)
-    _raise_together(problem, output.staging)  # all ranks have read the notes before the first one removes them
-    _on_first_rank(lambda: _finish(target, output, results), output.staging)
-    return sorted({note for result in results.values() if isinstance(result, dict) for note in result.get("notes", [])})
+    return _on_first_rank(lambda: _finish(target, output), output.staging) or []
 
 
 def _prepare(staging: Path, identity: str) -> None:
@@ -82,10 +76,13 @@ def _prepare(staging: Path, identity: str) -> None:
     known.write_text(identity)
 
 
-def _finish(target: Target, output: Output, results: dict[str, Any]) -> None:
+def _finish(target: Target, output: Output) -> list[str]:
+    journal = output.staging / _JOURNAL
+    results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)
-    shutil.rmtree(output.staging / _JOURNAL)
+    shutil.rmtree(journal)
     output.publish()
+    return sorted({note for result in results.values() if isinstance(result, dict) for note in result.get("notes", [])})
 
 
 def _share(parts: list[Part]) -> list[Part]:
@@ -128,14 +125,32 @@ def _try(action: Any) -> None:
         pass
 
 
-def _on_first_rank(action: Any, staging: Path | None = None) -> None:
-    problem = None
+def _on_first_rank(action: Callable[[], Any], staging: Path | None = None) -> Any:
+    """What it returns there; None elsewhere."""
+    result, problem = None, None
     if _is_first():
         try:
-            action()
+            result = action()
         except Exception as error:  # as above
             problem = _told(error)
     _raise_together(problem, staging)
+    return result
+
+
+def agreed(action: Callable[[], None], tell: Callable[[Exception], str]) -> None:
+    """Do something on every rank there is; what goes wrong on any of them is raised on all.
+
+    Raises:
+        ConversionError: with what ``tell`` makes of the errors, each once.
+    """
+    problem = None
+    try:
+        action()
+    except ConversionError:  # all ranks have it
+        raise
+    except Exception as error:
+        problem = tell(error)
+    _raise_together(problem, None)  # ranks that are in a conversion meanwhile are in one of these too
 
 
 def _raise_together(problem: str | None, staging: Path | None) -> None:
@@ -165,6 +180,5 @@ def ranks_of_torchrun() -> Iterator[None]:
     dist.init_process_group("gloo")
     try:
         yield
-        dist.barrier()
     finally:
         dist.destroy_process_group()

@@ -183,10 +183,15 @@ def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], st
         return [], str(error)
 
 
+def on_first(num_ranks: int) -> list[tuple[list[str], str]]:
+    """No errors, and the notes where they are printed."""
+    return [([f"note of part{number}" for number in range(6)], "")] + [([], "")] * (num_ranks - 1)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_share_the_parts(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
     results = ranks(num_ranks, convert_lines, str(tmp_path))
-    assert results == [([f"note of part{number}" for number in range(6)], "")] * num_ranks
+    assert results == on_first(num_ranks)
     assert content(tmp_path / "out") == COMPLETE
     lines = (tmp_path / "log").read_text().split()
     assert sorted(lines[::2]) == [f"part{number}" for number in range(6)]
@@ -200,28 +205,34 @@ def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> Non
     assert content(output.final) == COMPLETE
 
 
-def convert_slowly(root: str) -> list[str]:
-    """Job: the last rank comes late to what the parts have returned."""
-    original = conversion._raise_together
-    if dist.get_rank() == dist.get_world_size() - 1:
-        conversion._raise_together = lambda *args: (original(*args), time.sleep(0.2))[0]
-    try:
-        return convert_lines(root)[0]
-    finally:
-        conversion._raise_together = original
-
-
-def test_a_slow_rank_still_finds_what_the_parts_have_returned(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, convert_slowly, str(tmp_path)) == [[f"note of part{number}" for number in range(6)]] * 2
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_failing_rank_ends_all_with_one_message(ranks: Any, failing: int, tmp_path: Path) -> None:
     results = ranks(2, convert_lines, str(tmp_path), fails_on=failing)
     assert results[0] == results[1]
     assert results[0][1].count("No space left") == 1 and f"rank {failing}" in results[0][1]
     assert {path.name for path in tmp_path.iterdir()} <= {"log"}
-    assert ranks(2, convert_lines, str(tmp_path)) == [([f"note of part{number}" for number in range(6)], "")] * 2
+    assert ranks(2, convert_lines, str(tmp_path)) == on_first(2)
+
+
+def fail_before(root: str, failing: int) -> str:
+    """Job: one rank fails while it plans, the others are in the conversion by then; the error."""
+
+    def action() -> None:
+        if dist.get_rank() == failing:
+            raise OSError("this rank cannot read the source")
+        convert(Lines(Path(root) / "log"), Output(Path(root) / "out"), "a", show_progress=False)
+
+    try:
+        conversion.agreed(action, str)
+    except ConversionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_the_conversion_ends_all_with_its_message(ranks: Any, failing: int, tmp_path: Path) -> None:
+    assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def convert_sample(source: str, target: str) -> None:
