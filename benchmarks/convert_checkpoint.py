@@ -12,6 +12,7 @@ four times the size on disk; everything it wrote is removed in the end.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import resource
 import shutil
@@ -37,9 +38,9 @@ BYTES_OF_PARAMETER = 14  # bf16 weight, fp32 main weight and two moments
 
 
 def arguments(num_layers: int) -> argparse.Namespace:
-    """A model of ``num_layers`` layers as wide as Llama-3-8B's."""
+    """A model of ``num_layers`` layers with the attention of Llama-3-8B and a narrower MLP."""
     return argparse.Namespace(
-        num_layers=num_layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+        num_layers=num_layers, hidden_size=4096, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8,
         group_query_attention=True, kv_channels=128, swiglu=True, padded_vocab_size=8192, multi_latent_attention=False,
         transformer_impl="transformer_engine", params_dtype=torch.bfloat16, bf16=True, moe_layer_freq=1,
     )  # fmt: skip
@@ -47,8 +48,8 @@ def arguments(num_layers: int) -> argparse.Namespace:
 
 def synthetic(gigabytes: float) -> TrainingState:
     """A run whose torch_dist checkpoint has about this size."""
-    per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 14336
-    num_layers = max(round((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer), 1)
+    per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 8192
+    num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer)
     args = arguments(num_layers)
     layer = ("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "pre_mlp_layernorm")
     modules = [f"decoder.layers.{i}.{part}" for i in range(num_layers) for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")]

@@ -224,8 +224,25 @@ def load_torch(data: bytes) -> Any:
     return _guarded(read)
 
 
+def is_scalar(value: Any) -> bool:
+    """Whether it is a number, a text, or a tuple of such: small, and nothing that anybody can change."""
+    return type(value) in (bool, int, float, str, type(None)) or (type(value) is tuple and all(map(is_scalar, value)))
+
+
+_written: dict[tuple[type, str], bytes] = {}
+
+
 def save_torch(value: Any) -> bytes:
     """``torch.save`` that can write stand-ins, under the names of what they stand for."""
+    if not is_scalar(value):
+        return _save(value)
+    key = (type(value), repr(value))  # fields of param groups are written thousands of times, once for each parameter
+    if key not in _written:
+        _written[key] = _save(value)
+    return _written[key]
+
+
+def _save(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=_MODULE)
     return buffer.getvalue()

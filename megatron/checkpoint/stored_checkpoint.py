@@ -8,7 +8,6 @@ data only (:mod:`megatron.checkpoint.safe_pickle`), reads the rows that are aske
 
 from __future__ import annotations
 
-import collections
 import io
 import math
 import os
@@ -144,7 +143,8 @@ class StoredCheckpoint:
         self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info for index, info in self.metadata.storage_data.items()
         }
-        self._chunks: dict[str, dict[int, list[ChunkStorageMetadata]]] = {}
+        self._chunks: dict[str, _Spans] = {}
+        self._scalars: dict[bytes, Any] = {}  # the fields of param groups: a few values, thousands of times
         self._payloads: dict[tuple[str, int], _Payload] = {}
         self._unchanged: set[tuple[str, int]] = set()
         self._check_files()
@@ -234,15 +234,18 @@ class StoredCheckpoint:
                 yield chunk, lowest, extent
 
     def _chunks_near(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkStorageMetadata]:
-        """All chunks that can overlap a box: of stacked tensors, thousands do not."""
+        """All chunks that overlap a box in the first two dims: of stacked layers and experts, thousands do not."""
         if key not in self._chunks:
-            by_start: dict[int, list[ChunkStorageMetadata]] = collections.defaultdict(list)
+            spans: _Spans = {}
             for chunk in self.tensors[key].chunks:
-                by_start[chunk.offsets[0] if chunk.offsets else 0].append(chunk)
-            self._chunks[key] = dict(sorted(by_start.items()))
-        for start, chunks in self._chunks[key].items():
-            if not offsets or start < offsets[0] + sizes[0]:
-                yield from chunks
+                spans.setdefault(_span(chunk, 0), {}).setdefault(_span(chunk, 1), []).append(chunk)
+            self._chunks[key] = spans
+        first, second = ((a, a + n) for a, n in zip((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
+        for span, rest in self._chunks[key].items():
+            if span[0] < first[1] and first[0] < span[1]:
+                for inner, chunks in rest.items():
+                    if inner[0] < second[1] and second[0] < inner[1]:
+                        yield from chunks
 
     def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]) -> torch.Tensor:
         """A box of one chunk, by offsets in the chunk."""
@@ -328,12 +331,25 @@ class StoredCheckpoint:
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
+        if data in self._scalars:
+            return self._scalars[data]
         try:
-            return safe_pickle.load_torch(data)
+            value = safe_pickle.load_torch(data)
+            if safe_pickle.is_scalar(value):
+                self._scalars[data] = value
+            return value
         except safe_pickle.RefusedPickle as error:
             raise safe_pickle.RefusedPickle(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
             raise DamagedCheckpoint(f"{self.directory}: {key} in {info.relative_path} is damaged: {error}") from error
+
+
+_Spans = dict[tuple[int, int], dict[tuple[int, int], list[ChunkStorageMetadata]]]
+"""Chunks by what they take up of dim 0, and of dim 1."""
+
+
+def _span(chunk: ChunkStorageMetadata, dim: int) -> tuple[int, int]:
+    return (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) if dim < len(chunk.offsets) else (0, 1)
 
 
 def _read_header(path: Path, info: _StorageInfo) -> _Payload:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,11 @@ class ParamGroup:
     fields: dict[str, Any]
     """``lr``, ``wd_mult`` and so on, as the optimizer keeps them, without ``params``; ``step`` where it counts per group."""
     names: list[str]
+
+    @functools.cached_property
+    def members(self) -> frozenset[str]:
+        """``names``, which are not changed any more, to look for one of many."""
+        return frozenset(self.names)
 
 
 @dataclass
@@ -69,7 +75,7 @@ class TrainingState:
         """How many steps the moments of a parameter have seen: its own count, or that of its group."""
         if name in self.steps:
             return self.steps[name]
-        return next((group.fields.get("step") for group in self.groups or [] if name in group.names), None)
+        return next((group.fields.get("step") for group in self.groups or [] if name in group.members), None)
 
     def tensors(self) -> Iterator[tuple[str, str, LazyTensor]]:
         """``weight``, ``buffer`` or a moment's slot, with name and tensor."""
