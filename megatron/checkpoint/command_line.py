@@ -184,7 +184,13 @@ def _rows(opened: Opened, with_groups: bool) -> Iterator[tuple[str, str, list[in
 @click.argument("key")
 def print_tensor(checkpoint_dir: Path, key: str, printer: Printer) -> None:
     """Print the tensor, or the object, under KEY."""
-    stored = _stored(open_checkpoint(checkpoint_dir))
+    opened = open_checkpoint(checkpoint_dir)
+    stored = _stored(opened)
+    common = torch_dist.read_common(stored) if opened.format == TORCH_DIST else {}
+    if key in common:
+        printer.result({"key": key, "value": common[key]})
+        printer.say(f"{key}: {common[key]!r}")
+        return
     if key not in stored.metadata.state_dict_metadata:
         near = [each for each in stored.metadata.state_dict_metadata if key in each][:6]
         raise ValueError(f"there is no key {key!r}" + (f"; did you mean one of {', '.join(near)}" if near else ""))
@@ -268,14 +274,16 @@ def compare_two_checkpoint(first: Path, second: Path, printer: Printer) -> None:
 def diff(first: Path, second: Path, weights_only: bool, rows: int, allow_unknown_keys: bool, printer: Printer) -> None:
     """Compare what two checkpoints say, in whichever formats: weights, moments, param groups, schedule, arguments, counters.
 
+    Beside a Hugging Face model only weights are compared, and of the vocabulary the rows that both have: others are padding.
+
     Exit code 1 if they differ.
     """
     opened = [open_checkpoint(path) for path in (first, second)]
     states = [each.state(allow_unknown=allow_unknown_keys) for each in opened]
-    weights_only = weights_only or HUGGING_FACE in (each.format for each in opened)
+    with_model = HUGGING_FACE in (each.format for each in opened)  # which has weights only, and no padding
     total = comparison.num_bytes(tensor for state in states for _, _, tensor in state.tensors())
     with printer.bar("comparing", total) as progress:
-        found = comparison.compare_states(*states, weights_only=weights_only, progress=progress)
+        found = comparison.compare_states(*states, weights_only or with_model, with_padding=not with_model, progress=progress)
     for note in states[0].notes + states[1].notes:
         printer.say(f"note: {note}")
     _report(found, printer, rows)

@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from megatron.checkpoint import torch_dist
+from megatron.checkpoint.key_rules import VOCABULARY
 from megatron.checkpoint.lazy_tensor import LazyTensor
 from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.training_state import TrainingState
@@ -91,23 +92,32 @@ def _common(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def compare_states(
-    first: TrainingState, second: TrainingState, weights_only: bool = False, progress: Progress = lambda _: None
+    first: TrainingState,
+    second: TrainingState,
+    weights_only: bool = False,
+    with_padding: bool = True,
+    progress: Progress = lambda _: None,
 ) -> Comparison:
     """What two checkpoints say, whichever formats they are in: tensors by canonical name, and all of the rest of a run.
 
     Weights that one side has in another dtype are compared in that with less precision.
 
     Args:
-        weights_only: nothing but weights and buffers, as where one side is a Hugging Face model.
+        weights_only: nothing but weights and buffers.
+        with_padding: more rows of vocabulary on one side are a difference; without it those that both have are compared.
     """
     found = Comparison()
     mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)
     for name in _in_both(found, mine, theirs):
-        if mine[name].shape != theirs[name].shape:
-            found.kinds.append(f"{name}: {mine[name].shape}, {theirs[name].shape}")
+        pair = [mine[name], theirs[name]]
+        if not with_padding and name.partition(" ")[0] in VOCABULARY:
+            rows = min(tensor.num_rows for tensor in pair)
+            pair = [tensor.rows(0, rows) for tensor in pair]
+        if pair[0].shape != pair[1].shape:
+            found.kinds.append(f"{name}: {pair[0].shape}, {pair[1].shape}")
         else:
-            dtype = min(mine[name].dtype, theirs[name].dtype, key=lambda dtype: dtype.itemsize)
-            _compare_tensors(found, name, mine[name].to(dtype), theirs[name].to(dtype), progress)
+            dtype = min((tensor.dtype for tensor in pair), key=lambda dtype: dtype.itemsize)
+            _compare_tensors(found, name, pair[0].to(dtype), pair[1].to(dtype), progress)
     if not weights_only:
         facts, other_facts = _facts(first), _facts(second)
         for name in _in_both(found, facts, other_facts):

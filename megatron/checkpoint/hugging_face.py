@@ -282,16 +282,20 @@ def _arguments_to_write(state: TrainingState, base: Config, vocab_size: int | No
     if WORD_EMBEDDINGS not in state.weights:
         raise ValueError(f"the checkpoint has no {WORD_EMBEDDINGS}: it is not that of a whole language model")
     args.padded_vocab_size = state.weights[WORD_EMBEDDINGS].shape[0]
-    # Megatron-LM's tokenizer of numbers has an end of document beyond the vocabulary of the command line.
-    own = getattr(args, "vocab_size", None)
-    if own is not None and getattr(args, "tokenizer_type", None) == "NullTokenizer":
-        own += 1
-    sizes = (vocab_size, base.get("vocab_size"), own, args.padded_vocab_size)
+    sizes = (vocab_size, base.get("vocab_size"), _vocabulary_of_tokenizer(args), args.padded_vocab_size)
     asked = next(size for size in sizes if size is not None)
     if not 0 < asked <= args.padded_vocab_size:
         raise ValueError(f"a vocabulary of {asked} tokens is asked for, but the embedding has {args.padded_vocab_size} rows")
     args.vocab_size = asked
     return args
+
+
+def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
+    """How many tokens the run has told apart, as far as its arguments say so."""
+    size, tokenizer = getattr(args, "vocab_size", None), getattr(args, "tokenizer_type", None)
+    if tokenizer == "ByteTokenizer":
+        return 257  # and an end of document
+    return size + 1 if tokenizer == "NullTokenizer" and size is not None else size  # which has that beyond what is asked for
 
 
 def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,6 +20,10 @@ def _latent(args: argparse.Namespace) -> bool:
 
 def _not_latent(args: argparse.Namespace) -> bool:
     return not args.multi_latent_attention
+
+
+def _own_bias_of_qkv(args: argparse.Namespace) -> bool:
+    return not args.multi_latent_attention and not args.add_bias_linear  # which gives every linear layer one, and sets this too
 
 
 def _yarn(args: argparse.Namespace) -> bool:
@@ -68,6 +72,11 @@ class Argument:
     counts: Callable[[argparse.Namespace], bool] = _always
     in_outputs: bool = True
 
+    def default_in(self, known: Mapping[str, Any]) -> Any:
+        """The default beside other arguments, which can have the switch itself, as it stands on the command line."""
+        switch = known.get(self.flag.removeprefix("--").replace("-", "_"))
+        return not self.default if switch is True and isinstance(self.default, bool) else self.default
+
     def words(self, value: Any) -> list[str]:
         """Words of a command line that set it to ``value``; none for the default."""
         if value is None or value == self.default:
@@ -103,7 +112,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("openai_gelu", False),
     Argument("bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu),  # its GELU is the tanh formula
     Argument("add_bias_linear", True, "--disable-bias-linear"),
-    Argument("add_qkv_bias", False, counts=_not_latent),
+    Argument("add_qkv_bias", False, counts=_own_bias_of_qkv),
     Argument("qk_layernorm", False),
     Argument("qk_l2_norm", False),
     Argument("window_size"),
@@ -148,7 +157,8 @@ ARGUMENTS: tuple[Argument, ...] = (
 
 def completed(args: argparse.Namespace) -> argparse.Namespace:
     """A copy with what is missing: defaults, and sizes that follow from others."""
-    args = argparse.Namespace(**({argument.name: argument.default for argument in ARGUMENTS} | vars(args)))
+    known = vars(args)
+    args = argparse.Namespace(**({argument.name: argument.default_in(known) for argument in ARGUMENTS} | known))
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
         args.kv_channels = args.hidden_size // args.num_attention_heads

@@ -131,6 +131,12 @@ def load(
         say(f"{source} has no random state for some of this run's ranks: their generators begin anew")
     elif with_rng:
         _restore_rng(loaded["rng_state"])
+    rows = getattr(loaded["args"], "padded_vocab_size", None)
+    if rows is not None and rows != args.padded_vocab_size:
+        say(
+            f"{source} has {rows} rows of vocabulary, this run {args.padded_vocab_size}: rows of padding take part in the loss, "
+            f"which is another one now; --padded-vocab-size {rows} keeps it"
+        )
     say(f"loaded the weights of {source}" if weights_only else f"loaded {source}, iteration {args.iteration}")
 
 
