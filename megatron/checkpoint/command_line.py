@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the checkpoint tools: what ``tools/checkpoint/checkpoint_inspector.py`` runs.
 
-Started by ``python`` it is one process without a process group; started by ``torchrun`` its ranks share the work. No GPU, no
+Started by ``python`` it is one process without a process group; started by ``torchrun`` its ranks share conversions. No GPU, no
 Megatron-Core. Exit code 0: done, and nothing is wrong; 1: something differs, is broken or failed; 2: wrong usage.
 """
 
@@ -26,7 +26,7 @@ from megatron.checkpoint import comparison, conversion, directory, editing, fsdp
 from megatron.checkpoint.conversion import ConversionError, fingerprint
 from megatron.checkpoint.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST, Opened, open_checkpoint
 from megatron.checkpoint.spelling_choice import IMPLEMENTATIONS, choose_spelling
-from megatron.checkpoint.stored_checkpoint import METADATA, StoredCheckpoint
+from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.training_state import TrainingState
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +55,7 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, as_json: bool, quiet: bool, enable_msc: bool, oom_traceback: bool = False, **options: Any) -> None:
         if enable_msc:
             raise click.UsageError("--enable-msc: object stores are not built in; mount the store, or copy the checkpoint")
-        printer = Printer(as_json, show_progress=not quiet)
+        printer = Printer(as_json, show_progress=not quiet, oom_traceback=oom_traceback)
         try:
             with conversion.ranks_of_torchrun():
                 conversion.agreed(lambda: function(*args, printer=printer, **options), lambda error: _told(error, oom_traceback))
@@ -67,10 +67,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _told(error: Exception, oom_traceback: bool) -> str:
     """An error for people."""
-    if isinstance(error, MemoryError):
+    if conversion.is_out_of_memory(error):
         if oom_traceback:
             traceback.print_exception(error)
-        return "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+        return conversion.OUT_OF_MEMORY
     if isinstance(error, (ValueError, NotImplementedError)):
         return str(error)
     if isinstance(error, OSError):
@@ -83,23 +83,24 @@ def _told(error: Exception, oom_traceback: bool) -> str:
 class Printer:
     """Prints on the first rank: text for people, or one JSON object."""
 
-    def __init__(self, as_json: bool, show_progress: bool):
-        self._as_json = as_json
-        self._is_first = os.environ.get("RANK", "0") == "0"
-        self.show_progress = show_progress and not as_json and self._is_first
+    def __init__(self, as_json: bool, show_progress: bool, oom_traceback: bool = False):
+        self.oom_traceback = oom_traceback
+        self.as_json = as_json
+        self.is_first = os.environ.get("RANK", "0") == "0"
+        self.show_progress = show_progress and not as_json and self.is_first
 
     def say(self, text: str) -> None:
-        if self._is_first and not self._as_json:
+        if self.is_first and not self.as_json:
             click.echo(text)
 
     def result(self, content: Mapping[str, Any]) -> None:
-        if self._is_first and self._as_json:
+        if self.is_first and self.as_json:
             click.echo(json.dumps(_as_json(content), default=str))
 
     def fail(self, error: ConversionError) -> None:
         """The error, and exit code 1."""
         self.result({"error": str(error)})
-        if self._is_first:
+        if self.is_first:
             click.echo(f"Error: {error}", err=True)
         sys.exit(1)
 
@@ -200,11 +201,14 @@ def print_tensor(checkpoint_dir: Path, key: str, printer: Printer) -> None:
         printer.say(f"{key}: {value!r}")
         return
     tensor = stored.lazy(key).read()
-    numbers = tensor.double() if tensor.numel() and not tensor.is_complex() else torch.zeros(1)
-    facts = {"min": numbers.min().item(), "max": numbers.max().item(), "mean": numbers.mean().item(), "norm": numbers.norm().item()}
-    printer.result({"key": key, "dtype": str(tensor.dtype), "shape": list(tensor.shape), **facts, "value": tensor.tolist()})
+    facts = {}
+    if tensor.numel() and not tensor.is_complex():
+        numbers = tensor.double() if tensor.dtype.itemsize < 4 or not tensor.is_floating_point() else tensor
+        facts = {"min": numbers.min().item(), "max": numbers.max().item(), "mean": numbers.mean().item(), "norm": numbers.norm().item()}
+    if printer.as_json:  # as a list it takes many times the memory
+        printer.result({"key": key, "dtype": str(tensor.dtype), "shape": list(tensor.shape), **facts, "value": tensor.tolist()})
     printer.say(f"{key}: {tensor.dtype}, shape {list(tensor.shape)}")
-    printer.say(", ".join(f"{name} {value:.6g}" for name, value in facts.items()))
+    printer.say(", ".join(f"{name} {value:.6g}" for name, value in facts.items()) or "no minimum or maximum")
     printer.say(str(tensor))
 
 
@@ -221,9 +225,10 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, printer: Printer) -> None:
     stored = StoredCheckpoint(torch_dcp_dir)
     content = {key.replace("module.module", "model.module"): _number(stored, key) for key in stored.metadata.state_dict_metadata}
     path = Path(torch_dcp_dir) / "param_to_param_group_map.json"
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(content, indent=2) + "\n")
-    new.replace(path)
+    if printer.is_first:
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=2) + "\n")
+        new.replace(path)
     printer.result({"file": path, "content": content})
     printer.say(json.dumps(content, indent=2))
     printer.say(f"wrote {path}")
@@ -245,8 +250,10 @@ def verify(checkpoint_dir: Path, printer: Printer) -> None:
     """Read everything once: files, checksums, keys, shapes, main weights against the model's, NaN. Exit code 1 if not sound."""
     opened = open_checkpoint(checkpoint_dir)
     with printer.bar("verifying", verification.total_bytes(opened)) as progress:
-        problems = verification.find_problems(opened, progress)
-    printer.result({"directory": opened.directory, "format": opened.format, "sound": not problems, "problems": problems})
+        problems = verification.find_problems(opened, progress, notes := [])
+    printer.result({"directory": opened.directory, "format": opened.format, "sound": not problems, "problems": problems, "notes": notes})
+    for note in notes:
+        printer.say(f"note: {note}")
     for problem in problems:
         printer.say(f"- {problem}")
     printer.say(f"{opened.directory} ({opened.format}): " + (f"{len(problems)} problems" if problems else "sound"))
@@ -316,10 +323,12 @@ def _convert(
     opened: Opened, target: Any, output: directory.Output, printer: Printer, said: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
     """Carry out a conversion and say what became of it."""
-    source = opened.directory / (METADATA if opened.stored is not None else "config.json")
-    stat = source.stat()
-    identity = fingerprint(str(source.resolve()), stat.st_size, stat.st_mtime_ns, options)
-    notes = sorted({*said.get("notes", []), *conversion.convert(target, output, identity, printer.show_progress)})
+    if output.final.resolve().is_relative_to(opened.directory.resolve()):
+        raise ValueError(f"{output.final} is inside of the checkpoint that is converted: name another directory")
+    stats = {str(path): path.stat() for path in sorted(opened.directory.rglob("*")) if path.is_file()}
+    files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
+    identity = fingerprint(str(opened.directory.resolve()), files, options)
+    notes = sorted({*said.get("notes", []), *conversion.convert(target, output, identity, printer.show_progress, printer.oom_traceback)})
     printer.result({"output": output.final, "input": opened.directory, **said, "notes": notes})
     for note in notes:
         printer.say(f"note: {note}")
@@ -341,8 +350,9 @@ def _summary(state: TrainingState) -> str:
     return f"{len(state.weights)} parameters with {elements:,} elements{moments}{at}"
 
 
-def _place(state: TrainingState) -> int | str:
-    return directory.RELEASE if state.iteration is None else state.iteration
+def _place(opened: Opened, state: TrainingState) -> int | str:
+    is_release = state.iteration is None or opened.directory.name == directory.RELEASE
+    return directory.RELEASE if is_release else state.iteration
 
 
 _COMMAND_FOR = {
@@ -356,7 +366,7 @@ _COMMAND_FOR = {
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
 @click.option("--swiglu", is_flag=True, help="The MLPs are gated. That is found out from shapes; with this flag anything else is refused.")
-@click.option("--swiglu-modules", metavar="A,B", help="Further modules whose weights are two halves, by the ends of their paths.")
+@click.option("--swiglu-modules", metavar="A,B", help="Modules whose weights must be two halves, by the ends of their paths; refused if not.")
 @click.option(
     "--param-to-param-group-map-json", type=click.Path(path_type=Path), help="From print-torch-dcp-in-json. Default: Megatron-Core's rules."
 )
@@ -382,7 +392,7 @@ def convert_torch_dist_to_fsdp_dtensor(
     )
     said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
     asked = {**options, "map": group_numbers, "layers": spelling.engine, "unknown": allow_unknown_keys, "to": FSDP_DTENSOR}
-    _convert(opened, target, directory.new_checkpoint(output_dir, _place(state)), printer, said, asked)
+    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, said, asked)
 
 
 def _json_file(path: Path | None) -> dict[str, Any] | None:
@@ -400,20 +410,21 @@ def _json_file(path: Path | None) -> dict[str, Any] | None:
 @command
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
+@click.option("--rename-mtp-keys/--no-rename-mtp-keys", default=True, help="Call the layer inside MTP transformer_layer, as up to 0.16.")
 @transformer_impl
 @allow_unknown_keys
 def convert_fsdp_dtensor_to_torch_dist(
-    input_dir: Path, output_dir: Path, printer: Printer, transformer_impl: str | None, allow_unknown_keys: bool
+    input_dir: Path, output_dir: Path, printer: Printer, transformer_impl: str | None, allow_unknown_keys: bool, rename_mtp_keys: bool
 ) -> None:
     """fsdp_dtensor back to torch_dist (optimizer layout fully_reshardable), which any TP x PP layout loads."""
     opened = open_checkpoint(input_dir)
     _expect(opened, FSDP_DTENSOR, {key: value for key, value in _COMMAND_FOR.items() if key != FSDP_DTENSOR})
     state = opened.state(allow_unknown=allow_unknown_keys)
-    spelling = choose_spelling(state, transformer_impl)
+    spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
     target = torch_dist.target(state, spelling)
-    asked = {"layers": spelling.engine, "unknown": allow_unknown_keys, "to": TORCH_DIST}
+    asked = {"layers": spelling.engine, "mtp": rename_mtp_keys, "unknown": allow_unknown_keys, "to": TORCH_DIST}
     said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
-    _convert(opened, target, directory.new_checkpoint(output_dir, _place(state)), printer, said, asked)
+    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, said, asked)
 
 
 @command

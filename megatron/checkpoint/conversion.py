@@ -7,8 +7,10 @@ import hashlib
 import json
 import os
 import shutil
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ class ConversionError(RuntimeError):
 
 
 def fingerprint(*facts: Any) -> str:
-    """Tells one conversion from another: its source, as its metadata is on disk, and all that was asked for."""
+    """Tells one conversion from another: its source, as its files are on disk, and all that was asked for."""
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
 
 
-def convert(target: Target, output: Output, identity: str, show_progress: bool = True) -> list[str]:
+def convert(target: Target, output: Output, identity: str, show_progress: bool = True, oom_traceback: bool = False) -> list[str]:
     """Write ``target`` and publish it as ``output``. Called on every rank there is, with equal arguments.
 
     A run that was killed is taken up by the next one with the same ``identity``, on any number of ranks.
@@ -41,6 +43,7 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
         output: where it appears.
         identity: of :func:`fingerprint`.
         show_progress: a bar on the first rank, of its share.
+        oom_traceback: print where it was, if memory runs out.
 
     Returns:
         On the first rank, what was noticed on the way.
@@ -49,9 +52,12 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
         ConversionError: on every rank, with what went wrong on any. What was written is removed.
     """
     journal = output.staging / _JOURNAL
+    # A part of the same name can be another one to another release of this program.
+    identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
     is_new = not output.staging.exists()  # what an interrupted conversion has left stays for the next attempt
     _on_first_rank(lambda: _prepare(output.staging, identity), output.staging if is_new else None)
-    todo = [part for part in _share(target.parts) if not (journal / part.name).exists()]
+    left = _told_by_first_rank([part.name for part in target.parts if not (journal / part.name).exists()])
+    todo = _share([part for part in target.parts if part.name in left])
     problem = None
     try:
         for part, report in _with_progress(todo, show_progress):
@@ -59,6 +65,8 @@ def convert(target: Target, output: Output, identity: str, show_progress: bool =
                 break
             _note(journal / part.name, part.write(output.staging, report))
     except Exception as error:  # disk full, a damaged source: whatever it is, on whichever rank
+        if oom_traceback and is_out_of_memory(error):
+            traceback.print_exception(error)
         problem = _told(error)
         _try(lambda: (journal / "failed").touch())
     _raise_together(problem, output.staging)
@@ -113,8 +121,17 @@ def _note(path: Path, result: Any) -> None:
     os.replace(new, path)
 
 
+OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """torch's allocator raises no MemoryError."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
 def _told(error: Exception) -> str:
     text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    text = OUT_OF_MEMORY if is_out_of_memory(error) else text
     return f"rank {dist.get_rank()}: {text}" if _distributed() else text
 
 
@@ -135,6 +152,14 @@ def _on_first_rank(action: Callable[[], Any], staging: Path | None = None) -> An
             problem = _told(error)
     _raise_together(problem, staging)
     return result
+
+
+def _told_by_first_rank(names: list[str]) -> set[str]:
+    """What it has found: file systems of several nodes do not show the same at once."""
+    told = [names]
+    if _distributed():
+        dist.broadcast_object_list(told)
+    return set(told[0])
 
 
 def agreed(action: Callable[[], None], tell: Callable[[Exception], str]) -> None:
@@ -177,7 +202,8 @@ def ranks_of_torchrun() -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield
         return
-    dist.init_process_group("gloo")
+    # Ranks that are done wait for the slowest, which can be hours behind.
+    dist.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         yield
     finally:

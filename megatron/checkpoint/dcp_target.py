@@ -79,6 +79,7 @@ class DcpTarget:
         paths: key -> path in the nested dict that a loader fills; None for flat keys.
         extra_files: name -> content, of files beside DCP's; they are written last.
         notes: a list that reading appends to; what is appended during a part is a part of its result.
+        more: fields of ``.metadata`` beside those of torch, by name.
     """
 
     def __init__(
@@ -87,11 +88,13 @@ class DcpTarget:
         paths: dict[str, tuple[Any, ...]] | None = None,
         extra_files: dict[str, Callable[[], bytes]] | None = None,
         notes: list[str] | None = None,
+        more: dict[str, Any] | None = None,
     ):
         self._entries = list(entries)
         self._paths = paths
         self._extra_files = extra_files or {}
         self._notes = notes if notes is not None else []
+        self._more = more or {}
         self.parts = [
             Part(f"{number:05d}", sum(map(_num_bytes, chosen)), self._writer(number, chosen))
             for number, chosen in enumerate(_in_parts(self._entries))
@@ -114,7 +117,9 @@ class DcpTarget:
             for part in self.parts
             for key, offset, file, start, length in results[part.name]["places"]
         ]
-        FileSystemWriter(staging).finish(Metadata(self._described(), self._paths), [written])
+        metadata = Metadata(self._described(), self._paths)
+        vars(metadata).update(self._more)
+        FileSystemWriter(staging).finish(metadata, [written])
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
 

@@ -117,6 +117,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
     if path.name != iteration_directory("", iteration).name:
         raise ValueError(f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}")
     _refuse_existing(path)
+    _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
     return Output(path, iteration)
 
 

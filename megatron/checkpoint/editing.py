@@ -98,7 +98,9 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
         if (stored.directory / name).is_file()
     }
-    return DcpTarget(entries, paths=new_paths if paths else None, extra_files=files)
+    pieces = getattr(stored.metadata, "mcore_data", {})  # how releases up to 0.15 have cut tensors, by key
+    more = {"mcore_data": {new: pieces[key] for key, new in renamed.items() if key in pieces}} if pieces else {}
+    return DcpTarget(entries, paths=new_paths if paths else None, extra_files=files, more=more)
 
 
 def _reader(stored: StoredCheckpoint, key: str) -> Any:

@@ -105,7 +105,10 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     dtype = _compute_dtype(state.args)
     if dtype is not None:
         state.compute_dtype = dict.fromkeys(state.weights, dtype)
+    else:
+        state.notes.append("args: not in the file, so what the model computes in is not known; fp32 is taken")
     state.notes += [f"{name}: no rule knows it; carried over as it is" for name in unknown]
+    state.unknown = [key for key in sorted(others) if not key.startswith("rerun_state_machine")]
     state.notes += [f"{key}: not a part of training that is known here; left out" for key in sorted(others)]
     state.notes += _incomplete_random_states(state.random_states)
     return state
@@ -268,17 +271,21 @@ def target(
         optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run. Ours finds it out; others
             want their own number. Default: that of a run in the precision of ``state``.
         must_be_gated: refuse a model without gated MLPs.
-        gated_modules: ends of the paths of further modules whose weights are two halves.
+        gated_modules: ends of the paths of modules that must be gated.
 
     Raises:
-        ValueError: for a model that is not gated although it must be, modules that are not there or cannot be halved.
+        ValueError: for a model that is not gated although it must be, or modules that are not there or not gated.
     """
     prefix = optimizer_prefix or STATE_PREFIX + ".".join(["module"] * (3 if _is_mixed(state) else 2))
+    _check_prefix("model", model_prefix)
+    _check_prefix("optimizer.state", prefix)
     meta_prefix = META_PREFIX + prefix.removeprefix(STATE_PREFIX)
     gated = _gated_names(state)
     if must_be_gated and not gated:
         raise ValueError("the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2 has columns)")
-    gated |= _names_in(state, gated_modules)
+    problems = _not_gated(state, gated_modules, gated)
+    if problems:
+        raise ValueError(listed("modules whose weights are no two halves", problems))
     paths: dict[str, tuple[Any, ...]] = {}
     entries: list[Entry] = []
 
@@ -304,10 +311,16 @@ def target(
             for field, value in param_groups.for_any_optimizer(group.fields, state.step_of(name)).items():
                 path = ("optimizer", "param_to_group_meta", wrapped.removeprefix(META_PREFIX), field)
                 add(ObjectEntry(f"{wrapped}.{field}", value), *path)
+    state.notes += [f"{key}: this format has no place for it; left out" for key in sorted(map(str, state.others))]
     for path, value in _everything_else(state):
         key = ".".join(map(str, path))
         add(whole(key, in_memory(value)) if isinstance(value, torch.Tensor) else ObjectEntry(key, value), *path)
     return DcpTarget(entries, paths=paths, notes=state.notes)
+
+
+def _check_prefix(start: str, prefix: str) -> None:
+    if not re.fullmatch(rf"{re.escape(start)}(\.module)+", prefix):
+        raise ValueError(f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module for each wrapper")
 
 
 def _is_mixed(state: TrainingState) -> bool:
@@ -327,21 +340,14 @@ def _gated_names(state: TrainingState) -> set[str]:
     return gated
 
 
-def _names_in(state: TrainingState, modules: Sequence[str]) -> set[str]:
-    """The weights and biases of modules, which must be there and have an even number of rows."""
-    found = {
-        module: [name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")] for module in modules
-    }
-    problems = [f"there is no module {module}" for module, names in found.items() if not names]
-    problems += [
-        f"{name} has {state.weights[name].num_rows} rows, which are not two halves"
-        for names in found.values()
-        for name in names
-        if state.weights[name].num_rows % 2
-    ]
-    if problems:
-        raise ValueError(listed("modules whose weights are two halves", problems))
-    return {name for names in found.values() for name in names}
+def _not_gated(state: TrainingState, modules: Sequence[str], gated: set[str]) -> list[str]:
+    """What is wrong with modules whose weights should be two halves. Loaders look for halves of gated MLPs only."""
+    problems = []
+    for module in modules:
+        names = [name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")]
+        problems += [] if names else [f"there is no module {module}"]
+        problems += [f"{name}: it is not the first layer of a gated MLP" for name in names if name not in gated]
+    return problems
 
 
 def _pieces(name: str, tensor: LazyTensor, is_gated: bool) -> Iterator[tuple[str, LazyTensor]]:

@@ -235,7 +235,7 @@ class HuggingFaceTarget:
         dtype = dtype or getattr(args, "params_dtype", None)
         tensors = _their_tensors(self.family, args, state, dtype)
         self.config = self._whole_config(base, config, dtype or tensors[min(tensors)].dtype)
-        self.parts = [_part(name, shard) for name, shard in _shards(tensors, shard_bytes).items()]
+        self.parts = [_part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()]
 
     def finish(self, staging: Path, results: Mapping[str, Any]) -> None:
         """Write what stands beside the tensors.
@@ -357,13 +357,14 @@ def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, dict[str, L
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def _part(file: str, tensors: dict[str, LazyTensor]) -> Part:
+def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:
     # Wide values first, so that all of them are aligned.
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
     def write(staging: Path, progress: Callable[[int], None]) -> dict[str, Any]:
+        known = len(notes)  # reading appends to them
         write_shard(staging / file, ordered, progress)
-        return {"tensors": list(ordered)}
+        return {"tensors": list(ordered), "notes": notes[known:]}
 
     return Part(file, sum(tensor.num_bytes for tensor in tensors.values()), write)
 

@@ -334,7 +334,7 @@ class Sizes:
 
 
 def _gated_rows(args: argparse.Namespace, width: int) -> int:
-    return width * (2 if args.swiglu else 1)
+    return width * (2 if args.swiglu or getattr(args, "quick_geglu", False) else 1)
 
 
 def _head_dim(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ import torch
 
 from megatron.checkpoint import key_rules, optimizer_buckets
 from megatron.checkpoint.lazy_tensor import LazyTensor
+from megatron.checkpoint.listing import listed
 from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
 
 FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
@@ -47,7 +48,6 @@ class OptimizerTensors:
         layout: how the file has it; None where it has no optimizer.
         main: name -> main weight, fp32.
         moments: name -> slot, such as ``exp_avg`` -> tensor shaped like the weight.
-        steps: of name, where the file counts them for each parameter.
         param_groups: of all optimizers one after another, those of experts last; without ``params``, with ``step`` where the
             file has it.
         used_keys: all keys of the file that belong to the optimizer.
@@ -57,7 +57,6 @@ class OptimizerTensors:
     layout: str | None = None
     main: dict[str, LazyTensor] = field(default_factory=dict)
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=dict)
     param_groups: list[dict[str, Any]] = field(default_factory=list)
     used_keys: set[str] = field(default_factory=set)
     grad_scaler: dict[str, Any] | None = None
@@ -95,7 +94,7 @@ def read_optimizer(
     unknown = [key for key in keys if not any(pattern.match(key) for pattern in (_STATE, _BUCKET, _OBJECT))]
     unknown += [key for key in keys if _STATE.match(key) and key not in stored.tensors]
     if unknown:
-        raise ValueError(_list("keys of an optimizer that are not understood", unknown))
+        raise ValueError(listed("keys of an optimizer that are not understood", unknown))
     layout = _layout(stored, keys)
     found = OptimizerTensors(layout, used_keys=set(keys))
     if layout is None:
@@ -148,7 +147,7 @@ def _read_by_parameter(stored: StoredCheckpoint, weights: Mapping[str, LazyTenso
             else:
                 found.add(name, entry["slot"], _tensor(stored, key, index))
     if problems:
-        raise ValueError(_list("tensors of the optimizer that do not fit the model", problems))
+        raise ValueError(listed("tensors of the optimizer that do not fit the model", problems))
 
 
 def _original_shape(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
@@ -329,8 +328,3 @@ def _groups_in(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def _list(head: str, lines: Sequence[str]) -> str:
-    rest = [f"and {len(lines) - 20} more"] if len(lines) > 20 else []
-    return "\n  ".join([f"{head}:", *lines[:20], *rest])

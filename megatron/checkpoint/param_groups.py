@@ -49,17 +49,20 @@ def assign(
         fitting = _fitting(name, shape, groups, args) if number is None else [number]
         if not fitting or fitting[0] >= len(groups):
             problems.append(f"{name}: " + ("none fits" if number is None else f"the map says {number}"))
+        elif any(groups[other] != groups[fitting[0]] for other in fitting):
+            problems.append(f"{name}: groups {', '.join(map(str, fitting))} fit, and they differ")
         else:
             result[fitting[0]].names.append(name)
     if problems:
-        raise ValueError(listed(f"the file has {len(groups)} param groups, and none for these parameters", problems))
+        head = f"the file has {len(groups)} param groups, and the rules do not say which of them these parameters are in"
+        raise ValueError(listed(f"{head} (--param-to-param-group-map-json does)", problems))
     return result
 
 
 def _fitting(name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], args: argparse.Namespace | None) -> list[int]:
     """Numbers of the groups that the rules allow for a parameter."""
     decays = len(shape) > 1 and not name.endswith(".bias")
-    if getattr(args, "apply_wd_to_qk_layernorm", False) and name.endswith(("q_layernorm.weight", "k_layernorm.weight")):
+    if getattr(args, "apply_wd_to_qk_layernorm", False) and any(norm in name for norm in (".q_layernorm.", ".k_layernorm.")):
         decays = True
     wanted = {
         "wd_mult": lambda value: (value != 0.0) == decays,
@@ -68,10 +71,17 @@ def _fitting(name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], ar
     }
     fitting = list(range(len(groups)))
     for field, is_right in wanted.items():
-        values = {group.get(field) for group in groups}
-        if len(values) > 1:  # the groups differ in it
-            fitting = [number for number in fitting if is_right(groups[number].get(field))]
+        values = [_has_own_rate(group, groups) if field == "is_decoupled_lr" else group.get(field) for group in groups]
+        if len(set(values)) > 1:  # the groups differ in it
+            fitting = [number for number in fitting if is_right(values[number])]
     return fitting
+
+
+def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> bool:
+    """Whether a group is that of a run's --decoupled-lr. From 0.16 on ``is_decoupled_lr`` is False in all groups."""
+    usual = [(each.get("max_lr"), each.get("min_lr")) for each in groups if each.get("default_config")]
+    is_other = group.get("default_config") is False and (group.get("max_lr"), group.get("min_lr")) not in usual
+    return bool(group.get("is_decoupled_lr")) or is_other
 
 
 def gather(fields_of: Mapping[str, dict[str, Any]]) -> list[ParamGroup]:

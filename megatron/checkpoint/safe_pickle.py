@@ -47,7 +47,7 @@ _CLASSES: dict[str, tuple[str, ...]] = {
     ),
     "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_parameter"),
+    "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
     "numpy": ("dtype", "ndarray"),
 }

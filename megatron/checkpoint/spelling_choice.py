@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.checkpoint.key_rules import INNER_LAYER, OTHER_INNER_LAYER, Spelling, layer_kinds
+from megatron.checkpoint.lazy_tensor import LazyTensor
 from megatron.checkpoint.training_state import TrainingState
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
@@ -32,7 +34,7 @@ def choose_spelling(state: TrainingState, transformer_impl: str | None = None, r
         local,
         engine=engine,
         grouped_experts=_has_grouped_experts(state, args, engine),
-        stacked=_is_stacked(names, args),
+        stacked=_is_stacked({**state.weights, **state.buffers}, args),
         inner_layer=INNER_LAYER if rename_mtp else OTHER_INNER_LAYER,
     )
 
@@ -60,14 +62,14 @@ def _has_grouped_experts(state: TrainingState, args: argparse.Namespace, engine:
     return engine and bool(getattr(args, "moe_grouped_gemm", False))
 
 
-def _is_stacked(names: list[str], args: argparse.Namespace) -> bool:
+def _is_stacked(tensors: Mapping[str, LazyTensor], args: argparse.Namespace) -> bool:
     """Whether torch_dist files have all layers of the decoder in one tensor: they are alike, and the run does not say otherwise."""
     frequency = getattr(args, "moe_layer_freq", 1)
     if not isinstance(frequency, int) or frequency > 1 or getattr(args, "heterogeneous_layers_config_path", None):
         return False
-    tails: dict[str, set[str]] = {}
-    for name in names:
+    tails: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    for name, tensor in tensors.items():
         if name.startswith("decoder.layers."):
             number, _, tail = name.removeprefix("decoder.layers.").partition(".")
-            tails.setdefault(number, set()).add(tail)
+            tails.setdefault(number, set()).add((tail, tensor.shape))
     return len({frozenset(each) for each in tails.values()}) <= 1

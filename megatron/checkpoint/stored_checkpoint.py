@@ -426,6 +426,10 @@ class _TensorUnpickler(safe_pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return lambda storage, start, size, stride, *_: _Tensor(storage, start, tuple(size), tuple(stride))
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # of dtypes without a class of storages, such as FP8
+            return lambda storage, start, size, stride, grad, hooks, dtype, *_: _Tensor(
+                _Storage(dtype, storage.key), start, tuple(size), tuple(stride)
+            )
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda tensor, *_: tensor
         return super().find_class(module, name)

@@ -57,7 +57,6 @@ def read(stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = Non
     state = TrainingState(
         weights={name: tensor for name, tensor in weights.items() if not key_rules.is_buffer(name)},
         buffers={name: tensor for name, tensor in weights.items() if key_rules.is_buffer(name)},
-        steps=dict(optimizer.steps),
         scheduler=common.get("opt_param_scheduler"),
         random_states=_random_states(stored),
         args=common.get("args"),
@@ -222,12 +221,14 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     places = {name: spelling.stacked_place(name) for name in names}
     axes = _leading_axes(places)
     with_optimizer = state.groups is not None
+    state.notes += _other_steps(state)
+    moments = {**_moments_of_frozen(state, places), **state.moments}
     entries: list[Entry] = [*_random_state_objects(state), *_extra_state_objects(names, spelling, axes)]
     for name in names:
         key, index = places[name]
         tensor = state.buffers[name] if name in state.buffers else state.weights[name]
         entries.append(_at(key, index, axes[key], tensor.to(state.compute_dtype.get(name, tensor.dtype))))
-        slots = {"param": tensor.to(torch.float32), **state.moments[name]} if name in state.moments else {}
+        slots = {"param": tensor.to(torch.float32), **moments[name]} if name in moments else {}
         entries += [_at(f"optimizer.state.{slot}.{key}", index, axes[key], value) for slot, value in slots.items()]
     files = {
         COMMON_FILE: lambda: safe_pickle.save_torch(_common(state, with_optimizer)),
@@ -264,12 +265,31 @@ def _at(key: str, index: tuple[int, ...], axes: tuple[int, ...], tensor: LazyTen
     return TensorEntry(key, axes + tensor.shape, index + (0,) * len(tensor.shape), tensor)
 
 
+def _moments_of_frozen(
+    state: TrainingState, places: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, dict[str, LazyTensor]]:
+    """Zeros for parameters without state where others in the same stacked tensor have some: it can have no holes."""
+    slots_of = {places[name][0]: slots for name, slots in state.moments.items()}
+    frozen = [name for name in state.weights if name not in state.moments and places[name][0] in slots_of]
+    state.notes += [f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are written" for name in frozen]
+    return {
+        name: {slot: _zeros(state.weights[name].shape, each.dtype) for slot, each in slots_of[places[name][0]].items()}
+        for name in frozen
+    }
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(shape, dtype, lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype))
+
+
 def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
     if not state.random_states:
         return
     stages, slices = (max(axis) + 1 for axis in zip(*state.random_states))
+    # Megatron-Core has one entry for each data rank where experts are divided; else one list of them all.
+    are_apart = (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
     for (stage, slice_), states in state.random_states.items():
-        if len(states) == 1:
+        if not are_apart:
             yield ObjectEntry(f"rng_state/shard_{stage}.{slice_}_{stages}.{slices}", [states])
             continue
         for rank, each in enumerate(states):
@@ -327,11 +347,11 @@ def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
 def _optimizer(state: TrainingState) -> dict[Any, Any]:
     """The param groups as Megatron-Core has them: in two optimizers where experts have one of their own."""
     parts: dict[bool, list[dict[str, Any]]] = {}
+    last = max(_steps(state).values(), default=None)
     for group in state.groups or []:
         fields = dict(group.fields)
-        steps = [step for step in map(state.step_of, group.names) if step is not None]
-        if steps:
-            fields["step"] = max(steps)
+        if last is not None:
+            fields["step"] = last
         parts.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
     scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
     optimizers = [
@@ -339,3 +359,15 @@ def _optimizer(state: TrainingState) -> dict[Any, Any]:
         for _, groups in sorted(parts.items())
     ]
     return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+
+
+def _steps(state: TrainingState) -> dict[str, float]:
+    steps = {name: state.step_of(name) for group in state.groups or [] for name in group.names}
+    return {name: step for name, step in steps.items() if step is not None}
+
+
+def _other_steps(state: TrainingState) -> Iterator[str]:
+    """Megatron-Core has one step for all parameters, and refuses a file with several."""
+    steps = _steps(state)
+    last = max(steps.values(), default=None)
+    return (f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all" for name, step in steps.items() if step != last)

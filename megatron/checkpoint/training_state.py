@@ -12,6 +12,11 @@ from typing import Any
 from megatron.checkpoint.lazy_tensor import LazyTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+SCHEDULE = (
+    *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
+    *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
+)
+"""What Megatron-Core's scheduler keeps of itself."""
 
 
 @dataclass
@@ -50,6 +55,7 @@ class TrainingState:
         version: of the checkpoint, 3.0 today.
         module_names: name -> what the model's modules call it, where the file shows that.
         others: what no conversion needs and a writer of the same format may keep, by its key.
+        unknown: keys of a file whose format has no others than those that are read.
         notes: what a reader noticed and its user should know, each by name.
     """
 
@@ -69,6 +75,7 @@ class TrainingState:
     version: float = 3.0
     module_names: dict[str, str] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def step_of(self, name: str) -> float | None:

@@ -10,18 +10,23 @@ from typing import Any
 import torch
 
 from megatron.checkpoint import key_rules
-from megatron.checkpoint.formats import HUGGING_FACE, PLAIN, Opened
+from megatron.checkpoint.formats import PLAIN, Opened
 from megatron.checkpoint.stored_checkpoint import StoredCheckpoint, overlap
-from megatron.checkpoint.training_state import MOMENTS, TrainingState
+from megatron.checkpoint.training_state import SCHEDULE, TrainingState
 
 _BLOCK_BYTES = 64 << 20
 
 
-def find_problems(opened: Opened, progress: Callable[[int], None] = lambda _: None) -> list[str]:
+def find_problems(
+    opened: Opened, progress: Callable[[int], None] = lambda _: None, notes: list[str] | None = None
+) -> list[str]:
     """Everything that is wrong with a checkpoint, in words; none for a good one.
 
     Files, checksums, chunks, and objects that can be read safely; for one of a training run also the keys, the shapes that
     its arguments promise, whether main weights are those of the model, the optimizer's state, and NaN or infinite values.
+
+    Args:
+        notes: gets what is no fault: entries that mean nothing to training.
     """
     problems: list[str] = []
     stored = opened.stored
@@ -36,8 +41,12 @@ def find_problems(opened: Opened, progress: Callable[[int], None] = lambda _: No
         return [str(error)]
     problems += _shapes(state)
     problems += _incomplete_state(state)
+    problems += _incomplete_schedule(state)
     problems += _wrong_values(state, progress)
-    return problems + [note for note in state.notes if note not in problems]
+    faults = state.unknown + [name for name, contradicts in state.is_fresh.items() if _is_fault(contradicts)]
+    if notes is not None:
+        notes += [note for note in state.notes if note.partition(":")[0] not in faults]
+    return problems + [note for note in state.notes if note.partition(":")[0] in faults]
 
 
 def _holes(stored: StoredCheckpoint) -> Iterator[str]:
@@ -87,13 +96,28 @@ def _incomplete_state(state: TrainingState) -> Iterator[str]:
     """Parameters with some of the optimizer's state."""
     if state.groups is None:
         return
+    kinds = sorted({slot for slots in state.moments.values() for slot in slots})
     for name, slots in state.moments.items():
-        missing = [slot for slot in MOMENTS if slot not in slots]
+        missing = [slot for slot in kinds if slot not in slots]
         if missing:
             yield f"{name}: the optimizer lacks {', '.join(missing)}"
         for slot, tensor in slots.items():
             if tensor.shape != state.weights[name].shape:
                 yield f"{name}: {slot} has the shape {tensor.shape}, the weight {state.weights[name].shape}"
+
+
+def _is_fault(contradicts: Callable[[], bool]) -> bool:
+    """Whether a main weight is not the model's; of a damaged one that has been told already."""
+    try:
+        return contradicts()
+    except (ValueError, NotImplementedError):
+        return False
+
+
+def _incomplete_schedule(state: TrainingState) -> Iterator[str]:
+    missing = [name for name in SCHEDULE if name not in (state.scheduler or SCHEDULE)]
+    if missing:
+        yield f"the schedule of rates lacks {', '.join(missing)}"
 
 
 def _wrong_values(state: TrainingState, progress: Callable[[int], None]) -> Iterator[str]:
@@ -125,6 +149,4 @@ def _count_wrong(block: torch.Tensor, kind: str, progress: Callable[[int], None]
 def total_bytes(opened: Opened) -> int:
     """What :func:`find_problems` reports as done in the end, about."""
     stored = opened.stored
-    if opened.format in (PLAIN, HUGGING_FACE) or stored is None:
-        return sum(stored.num_bytes(key) for key in stored.tensors) if stored is not None else 0
-    return sum(stored.num_bytes(key) for key in stored.tensors)
+    return sum(stored.num_bytes(key) for key in stored.tensors) if stored is not None else 0

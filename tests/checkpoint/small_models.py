@@ -14,7 +14,7 @@ from megatron.checkpoint.directory import new_checkpoint
 from megatron.checkpoint.formats import open_checkpoint
 from megatron.checkpoint.lazy_tensor import in_memory
 from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.training_state import ParamGroup, TrainingState
+from megatron.checkpoint.training_state import SCHEDULE, ParamGroup, TrainingState
 
 HIDDEN, WIDTH, TOKENS, EXPERTS = 8, 12, 32, 2
 ARGS = {
@@ -116,7 +116,7 @@ def state_of(shapes: dict[str, tuple[int, ...]], with_optimizer: bool = True, **
         args=run,
         iteration=3,
         operations=1e9,
-        scheduler={"max_lr": 0.5, "num_steps": 24},
+        scheduler={**dict.fromkeys(SCHEDULE, 0), "max_lr": 0.5, "num_steps": 24},
         random_states={(0, 0): [GENERATORS]},
     )
     if with_optimizer:

@@ -333,6 +333,7 @@ def test_a_good_checkpoint_is_sound(form: str, small: dict[str, Path]) -> None:
         "format": form,
         "sound": True,
         "problems": [],
+        "notes": [],
     }
 
 
@@ -434,22 +435,11 @@ def test_gated_or_not_is_found_out(tmp_path: Path) -> None:
     assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys and not any(key.endswith("_w") for key in keys)
 
 
-def test_more_modules_can_be_halved(small: dict[str, Path], tmp_path: Path) -> None:
-    run(
-        TO_FSDP,
-        small["torch_dist"],
-        tmp_path / "out",
-        "--swiglu",
-        "--swiglu-modules",
-        "self_attention.linear_proj, linear_qkv",
-    )
-    stored = StoredCheckpoint(tmp_path / "out" / "iter_0000003")
-    for module in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.linear_fc1"):
-        assert f"model.module.decoder.layers.0.{module}.weight_v" in stored.tensors
-    halves = [stored.lazy(f"model.module.decoder.layers.0.self_attention.linear_proj.weight_{half}").read() for half in "wv"]
-    assert torch.equal(torch.cat(halves), small_models.values("decoder.layers.0.self_attention.linear_proj.weight", (8, 8)))
-    error = run_json(TO_FSDP, small["torch_dist"], tmp_path / "no", "--swiglu-modules", "nothing", code=1)["error"]
-    assert "there is no module nothing" in error
+def test_modules_that_are_named_as_gated_must_be(small: dict[str, Path], tmp_path: Path) -> None:
+    run(TO_FSDP, small["torch_dist"], tmp_path / "out", "--swiglu", "--swiglu-modules", "mlp.linear_fc1")
+    for wrong, told in (("nothing", "there is no module nothing"), ("self_attention.linear_proj", "not the first layer")):
+        error = run_json(TO_FSDP, small["torch_dist"], tmp_path / "no", "--swiglu-modules", wrong, code=1)["error"]
+        assert told in error and not (tmp_path / "no").exists()
 
 
 def test_prefixes_are_those_that_are_asked_for(small: dict[str, Path], tmp_path: Path) -> None:
