@@ -9,6 +9,7 @@ Globals").
 
 from __future__ import annotations
 
+import enum
 import functools
 import io
 import pathlib
@@ -106,8 +107,8 @@ class _Member(StandIn):
 
 def _member(owner: Any, name: Any) -> Any:
     """What stands in for ``getattr``: members of enums and nothing else."""
-    if owner is signal.Signals and isinstance(name, str) and name in signal.Signals.__members__:
-        return signal.Signals[name]
+    if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
+        return owner[name]  # signals, and what torch says of memory formats
     if isinstance(owner, type) and issubclass(owner, StandIn) and isinstance(name, str) and name.isidentifier():
         return _Member(owner, name)
     raise RefusedPickle(f"the pickle asks for the attribute {name!r} of {owner!r}")
@@ -137,6 +138,8 @@ class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any att
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
+        if module == "signal" and name in signal.Signals.__members__:  # so by early releases of Python 3.11
+            return signal.Signals[name]
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if _STAND_INS.match(module) and _CLASS_NAME.match(name):

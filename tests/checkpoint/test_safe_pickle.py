@@ -3,6 +3,7 @@
 
 import argparse
 import codecs
+import enum
 import functools
 import io
 import os
@@ -21,6 +22,7 @@ import torch
 from megatron.core.enums import ModelType
 from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.checkpoint import safe_pickle
 from megatron.checkpoint.safe_pickle import RefusedPickle
@@ -350,3 +352,19 @@ def test_a_changed_archive_is_an_error() -> None:
     data[at + 100] ^= 1
     with pytest.raises(ValueError, match="checksum|CRC|crc"):
         safe_pickle.load_torch(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"csignal\nSIGTERM\n.", signal.SIGTERM),
+        (b"c__builtin__\ngetattr\n(csignal\nSignals\nVSIGINT\ntR.", signal.SIGINT),
+        (
+            b"c__builtin__\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nVTORCH_CHANNELS_LAST\ntR.",
+            _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST,
+        ),
+    ],
+    ids=["a signal by its name", "a signal", "a memory format"],
+)
+def test_members_of_enums_are_read_as_early_releases_of_python_3_11_write_them(data: bytes, expected: enum.Enum) -> None:
+    assert safe_pickle.load(data) is expected
