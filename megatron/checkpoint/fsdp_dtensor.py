@@ -30,6 +30,7 @@ MODEL_PREFIX = "module."
 STATE_PREFIX = "optimizer.state."
 META_PREFIX = "optimizer.param_to_group_meta."
 
+_SLOTS = (*MOMENTS, "momentum_buffer", "step")  # of Adam and of SGD
 _RANDOM_STATE = re.compile(r"^rng_state\.\((\d+), (\d+)\)\.(\d+)\.(.+)$")
 
 
@@ -166,7 +167,7 @@ def _optimizer_state(
             continue
         name, _, slot = plain_name(key.removeprefix(STATE_PREFIX)).rpartition(".")
         whole_name = next((name.removesuffix(half) for half in HALVES if name.removesuffix(half) in parameters), name)
-        if whole_name not in parameters or slot not in (*MOMENTS, "step"):
+        if whole_name not in parameters or slot not in _SLOTS:
             strange.append(key)
         elif slot == "step":
             steps[whole_name] = float(stored.lazy(key).read()) if key in stored.tensors else float(stored.read_object(key))

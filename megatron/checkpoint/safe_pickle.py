@@ -174,6 +174,13 @@ class _Pickler(pickle._Pickler):  # the one in Python: the other checks that a c
         else:
             super().save_global(obj, name)
 
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, enum.Enum) and id(obj) not in self.memo:
+            # Early releases of Python 3.11 write `getattr`, or the member's own name, which careful readers refuse.
+            self.save_reduce(type(obj), (obj.value,), obj=obj)
+        else:
+            super().save(obj, save_persistent_id)
+
     dispatch = {**pickle._Pickler.dispatch, type: lambda self, obj: self.save_type(obj)}
 
     def save_type(self, obj: Any) -> None:
@@ -257,4 +264,4 @@ def _guarded(read: Any) -> Any:
     except RefusedPickle:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}") from error

@@ -385,8 +385,10 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         raise KeyError("enough seen")
 
     inner = {"whole_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
-    inner["_saved_metadata"] = lambda source: {}
-    with patch.multiple(torch_dist_checkpoint, **inner), patch.object(torch_dist_checkpoint.dist_checkpointing, "load", load):
+    inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
+    inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
+    outer = {"load": load, "load_content_metadata": lambda source: {}}
+    with patch.multiple(torch_dist_checkpoint, **inner), patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer):
         with pytest.raises(ValueError, match="enough seen"):
             torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
     return seen
