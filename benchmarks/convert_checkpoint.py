@@ -52,11 +52,15 @@ def synthetic(gigabytes: float) -> TrainingState:
     num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer)
     args = arguments(num_layers)
     layer = ("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "pre_mlp_layernorm")
-    modules = [f"decoder.layers.{i}.{part}" for i in range(num_layers) for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")]
+    modules = [
+        f"decoder.layers.{i}.{part}" for i in range(num_layers) for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")
+    ]
     modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
     names = [f"{module}.weight" for module in modules]
     shapes = {name: expected_shape(name, Sizes(args)) for name in names}
-    state = TrainingState({name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)}, args=args, iteration=1)
+    state = TrainingState(
+        {name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)}, args=args, iteration=1
+    )
     state.compute_dtype = dict.fromkeys(names, torch.bfloat16)
     state.moments = {
         name: {slot: random_tensor(shapes[name], -seed - offset) for offset, slot in enumerate(("exp_avg", "exp_avg_sq"))}
@@ -122,7 +126,9 @@ def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
         work = Path(name)
         state = synthetic(gigabytes)
         source = work / "torch_dist"
-        conversion.convert(torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(source, 1), "made", False)
+        conversion.convert(
+            torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(source, 1), "made", False
+        )
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         largest = max(tensor.num_bytes for tensor in state.weights.values())
         print(f"{size / 1e9:.2f} GB, largest tensor {largest / 2**20:.0f} MiB, {state.args.num_layers} layers")

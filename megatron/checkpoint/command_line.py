@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of the checkpoint tools: what ``tools/checkpoint/checkpoint_inspector.py`` runs.
 
-Started by ``python`` it is one process without a process group; started by ``torchrun`` its ranks share conversions. No GPU, no
-Megatron-Core. Exit code 0: done, and nothing is wrong; 1: something differs, is broken or failed; 2: wrong usage.
+Started by ``python`` it is one process without a process group; started by ``torchrun`` its ranks share conversions. No
+GPU, no Megatron-Core. Exit code 0: done, and nothing is wrong; 1: something differs, is broken or failed; 2: wrong usage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ import click
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint import comparison, conversion, directory, editing, fsdp_dtensor, hugging_face, torch_dist, verification
+from megatron.checkpoint import (
+    comparison,
+    conversion,
+    directory,
+    editing,
+    fsdp_dtensor,
+    hugging_face,
+    torch_dist,
+    verification,
+)
 from megatron.checkpoint.conversion import ConversionError, fingerprint
 from megatron.checkpoint.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST, Opened, open_checkpoint
 from megatron.checkpoint.spelling_choice import IMPLEMENTATIONS, choose_spelling
@@ -58,7 +67,9 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
         printer = Printer(as_json, show_progress=not quiet, oom_traceback=oom_traceback)
         try:
             with conversion.ranks_of_torchrun():
-                conversion.agreed(lambda: function(*args, printer=printer, **options), lambda error: _told(error, oom_traceback))
+                conversion.agreed(
+                    lambda: function(*args, printer=printer, **options), lambda error: _told(error, oom_traceback)
+                )
         except ConversionError as error:
             printer.fail(error)
 
@@ -121,7 +132,9 @@ def _as_json(value: Any) -> Any:
 
 CHECKPOINT = click.Path(exists=False, path_type=Path)
 transformer_impl = click.option(
-    "--transformer-impl", type=click.Choice(IMPLEMENTATIONS), help="Layers of the model that will load it. Default: as before."
+    "--transformer-impl",
+    type=click.Choice(IMPLEMENTATIONS),
+    help="Layers of the model that will load it. Default: as before.",
 )
 allow_unknown_keys = click.option(
     "--allow-unknown-keys", is_flag=True, help="Carry over parameters that no rule knows, instead of refusing them."
@@ -147,12 +160,16 @@ def readable(num_bytes: float) -> str:
 
 @command
 @click.argument("checkpoint_dir", type=CHECKPOINT)
-@click.option("--not-ignore-param-to-group-meta", is_flag=True, help="List the fields of param groups too, many for every parameter.")
+@click.option(
+    "--not-ignore-param-to-group-meta", is_flag=True, help="List the fields of param groups too, many for every parameter."
+)
 def inspect(checkpoint_dir: Path, not_ignore_param_to_group_meta: bool, printer: Printer) -> None:
     """List keys, shapes, dtypes and sizes."""
     opened = open_checkpoint(checkpoint_dir)
     rows = list(_rows(opened, not_ignore_param_to_group_meta))
-    printer.result({"directory": opened.directory, "format": opened.format, "entries": [dict(zip(_COLUMNS, row)) for row in rows]})
+    printer.result(
+        {"directory": opened.directory, "format": opened.format, "entries": [dict(zip(_COLUMNS, row)) for row in rows]}
+    )
     cells = [(key, kind, str(list(shape)) if shape is not None else "", readable(size)) for key, kind, shape, size in rows]
     printer.say(f"{opened.directory}, format {opened.format}")
     printer.say(table([("key", "dtype", "shape", "size"), *cells]))
@@ -204,9 +221,16 @@ def print_tensor(checkpoint_dir: Path, key: str, printer: Printer) -> None:
     facts = {}
     if tensor.numel() and not tensor.is_complex():
         numbers = tensor.double() if tensor.dtype.itemsize < 4 or not tensor.is_floating_point() else tensor
-        facts = {"min": numbers.min().item(), "max": numbers.max().item(), "mean": numbers.mean().item(), "norm": numbers.norm().item()}
+        facts = {
+            "min": numbers.min().item(),
+            "max": numbers.max().item(),
+            "mean": numbers.mean().item(),
+            "norm": numbers.norm().item(),
+        }
     if printer.as_json:  # as a list it takes many times the memory
-        printer.result({"key": key, "dtype": str(tensor.dtype), "shape": list(tensor.shape), **facts, "value": tensor.tolist()})
+        printer.result(
+            {"key": key, "dtype": str(tensor.dtype), "shape": list(tensor.shape), **facts, "value": tensor.tolist()}
+        )
     printer.say(f"{key}: {tensor.dtype}, shape {list(tensor.shape)}")
     printer.say(", ".join(f"{name} {value:.6g}" for name, value in facts.items()) or "no minimum or maximum")
     printer.say(str(tensor))
@@ -223,7 +247,9 @@ def _stored(opened: Opened) -> StoredCheckpoint:
 def print_torch_dcp_in_json(torch_dcp_dir: Path, printer: Printer) -> None:
     """Write param_to_param_group_map.json beside a map that a run has dumped (--dump-param-to-param-group-map)."""
     stored = StoredCheckpoint(torch_dcp_dir)
-    content = {key.replace("module.module", "model.module"): _number(stored, key) for key in stored.metadata.state_dict_metadata}
+    content = {
+        key.replace("module.module", "model.module"): _number(stored, key) for key in stored.metadata.state_dict_metadata
+    }
     path = Path(torch_dcp_dir) / "param_to_param_group_map.json"
     if printer.is_first:
         new = path.with_suffix(".new")
@@ -247,11 +273,13 @@ def _number(stored: StoredCheckpoint, key: str) -> int:
 @command
 @click.argument("checkpoint_dir", type=CHECKPOINT)
 def verify(checkpoint_dir: Path, printer: Printer) -> None:
-    """Read everything once: files, checksums, keys, shapes, main weights against the model's, NaN. Exit code 1 if not sound."""
+    """Read everything once: files, checksums, keys, shapes, main weights against the model's, NaN. Exit code 1: not sound."""
     opened = open_checkpoint(checkpoint_dir)
     with printer.bar("verifying", verification.total_bytes(opened)) as progress:
         problems = verification.find_problems(opened, progress, notes := [])
-    printer.result({"directory": opened.directory, "format": opened.format, "sound": not problems, "problems": problems, "notes": notes})
+    printer.result(
+        {"directory": opened.directory, "format": opened.format, "sound": not problems, "problems": problems, "notes": notes}
+    )
     for note in notes:
         printer.say(f"note: {note}")
     for problem in problems:
@@ -275,7 +303,9 @@ def compare_two_checkpoint(first: Path, second: Path, printer: Printer) -> None:
 @command
 @click.argument("first", type=CHECKPOINT)
 @click.argument("second", type=CHECKPOINT)
-@click.option("--weights-only", is_flag=True, help="No optimizer, no arguments. So it is wherever a Hugging Face model is one of them.")
+@click.option(
+    "--weights-only", is_flag=True, help="No optimizer, no arguments. So it is wherever a Hugging Face model is one of them."
+)
 @click.option("--rows", default=20, show_default=True, help="Length of the lists.")
 @allow_unknown_keys
 def diff(first: Path, second: Path, weights_only: bool, rows: int, allow_unknown_keys: bool, printer: Printer) -> None:
@@ -290,7 +320,9 @@ def diff(first: Path, second: Path, weights_only: bool, rows: int, allow_unknown
     with_model = HUGGING_FACE in (each.format for each in opened)  # which has weights only, and no padding
     total = comparison.num_bytes(tensor for state in states for _, _, tensor in state.tensors())
     with printer.bar("comparing", total) as progress:
-        found = comparison.compare_states(*states, weights_only or with_model, with_padding=not with_model, progress=progress)
+        found = comparison.compare_states(
+            *states, weights_only or with_model, with_padding=not with_model, progress=progress
+        )
     for note in states[0].notes + states[1].notes:
         printer.say(f"note: {note}")
     _report(found, printer, rows)
@@ -309,10 +341,15 @@ def _report(found: comparison.Comparison, printer: Printer, rows: int) -> None:
             printer.say("\n".join([f"{len(lines)} {title}:", *(f"  {line}" for line in lines[:rows]), *more]))
     if found.values:
         head = ("tensor", "elements that differ", "largest difference", "relative")
-        cells = [(each.name, f"{each.count} of {each.total}", f"{each.absolute:.3e}", f"{each.relative:.3e}") for each in found.values]
+        cells = [
+            (each.name, f"{each.count} of {each.total}", f"{each.absolute:.3e}", f"{each.relative:.3e}")
+            for each in found.values
+        ]
         printer.say(f"{len(found.values)} tensors have other values, the largest differences first:")
         printer.say(table([head, *cells[:rows]]))
-    printer.say(f"{found.equal} entries are the same; " + ("the checkpoints differ" if found.differs else "there is no difference"))
+    printer.say(
+        f"{found.equal} entries are the same; " + ("the checkpoints differ" if found.differs else "there is no difference")
+    )
     sys.exit(1 if found.differs else 0)
 
 
@@ -320,7 +357,12 @@ def _report(found: comparison.Comparison, printer: Printer, rows: int) -> None:
 
 
 def _convert(
-    opened: Opened, target: Any, output: directory.Output, printer: Printer, said: Mapping[str, Any], options: Mapping[str, Any]
+    opened: Opened,
+    target: Any,
+    output: directory.Output,
+    printer: Printer,
+    said: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> None:
     """Carry out a conversion and say what became of it."""
     if output.final.resolve().is_relative_to(opened.directory.resolve()):
@@ -328,7 +370,9 @@ def _convert(
     stats = {str(path): path.stat() for path in sorted(opened.directory.rglob("*")) if path.is_file()}
     files = {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
     identity = fingerprint(str(opened.directory.resolve()), files, options)
-    notes = sorted({*said.get("notes", []), *conversion.convert(target, output, identity, printer.show_progress, printer.oom_traceback)})
+    notes = sorted(
+        {*said.get("notes", []), *conversion.convert(target, output, identity, printer.show_progress, printer.oom_traceback)}
+    )
     printer.result({"output": output.final, "input": opened.directory, **said, "notes": notes})
     for note in notes:
         printer.say(f"note: {note}")
@@ -365,21 +409,42 @@ _COMMAND_FOR = {
 @command
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
-@click.option("--swiglu", is_flag=True, help="The MLPs are gated. That is found out from shapes; with this flag anything else is refused.")
-@click.option("--swiglu-modules", metavar="A,B", help="Modules whose weights must be two halves, by the ends of their paths; refused if not.")
 @click.option(
-    "--param-to-param-group-map-json", type=click.Path(path_type=Path), help="From print-torch-dcp-in-json. Default: Megatron-Core's rules."
+    "--swiglu",
+    is_flag=True,
+    help="The MLPs are gated. That is found out from shapes; with this flag anything else is refused.",
 )
-@click.option("--output-optimizer-state-prefix", help="Default: optimizer.state. and one module for each wrapper of the run.")
+@click.option(
+    "--swiglu-modules",
+    metavar="A,B",
+    help="Modules whose weights must be two halves, by the ends of their paths; refused if not.",
+)
+@click.option(
+    "--param-to-param-group-map-json",
+    type=click.Path(path_type=Path),
+    help="From print-torch-dcp-in-json. Default: Megatron-Core's rules.",
+)
+@click.option(
+    "--output-optimizer-state-prefix", help="Default: optimizer.state. and one module for each wrapper of the run."
+)
 @click.option("--output-model-weight-prefix", default="model.module", show_default=True)
-@click.option("--rename-mtp-keys/--no-rename-mtp-keys", default=True, help="Call the layer inside MTP transformer_layer, as loaders want it.")
+@click.option(
+    "--rename-mtp-keys/--no-rename-mtp-keys",
+    default=True,
+    help="Call the layer inside MTP transformer_layer, as loaders want it.",
+)
 @click.option("--oom-traceback", is_flag=True, help="Where it was, if memory runs out.")
 @transformer_impl
 @allow_unknown_keys
 def convert_torch_dist_to_fsdp_dtensor(
-    input_dir: Path, output_dir: Path, printer: Printer, allow_unknown_keys: bool, transformer_impl: str | None, **options: Any
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    allow_unknown_keys: bool,
+    transformer_impl: str | None,
+    **options: Any,
 ) -> None:
-    """torch_dist, of a run without FSDP, to fsdp_dtensor, for runs with --use-megatron-fsdp: weights, optimizer, everything."""
+    """torch_dist, of a run without FSDP, to fsdp_dtensor, for runs with --use-megatron-fsdp: weights, optimizer and all."""
     opened = open_checkpoint(input_dir)
     _expect(opened, TORCH_DIST, {key: value for key, value in _COMMAND_FOR.items() if key != TORCH_DIST})
     group_numbers = _json_file(options["param_to_param_group_map_json"])
@@ -387,8 +452,12 @@ def convert_torch_dist_to_fsdp_dtensor(
     spelling = choose_spelling(state, transformer_impl, options["rename_mtp_keys"])
     more = [module.strip() for module in (options["swiglu_modules"] or "").split(",") if module.strip()]
     target = fsdp_dtensor.target(
-        state, spelling, options["output_model_weight_prefix"], options["output_optimizer_state_prefix"],
-        must_be_gated=options["swiglu"], gated_modules=more,
+        state,
+        spelling,
+        options["output_model_weight_prefix"],
+        options["output_optimizer_state_prefix"],
+        must_be_gated=options["swiglu"],
+        gated_modules=more,
     )
     said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
     asked = {**options, "map": group_numbers, "layers": spelling.engine, "unknown": allow_unknown_keys, "to": FSDP_DTENSOR}
@@ -410,11 +479,20 @@ def _json_file(path: Path | None) -> dict[str, Any] | None:
 @command
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
-@click.option("--rename-mtp-keys/--no-rename-mtp-keys", default=True, help="Call the layer inside MTP transformer_layer, as up to 0.16.")
+@click.option(
+    "--rename-mtp-keys/--no-rename-mtp-keys",
+    default=True,
+    help="Call the layer inside MTP transformer_layer, as up to 0.16.",
+)
 @transformer_impl
 @allow_unknown_keys
 def convert_fsdp_dtensor_to_torch_dist(
-    input_dir: Path, output_dir: Path, printer: Printer, transformer_impl: str | None, allow_unknown_keys: bool, rename_mtp_keys: bool
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    transformer_impl: str | None,
+    allow_unknown_keys: bool,
+    rename_mtp_keys: bool,
 ) -> None:
     """fsdp_dtensor back to torch_dist (optimizer layout fully_reshardable), which any TP x PP layout loads."""
     opened = open_checkpoint(input_dir)
@@ -430,15 +508,24 @@ def convert_fsdp_dtensor_to_torch_dist(
 @command
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
-@click.option("--template", type=click.Path(path_type=Path), help="Hugging Face model whose tokenizer and settings are carried over.")
+@click.option(
+    "--template", type=click.Path(path_type=Path), help="Hugging Face model whose tokenizer and settings are carried over."
+)
 @click.option("--family", help="Model type of config.json. Default: found out from the model.")
 @click.option("--dtype", type=click.Choice(list(DTYPES)), help="Of the weights. Default: what the run computed in.")
 @click.option("--vocab-size", type=int, help="Rows of the vocabulary that are real. Default: from the run's arguments.")
 @click.option("--max-shard-size", default=4.0, show_default=True, metavar="GIB", help="Of one safetensors file.")
 @allow_unknown_keys
 def convert_to_hf(
-    input_dir: Path, output_dir: Path, printer: Printer, template: Path | None, family: str | None, dtype: str | None,
-    vocab_size: int | None, max_shard_size: float, allow_unknown_keys: bool,
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    template: Path | None,
+    family: str | None,
+    dtype: str | None,
+    vocab_size: int | None,
+    max_shard_size: float,
+    allow_unknown_keys: bool,
 ) -> None:
     """torch_dist or fsdp_dtensor to a Hugging Face model: config.json, safetensors, tokenizer of the template."""
     opened = open_checkpoint(input_dir)
@@ -448,7 +535,14 @@ def convert_to_hf(
     target = hugging_face.HuggingFaceTarget(
         state, family, DTYPES[dtype] if dtype else None, template, int(max_shard_size * 2**30), vocab_size
     )
-    asked = {"family": family, "dtype": dtype, "template": template, "vocab": vocab_size, "shard": max_shard_size, "to": HUGGING_FACE}
+    asked = {
+        "family": family,
+        "dtype": dtype,
+        "template": template,
+        "vocab": vocab_size,
+        "shard": max_shard_size,
+        "to": HUGGING_FACE,
+    }
     said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
     _convert(opened, target, directory.new_directory(output_dir), printer, said, asked)
 
@@ -457,14 +551,21 @@ def convert_to_hf(
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
 @click.option("--format", "to", type=click.Choice([FSDP_DTENSOR, TORCH_DIST]), default=FSDP_DTENSOR, show_default=True)
-@click.option("--params-dtype", type=click.Choice(list(DTYPES)), help="What the model computes in. Default: as in config.json.")
+@click.option(
+    "--params-dtype", type=click.Choice(list(DTYPES)), help="What the model computes in. Default: as in config.json."
+)
 @click.option("--vocab-multiple", type=int, help="Pad the vocabulary to a multiple of this, as tensor parallelism needs it.")
 @transformer_impl
 def convert_from_hf(
-    input_dir: Path, output_dir: Path, printer: Printer, to: str, params_dtype: str | None, vocab_multiple: int | None,
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    to: str,
+    params_dtype: str | None,
+    vocab_multiple: int | None,
     transformer_impl: str | None,
 ) -> None:
-    """A Hugging Face model to fsdp_dtensor or torch_dist: a release, to be loaded with --finetune. Prints the model's flags."""
+    """A Hugging Face model to fsdp_dtensor or torch_dist: a release, for --finetune. Prints the model's flags."""
     opened = open_checkpoint(input_dir)
     _expect(opened, HUGGING_FACE, {key: value for key, value in _COMMAND_FOR.items() if key != HUGGING_FACE})
     state = hugging_face.read(opened.directory, vocabulary_multiple=vocab_multiple)
@@ -485,7 +586,13 @@ def convert_from_hf(
 @command
 @click.argument("input_dir", type=CHECKPOINT)
 @click.argument("output_dir", type=CHECKPOINT)
-@click.option("--op", "operations", multiple=True, metavar="'remove PATTERN' | 'rename PATTERN REPLACEMENT'", help="Repeatable, in this order.")
+@click.option(
+    "--op",
+    "operations",
+    multiple=True,
+    metavar="'remove PATTERN' | 'rename PATTERN REPLACEMENT'",
+    help="Repeatable, in this order.",
+)
 def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, ...], printer: Printer) -> None:
     """Remove or rename entries whose keys a regular expression is found in. What no operation names is copied as it is."""
     opened = open_checkpoint(input_dir)
@@ -493,7 +600,11 @@ def modify_state_dict(input_dir: Path, output_dir: Path, operations: tuple[str, 
     renamed = editing.new_keys(list(stored.metadata.state_dict_metadata), [editing.Rule.parse(text) for text in operations])
     total = len(stored.metadata.state_dict_metadata)
     changed = sum(old != new for old, new in renamed.items())
-    said = {"lines": [f"{total - len(renamed)} of {total} keys removed, {changed} renamed"], "removed": total - len(renamed), "renamed": changed}
+    said = {
+        "lines": [f"{total - len(renamed)} of {total} keys removed, {changed} renamed"],
+        "removed": total - len(renamed),
+        "renamed": changed,
+    }
     output = directory.same_iteration(opened.directory, output_dir)
     _convert(opened, editing.target(stored, renamed), output, printer, said, {"operations": operations})
 

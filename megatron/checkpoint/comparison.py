@@ -143,14 +143,25 @@ def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
     }
 
 
-FORMAT_ARGUMENTS = ("ckpt_format", "use_megatron_fsdp", "use_distributed_optimizer", "dist_ckpt_optim_fully_reshardable", "rank", "local_rank")
+FORMAT_ARGUMENTS = (
+    "ckpt_format",
+    "use_megatron_fsdp",
+    "use_distributed_optimizer",
+    "dist_ckpt_optim_fully_reshardable",
+    "rank",
+    "local_rank",
+)
 """Arguments that say how a run saves, and which rank has told them."""
 _FOR_ANOTHER_OPTIMIZER = ("bias_correction", "step")
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
     """Everything but tensors, one by one."""
-    facts: dict[str, Any] = {"iteration": state.iteration, "operations": state.operations, "checkpoint version": state.version}
+    facts: dict[str, Any] = {
+        "iteration": state.iteration,
+        "operations": state.operations,
+        "checkpoint version": state.version,
+    }
     for name, value in vars(state.args or argparse.Namespace()).items():
         if name not in FORMAT_ARGUMENTS:
             facts[f"args.{name}"] = value
@@ -191,7 +202,9 @@ def _compare_tensors(found: Comparison, name: str, first: LazyTensor, second: La
             distance = (mine - theirs).abs()
             count += distance.numel()
             absolute = _largest(absolute, distance)
-            relative = _largest(relative, distance / torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.double).tiny))
+            relative = _largest(
+                relative, distance / torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.double).tiny)
+            )
     if count:
         found.values.append(TensorDifference(name, count, math.prod(first.shape), absolute, relative))
     else:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out a conversion: ranks share its parts, an interrupted one goes on, and the output appears when it is complete."""
+"""Carries out a conversion: ranks share its parts, an interrupted one goes on, and the output appears when complete."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def fingerprint(*facts: Any) -> str:
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
 
 
-def convert(target: Target, output: Output, identity: str, show_progress: bool = True, oom_traceback: bool = False) -> list[str]:
+def convert(
+    target: Target, output: Output, identity: str, show_progress: bool = True, oom_traceback: bool = False
+) -> list[str]:
     """Write ``target`` and publish it as ``output``. Called on every rank there is, with equal arguments.
 
     A run that was killed is taken up by the next one with the same ``identity``, on any number of ranks.

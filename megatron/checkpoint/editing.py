@@ -47,7 +47,9 @@ class Rule:
         try:
             return self.pattern.sub(self.replacement, key)
         except re.error as error:
-            raise ValueError(f"the replacement {self.replacement!r} does not fit {self.pattern.pattern!r}: {error}") from None
+            raise ValueError(
+                f"the replacement {self.replacement!r} does not fit {self.pattern.pattern!r}: {error}"
+            ) from None
 
 
 def new_keys(keys: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
@@ -92,7 +94,9 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             entries.append(ObjectEntry(new, _reader(stored, key)))
             continue
         for chunk in stored.tensors[key].chunks:
-            entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), stored.lazy_box(key, chunk.offsets, chunk.sizes)))
+            entries.append(
+                TensorEntry(new, stored.shape(key), tuple(chunk.offsets), stored.lazy_box(key, chunk.offsets, chunk.sizes))
+            )
     files = {
         name: _file(stored, name)
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)

@@ -45,7 +45,7 @@ def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
 
 
 def without_layout(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a param group without what each run says for itself: one expert rank gives experts no groups of their own."""
+    """The fields of a param group without what each run says for itself: with one expert rank experts have no own groups."""
     return {field: value for field, value in fields.items() if field != "is_expert_parallel"}
 
 
@@ -68,7 +68,7 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     """What an fsdp_dtensor checkpoint says.
 
     Args:
-        allow_unknown: carry over parameters of no row of the key rules under their own names, with a note, instead of an error.
+        allow_unknown: carry over parameters that no key rule knows under their own names, with a note, not an error.
 
     Raises:
         ValueError: for keys that the format does not have, all at once.
@@ -93,7 +93,9 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
         buffers={names[name]: parameters[name] for name in names if key_rules.is_buffer(names[name])},
         moments={names[name]: slots for name, slots in state_of.items()},
         steps={names[name]: step for name, step in step_of.items()},
-        groups=param_groups.gather({names[name]: meta.get(name, {}) for name in sorted(of_optimizer)}) if has_optimizer else None,
+        groups=param_groups.gather({names[name]: meta.get(name, {}) for name in sorted(of_optimizer)})
+        if has_optimizer
+        else None,
         scheduler=_under(stored, others, "opt_param_scheduler.") or None,
         random_states=_random_states(stored, others),
         args=_object(stored, others, "args"),
@@ -119,7 +121,9 @@ def _compute_dtype(args: argparse.Namespace | None) -> torch.dtype | None:
     """What the model of a run computes in."""
     if args is None:
         return None
-    by_flag = torch.bfloat16 if getattr(args, "bf16", False) else torch.float16 if getattr(args, "fp16", False) else torch.float32
+    by_flag = (
+        torch.bfloat16 if getattr(args, "bf16", False) else torch.float16 if getattr(args, "fp16", False) else torch.float32
+    )
     return getattr(args, "params_dtype", None) or by_flag
 
 
@@ -183,7 +187,9 @@ def _optimizer_state(
             elif name + HALVES[0] in tensors or name + HALVES[1] in tensors:
                 moments.setdefault(name, {})[slot] = _joined(tensors, name, f"the state {slot}")
             if name in moments and slot in moments[name] and moments[name][slot].shape != whole_tensor.shape:
-                raise ValueError(f"{name} has the shape {whole_tensor.shape} in the model, {moments[name][slot].shape} as {slot}")
+                raise ValueError(
+                    f"{name} has the shape {whole_tensor.shape} in the model, {moments[name][slot].shape} as {slot}"
+                )
     return moments, steps
 
 
@@ -206,7 +212,9 @@ _FIELDS_OF_ALL = (
 )
 
 
-def _check_group_fields(meta: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Any], of_optimizer: set[str]) -> None:
+def _check_group_fields(
+    meta: Mapping[str, Mapping[str, Any]], parameters: Mapping[str, Any], of_optimizer: set[str]
+) -> None:
     """What Megatron-Core's groups all have, a parameter cannot lack while others have it.
 
     Raises:
@@ -250,7 +258,9 @@ def _incomplete_random_states(states: Mapping[tuple[int, int], list[dict[str, An
     ranks = {f"rng_state.{place}.{number}": each for place, found in states.items() for number, each in enumerate(found)}
     kinds = {kind for each in ranks.values() for kind in each}
     lacking = {rank: sorted(kinds - each.keys()) for rank, each in ranks.items()}
-    return [f"{rank}: it has no {', '.join(missing)}, which other ranks have" for rank, missing in lacking.items() if missing]
+    return [
+        f"{rank}: it has no {', '.join(missing)}, which other ranks have" for rank, missing in lacking.items() if missing
+    ]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -283,7 +293,9 @@ def target(
     meta_prefix = META_PREFIX + prefix.removeprefix(STATE_PREFIX)
     gated = _gated_names(state)
     if must_be_gated and not gated:
-        raise ValueError("the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2 has columns)")
+        raise ValueError(
+            "the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2 has columns)"
+        )
     problems = _not_gated(state, gated_modules, gated)
     if problems:
         raise ValueError(listed("modules whose weights are no two halves", problems))
@@ -321,7 +333,9 @@ def target(
 
 def _check_prefix(start: str, prefix: str) -> None:
     if not re.fullmatch(rf"{re.escape(start)}(\.module)+", prefix):
-        raise ValueError(f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module for each wrapper")
+        raise ValueError(
+            f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module for each wrapper"
+        )
 
 
 def _is_mixed(state: TrainingState) -> bool:

@@ -247,9 +247,7 @@ class Family:
         return {key for rule in self.rules for key in rule.keys}
 
 
-def _in_layer(
-    rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
-) -> Iterator[Pairing]:
+def _in_layer(rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours: str, theirs: str) -> Iterator[Pairing]:
     for row in rows:
         if not row.where(args, number):
             continue

@@ -125,15 +125,19 @@ class FusedNorm:
 
 
 FUSED_NORMS = (
-    FusedNorm("input_layernorm", "self_attention.linear_qkv", lambda kind: not kind.is_latent, lambda kind: not kind.is_latent),
+    FusedNorm(
+        "input_layernorm", "self_attention.linear_qkv", lambda kind: not kind.is_latent, lambda kind: not kind.is_latent
+    ),
     FusedNorm("pre_mlp_layernorm", "mlp.linear_fc1", lambda kind: not kind.has_experts, lambda kind: not kind.is_latent),
-    FusedNorm("self_attention.q_layernorm", "self_attention.linear_q_up_proj", lambda kind: kind.is_latent, lambda kind: False),
+    FusedNorm(
+        "self_attention.q_layernorm", "self_attention.linear_q_up_proj", lambda kind: kind.is_latent, lambda kind: False
+    ),
     FusedNorm("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", lambda kind: True, lambda kind: False),
     # Releases after 0.16 can join both down projections of latent attention, and then the norm before them.
     FusedNorm("input_layernorm", "self_attention.linear_qkv_down_proj", lambda kind: False, lambda kind: False),
 )
 HALVES = ("_w", "_v")
-"""Endings of the gate and of what it multiplies. A rank's fused tensor is no contiguous slice of the global one; they are."""
+"""Endings of the gate and of what it multiplies. A rank's fused tensor is no contiguous slice of the global one."""
 
 OTHER_INNER_LAYER = "mtp_model_layer."
 """What the layer inside a multi-token prediction layer is called from Megatron-Core 0.17 on."""
@@ -199,7 +203,7 @@ class Spelling:
         number = _NUMBER.match(name) if self.stacked else None
         if number is not None:
             index = (int(number[1]), *index)
-            name = f"decoder.layers.{name[number.end():]}"
+            name = f"decoder.layers.{name[number.end() :]}"
         return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}"), index
 
     def _with_fused_norm(self, name: str, is_fused: Callable[[FusedNorm, LayerKind], bool]) -> str:
@@ -230,7 +234,7 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 
 
 def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The canonical names of the parameters that one key of a torch_dist file holds, with their place along its leading axes.
+    """The canonical names of the parameters that one key of a torch_dist file holds, with their place along its axes.
 
     Raises:
         ValueError: where the tensor has fewer axes than its key says.
@@ -247,7 +251,7 @@ def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
         if experts is not None:
             name = f"{key[: experts.start()]}.mlp.experts.local_experts.{index[-1]}.{experts[1]}"
         if layers is not None:
-            name = f"decoder.layers.{index[0]}.{name[layers.end():]}"
+            name = f"decoder.layers.{index[0]}.{name[layers.end() :]}"
         yield canonical_name(name), index
 
 
@@ -277,7 +281,9 @@ def registration_order(name: str) -> tuple[Any, ...]:
         if pattern.match(name):
             layer, expert = ([int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)] + [0, 0])[:2]
             module = row.module.partition("{expert}")[0]  # the rows of an expert stand together
-            first = next(at for at, (_, of, each) in enumerate(_patterns()) if of == stack and each.module.startswith(module))
+            first = next(
+                at for at, (_, of, each) in enumerate(_patterns()) if of == stack and each.module.startswith(module)
+            )
             return (stack, layer, first, expert, position, row.leaves.index(name.rpartition(".")[2]))
     return (len(MODEL), name)
 
@@ -289,7 +295,7 @@ def is_buffer(name: str) -> bool:
 
 
 def has_extra_state(name: str, engine: bool) -> bool:
-    """Whether the module of a weight has an ``_extra_state`` in torch_dist files: linear layers, with Transformer Engine norms."""
+    """Whether the module of a weight has an ``_extra_state`` in torch_dist files: linear layers, in the engine norms."""
     module, _, leaf = name.rpartition(".")
     if leaf != "weight" or module in ("output_layer", "embedding.word_embeddings", "embedding.position_embeddings"):
         return False
@@ -352,8 +358,9 @@ _SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
     "vocabulary": lambda args: args.padded_vocab_size,
     "positions": lambda args: args.max_position_embeddings,
     "head_dim": _head_dim,
-    "attention_width": lambda args: args.num_attention_heads
-    * (args.v_head_dim if args.multi_latent_attention else _head_dim(args)),
+    "attention_width": lambda args: (
+        args.num_attention_heads * (args.v_head_dim if args.multi_latent_attention else _head_dim(args))
+    ),
     "qkv_rows": lambda args: (args.num_attention_heads + 2 * _groups(args)) * _head_dim(args),
     "query_rank": lambda args: args.q_lora_rank,
     "key_value_rank": lambda args: args.kv_lora_rank,

@@ -23,7 +23,9 @@ def _not_latent(args: argparse.Namespace) -> bool:
 
 
 def _own_bias_of_qkv(args: argparse.Namespace) -> bool:
-    return not args.multi_latent_attention and not args.add_bias_linear  # which gives every linear layer one, and sets this too
+    return (
+        not args.multi_latent_attention and not args.add_bias_linear
+    )  # which gives every linear layer one, and sets this too
 
 
 def _yarn(args: argparse.Namespace) -> bool:

@@ -574,9 +574,7 @@ def _place_experts(
         _note(pieces, slices)
 
 
-def _place_in_turn(
-    contents: Sequence[tuple[str, list[Part]]], buffers: Sequence[Buffer]
-) -> list[tuple[Part, Buffer, Any]]:
+def _place_in_turn(contents: Sequence[tuple[str, list[Part]]], buffers: Sequence[Buffer]) -> list[tuple[Part, Buffer, Any]]:
     """Where experts are; chunks without any have no buffer."""
     if [dtype for dtype, _ in contents] != [buffer.dtype for buffer in buffers]:
         raise DoesNotFit(f"a rank has {len(buffers)} buffers of experts, expected {len(contents)}")

@@ -93,7 +93,9 @@ def gather(fields_of: Mapping[str, dict[str, Any]]) -> list[ParamGroup]:
             group = ParamGroup(dict(fields), [])
             groups.append(group)
         group.names.append(name)
-    return sorted(groups, key=lambda group: (bool(group.fields.get("is_expert_parallel")), group.fields.get("wd_mult") == 0.0))
+    return sorted(
+        groups, key=lambda group: (bool(group.fields.get("is_expert_parallel")), group.fields.get("wd_mult") == 0.0)
+    )
 
 
 def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str, Any]:
@@ -113,7 +115,9 @@ def map_of_run(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, in
         ValueError: where it has none of ``names``, or numbers that are none.
     """
     numbers = {canonical_name(name.removeprefix("model.")): number for name, number in content.items()}
-    wrong = [name for name, number in numbers.items() if not isinstance(number, int) or isinstance(number, bool) or number < 0]
+    wrong = [
+        name for name, number in numbers.items() if not isinstance(number, int) or isinstance(number, bool) or number < 0
+    ]
     if wrong:
         raise ValueError(f"the map of param groups should hold numbers of groups: {some(wrong)}")
     found = {name: numbers[name] for name in names if name in numbers}

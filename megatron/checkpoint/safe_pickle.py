@@ -3,8 +3,8 @@
 
 Checkpoints come from others, and a pickle can call any function. Here it gets the classes listed below, which hold data, and
 *stand-ins* for Megatron-Core's enums and metadata: inert classes of the same name, so that its files can be read and written
-where it is not installed. Everything else is refused by name, as the Python documentation of ``pickle`` advises ("Restricting
-Globals").
+where it is not installed. Everything else is refused by name, as the Python documentation of ``pickle`` advises
+("Restricting Globals").
 """
 
 from __future__ import annotations
@@ -46,13 +46,34 @@ _CLASSES: dict[str, tuple[str, ...]] = {
         "TensorStorageMetadata",
         "_MEM_FORMAT_ENCODING",
     ),
-    "torch.distributed.checkpoint.planner": ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    "torch.distributed.checkpoint.planner": (
+        "BytesIOWriteData",
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
     "numpy": ("dtype", "ndarray"),
 }
-_BUILTINS = ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple")
+_BUILTINS = (
+    "bool",
+    "bytearray",
+    "bytes",
+    "complex",
+    "dict",
+    "float",
+    "frozenset",
+    "int",
+    "list",
+    "range",
+    "set",
+    "slice",
+    "str",
+    "tuple",
+)
 _NAMES_OF_PYTHON_2 = {"xrange": "range", "unicode": "str", "long": "int"}
 """Which `torch.save` still writes."""
 _STAND_INS = re.compile(
@@ -134,7 +155,12 @@ class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any att
             return _NUMERIC._frombuffer
         if module == "_codecs" and name == "encode":
             return _encode
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"):
+        if module in ("pathlib", "pathlib._local") and name in (
+            "PosixPath",
+            "PurePosixPath",
+            "WindowsPath",
+            "PureWindowsPath",
+        ):
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
@@ -196,7 +222,10 @@ def _load(file: IO[bytes], **options: Any) -> Any:
 
 # What `torch.load` and `torch.save` take as a pickle module.
 _MODULE = types.SimpleNamespace(
-    Unpickler=Unpickler, Pickler=_Pickler, load=_load, loads=lambda data, **options: _load(io.BytesIO(data), **options),
+    Unpickler=Unpickler,
+    Pickler=_Pickler,
+    load=_load,
+    loads=lambda data, **options: _load(io.BytesIO(data), **options),
     __name__=__name__,
 )
 

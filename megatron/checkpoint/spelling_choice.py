@@ -18,9 +18,9 @@ def choose_spelling(state: TrainingState, transformer_impl: str | None = None, r
     """How a model spells the parameters of ``state``.
 
     Args:
-        transformer_impl: "local" or "transformer_engine", the layers that it is made of. Default: those of the run that wrote the
-            checkpoint, by its names or its arguments.
-        rename_mtp: the layer inside a multi-token prediction layer is called as files have it, not as modules of newer releases.
+        transformer_impl: "local" or "transformer_engine", the layers that it is made of. Default: those of the run that wrote
+            the checkpoint, by its names or its arguments.
+        rename_mtp: the layer inside a multi-token prediction layer is called as in files, not as in modules of newer releases.
 
     Raises:
         ValueError: where nothing says which layers it has.
@@ -29,7 +29,9 @@ def choose_spelling(state: TrainingState, transformer_impl: str | None = None, r
     names = [*state.weights, *state.buffers]
     kinds = layer_kinds(names)
     local = Spelling(engine=False, grouped_experts=False, stacked=True, layers=kinds)
-    engine = _is_engine(state, local, transformer_impl or getattr(args, "transformer_impl", None), chosen=transformer_impl is not None)
+    engine = _is_engine(
+        state, local, transformer_impl or getattr(args, "transformer_impl", None), chosen=transformer_impl is not None
+    )
     return replace(
         local,
         engine=engine,
@@ -63,7 +65,7 @@ def _has_grouped_experts(state: TrainingState, args: argparse.Namespace, engine:
 
 
 def _is_stacked(tensors: Mapping[str, LazyTensor], args: argparse.Namespace) -> bool:
-    """Whether torch_dist files have all layers of the decoder in one tensor: they are alike, and the run does not say otherwise."""
+    """Whether torch_dist files have all layers of the decoder in one tensor: they are alike, and no argument says otherwise."""
     frequency = getattr(args, "moe_layer_freq", 1)
     if not isinstance(frequency, int) or frequency > 1 or getattr(args, "heterogeneous_layers_config_path", None):
         return False

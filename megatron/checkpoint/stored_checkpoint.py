@@ -114,8 +114,12 @@ class _Payload:
     @property
     def is_plain(self) -> bool:
         """Whether the storage is the tensor, row after row."""
-        return self.start == 0 and self.num_bytes == math.prod(self.size) * self.dtype.itemsize and all(
-            stride == math.prod(self.size[dim + 1 :]) for dim, stride in enumerate(self.stride) if self.size[dim] > 1
+        return (
+            self.start == 0
+            and self.num_bytes == math.prod(self.size) * self.dtype.itemsize
+            and all(
+                stride == math.prod(self.size[dim + 1 :]) for dim, stride in enumerate(self.stride) if self.size[dim] > 1
+            )
         )
 
 
@@ -219,7 +223,9 @@ class StoredCheckpoint:
                 return part
             if out is None:
                 out = torch.empty(tuple(sizes), dtype=self.dtype(key))
-            out[tuple(slice(low - first, low - first + length) for low, first, length in zip(lowest, offsets, extent))] = part
+            out[tuple(slice(low - first, low - first + length) for low, first, length in zip(lowest, offsets, extent))] = (
+                part
+            )
         return out if out is not None else torch.empty(tuple(sizes), dtype=self.dtype(key))
 
     def _chunks_in(
@@ -296,7 +302,7 @@ class StoredCheckpoint:
     def _compare(self, payload: _Payload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
             raise DamagedCheckpoint(
-                f"{payload.file} has changed since it was written: the checksum of the tensor at byte {payload.offset} differs"
+                f"{payload.file} has changed since it was written: the checksum of the tensor at {payload.offset} differs"
             )
         self._unchanged.add((str(payload.file), payload.offset))
 
@@ -377,9 +383,7 @@ def _read_header(path: Path, info: _StorageInfo) -> _Payload:
         raise DamagedCheckpoint(f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}") from error
     # `torch.serialization.set_crc32_options(False)` writes no checksum.
     checksum = record.CRC or (None if record.file_size else 0)
-    return _Payload(
-        path, start, record.file_size, checksum, tensor.storage.dtype, tensor.size, tensor.stride, tensor.start
-    )
+    return _Payload(path, start, record.file_size, checksum, tensor.storage.dtype, tensor.size, tensor.stride, tensor.start)
 
 
 class _Window(io.RawIOBase):

@@ -39,13 +39,15 @@ _KNOWN_COMMON = (
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read(stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False) -> TrainingState:
+def read(
+    stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
+) -> TrainingState:
     """What a torch_dist checkpoint says.
 
     Args:
         group_numbers: a map of param groups that the run has dumped (``--dump-param-to-param-group-map``). Needed by nobody:
             the rules say the same, but for groups that a run has made otherwise.
-        allow_unknown: carry over parameters of no row of the key rules under their own names, with a note, instead of an error.
+        allow_unknown: carry over parameters that no key rule knows under their own names, with a note, not an error.
 
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts contradict each other.
@@ -69,7 +71,9 @@ def read(stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = Non
     if unknown and not allow_unknown:
         raise ValueError(listed("keys that no rule knows (--allow-unknown-keys carries them over as they are)", unknown))
     state.notes += [f"{key}: no rule knows it; carried over as it is" for key in unknown]
-    state.notes += [f"{key}: not a part of training that is known here; left out" for key in _left_out(stored, optimizer.used_keys)]
+    state.notes += [
+        f"{key}: not a part of training that is known here; left out" for key in _left_out(stored, optimizer.used_keys)
+    ]
     if optimizer.layout is not None:
         shapes = {name: tensor.shape for name, tensor in state.weights.items() if name in optimizer.moments}
         numbers = param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
@@ -150,8 +154,8 @@ def _put_exact_values(
 ) -> None:
     """Main weights for the model's, and moments beside them, wherever both say the same about the weight.
 
-    Megatron-Core 0.16.1 to 0.19 can write a parameter's main weight and moments from the wrong place in the buffer. Its weight
-    in the model is right then. Which is known when the parameter is read.
+    Megatron-Core 0.16.1 to 0.19 can write a parameter's main weight and moments from the wrong place in the buffer. Its
+    weight in the model is right then. Which is known when the parameter is read.
     """
     for name, slots in moments.items():
         if name not in state.weights:
@@ -216,7 +220,7 @@ class _Checked:
 
 
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
-    """A torch_dist checkpoint of ``state`` in the layout fully_reshardable, as 0.15 to 0.18 write and all later ones read it."""
+    """A torch_dist checkpoint of ``state`` in the layout fully_reshardable, as 0.15 to 0.18 write and later ones read it."""
     names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
     places = {name: spelling.stacked_place(name) for name in names}
     axes = _leading_axes(places)
@@ -271,7 +275,9 @@ def _moments_of_frozen(
     """Zeros for parameters without state where others in the same stacked tensor have some: it can have no holes."""
     slots_of = {places[name][0]: slots for name, slots in state.moments.items()}
     frozen = [name for name in state.weights if name not in state.moments and places[name][0] in slots_of]
-    state.notes += [f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are written" for name in frozen]
+    state.notes += [
+        f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are written" for name in frozen
+    ]
     return {
         name: {slot: _zeros(state.weights[name].shape, each.dtype) for slot, each in slots_of[places[name][0]].items()}
         for name in frozen
@@ -279,7 +285,9 @@ def _moments_of_frozen(
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(shape, dtype, lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype))
+    return LazyTensor(
+        shape, dtype, lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+    )
 
 
 def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
@@ -370,4 +378,8 @@ def _other_steps(state: TrainingState) -> Iterator[str]:
     """Megatron-Core has one step for all parameters, and refuses a file with several."""
     steps = _steps(state)
     last = max(steps.values(), default=None)
-    return (f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all" for name, step in steps.items() if step != last)
+    return (
+        f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
+        for name, step in steps.items()
+        if step != last
+    )

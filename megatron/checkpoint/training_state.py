@@ -47,7 +47,7 @@ class TrainingState:
         is_fresh: name -> whether its moments had to be dropped and begin anew, which is known when the parameter is read.
         groups: of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
-        random_states: (pipeline stage, tensor-parallel rank) -> one dict of generator states for each data rank that has one.
+        random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each data rank that has one.
         args: the arguments of the run. Counters of samples are in it.
         iteration: steps done; None in a release of weights.
         operations: floating-point operations so far.

@@ -32,7 +32,9 @@ def find_problems(
     stored = opened.stored
     if stored is not None:
         problems += _holes(stored)
-        problems += _unreadable(stored, progress if opened.format == PLAIN else lambda _: None, with_tensors=opened.format == PLAIN)
+        problems += _unreadable(
+            stored, progress if opened.format == PLAIN else lambda _: None, with_tensors=opened.format == PLAIN
+        )
     if opened.format == PLAIN or problems:
         return problems
     try:

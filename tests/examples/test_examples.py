@@ -24,11 +24,15 @@ def environment(path: str) -> dict[str, str]:
 def command_line(script: str, tmp_path: Path, *more: str) -> tuple[list[str], list[str]]:
     """What a script gives to torchrun, and what to the program."""
     fake = tmp_path / "torchrun"
-    fake.write_text('#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n')
+    fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
     path = ROOT / "examples" / "megatron_fsdp" / script
     output = subprocess.run(
-        ["bash", str(path), *more], env=environment(f"{tmp_path}:{os.environ['PATH']}"), capture_output=True, text=True, check=True
+        ["bash", str(path), *more],
+        env=environment(f"{tmp_path}:{os.environ['PATH']}"),
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     words = json.loads(output)
     program = words.index("pretrain_gpt.py")
@@ -63,5 +67,7 @@ def test_the_plain_loop_learns_and_continues_from_its_checkpoint() -> None:
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr, run.stderr
     before, after = run.stdout.split("continuing from")
-    first, last, resumed = (float(line.split()[-1]) for line in (*before.splitlines()[:1], *before.splitlines()[-1:], after.splitlines()[1]))
+    first, last, resumed = (
+        float(line.split()[-1]) for line in (*before.splitlines()[:1], *before.splitlines()[-1:], after.splitlines()[1])
+    )
     assert last < first / 2 and resumed < first / 2, run.stdout

@@ -30,7 +30,10 @@ CHANGES = {
     "tied_pp2_vpp2": (run(2, "pp2 vpp2", GPT2, 4), run(2, "tp2", GPT2, 4)),
     "experts_ep2": (run(4, "ep2", ALLTOALL), run(2, "ep2", ALLTOALL)),
     "layers_that_differ": (run(4, "tp2 sp ep2 etp1", MIXED), run(4, "ep2", MIXED)),
-    "qk_norm_biases": (run(2, "tp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"), run(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias")),
+    "qk_norm_biases": (
+        run(2, "tp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+        run(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+    ),
     "deepseek": (run(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4), run(2, "ep2", f"{DEEPSEEK} {MTP}", 4)),
     "bf16": (run(2, "tp2", f"{LLAMA} --bf16"), run(2, "dp", f"{LLAMA} --bf16")),
 }

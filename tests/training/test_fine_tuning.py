@@ -39,7 +39,11 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
     kind = ("--transformer-impl", "local") if to == "torch_dist" else ()
     converted = inspector("convert-from-hf", original, tmp_path / "converted", "--format", to, *kind)
     flags = f"{shlex.join(converted['model_flags'])} {SETTINGS}"
-    flags += " --use-megatron-fsdp" if to == "fsdp_dtensor" else " --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    flags += (
+        " --use-megatron-fsdp"
+        if to == "fsdp_dtensor"
+        else " --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    )
     for rate, name in (("0", "untouched"), ("1e-3", "tuned")):
         line = f"{flags} --lr {rate} --min-lr {rate} --weight-decay 0 --train-iters 2 --load {tmp_path}/converted --finetune"
         (record,) = run_ranks(2, train, f"{line} --save {tmp_path / name} --save-interval 2")[0]
