@@ -344,15 +344,9 @@ def _is_mixed(state: TrainingState) -> bool:
 
 
 def _gated_names(state: TrainingState) -> set[str]:
-    """The parameters of gated MLPs, of which the file has halves: a first layer twice as wide as the second takes in."""
+    """The parameters of which the file has halves."""
     shapes = {name: tensor.shape for name, tensor in state.weights.items()}
-    gated = set()
-    for name in filter(key_rules.is_gated, shapes):
-        module = name.removesuffix(".weight").removesuffix(".bias")
-        second = shapes.get(f"{module.removesuffix('linear_fc1')}linear_fc2.weight")
-        if second is not None and shapes[name][0] == 2 * second[1]:
-            gated.add(name)
-    return gated
+    return {name for name in shapes if key_rules.has_halves(name, shapes)}
 
 
 def _not_gated(state: TrainingState, modules: Sequence[str], gated: set[str]) -> list[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,8 +275,17 @@ def row_of(name: str) -> Row | None:
     return next((row for pattern, _, row in _patterns() if pattern.match(name)), None)
 
 
-def registration_order(name: str) -> tuple[Any, ...]:
-    """Sorts canonical names as a GPTModel registers its parameters; unknown ones come last, by name."""
+def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any, ...]:
+    """Sorts canonical names as a GPTModel registers its parameters; unknown ones come last, by name.
+
+    Args:
+        spelling: of the model; default: local layers. Transformer Engine's linear layers register the norm inside before
+            their own weight, and grouped experts the first layer of all experts before the second of any.
+    """
+    spelled = spelling.module_name(name) if spelling is not None else name
+    linear, fused, norm_leaf = spelled.rpartition(".layer_norm_")
+    if fused:
+        return (*registration_order(f"{linear}.weight")[:-1], -2 if norm_leaf == "weight" else -1)
     for position, (pattern, stack, row) in enumerate(_patterns()):
         if pattern.match(name):
             layer, expert = ([int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)] + [0, 0])[:2]
@@ -284,8 +293,26 @@ def registration_order(name: str) -> tuple[Any, ...]:
             first = next(
                 at for at, (_, of, each) in enumerate(_patterns()) if of == stack and each.module.startswith(module)
             )
-            return (stack, layer, first, expert, position, row.leaves.index(name.rpartition(".")[2]))
+            within = (position, expert) if _GROUPED.search(spelled) else (expert, position)
+            return (stack, layer, first, *within, row.leaves.index(name.rpartition(".")[2]))
     return (len(MODEL), name)
+
+
+def layer_number(name: str) -> int | None:
+    """Of a parameter in the decoder."""
+    found = _NUMBER.match(name)
+    return int(found[1]) if found is not None else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter is one of the experts that expert parallelism divides."""
+    return ".mlp.experts." in name
+
+
+def expert_number(name: str) -> int | None:
+    """Of a parameter of one expert."""
+    found = _EXPERT.search(name)
+    return int(found[1]) if found is not None else None
 
 
 def is_buffer(name: str) -> bool:
@@ -306,6 +333,16 @@ def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
     """Whether fsdp_dtensor files have the parameter's halves apart."""
     row = row_of(canonical_name(name)) if gated_linear_unit else None
     return row is not None and row.gated
+
+
+def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a parameter is a gate and what that multiplies: it has twice as many rows as the next layer has columns.
+
+    Args:
+        shapes: of all parameters of the model, by canonical name.
+    """
+    following = shapes.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
+    return is_gated(name) and following is not None and shapes[name][0] == 2 * following[1]
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:

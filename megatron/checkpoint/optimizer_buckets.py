@@ -31,10 +31,7 @@ from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
 ALIGNMENT = 64
 """Parameters begin at multiples of this number of elements."""
 
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.")
 _DOWN_PROJECTION = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.")
-_GROUPED = re.compile(r"\.mlp\.experts\.linear_fc[12]\.(?:weight|bias)\d+$")
 _EMBEDDING, _FINAL_NORM, _PREDICTION = "embedding.", "decoder.final_layernorm.", "mtp."
 
 
@@ -277,21 +274,21 @@ class Model:
 
     def __init__(self, weights: Mapping[str, LazyTensor], layout: Layout):
         self._weights, self.layout = weights, layout
+        self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         names = [name for name in weights if not key_rules.is_buffer(name)]
         spelling = key_rules.Spelling(layout.engine, layout.grouped_experts, True, key_rules.layer_kinds(names))
-        names.sort(key=lambda name: registration_order(name, spelling))
-        numbers = {name: _LAYER.match(name) for name in names}
-        num_layers = max((int(found[1]) + 1 for found in numbers.values() if found), default=0)
-        self.decoder: list[list[str]] = [[] for _ in range(num_layers)]
-        for name, found in numbers.items():
-            if found:
-                self.decoder[int(found[1])].append(name)
+        names.sort(key=lambda name: key_rules.registration_order(name, spelling))
+        numbers = {name: number for name in names if (number := key_rules.layer_number(name)) is not None}
+        self.decoder: list[list[str]] = [[] for _ in range(max(numbers.values(), default=-1) + 1)]
+        for name, number in numbers.items():
+            self.decoder[number].append(name)
         self.before = [name for name in names if name.startswith(_EMBEDDING)]
         self.final_norm = [name for name in names if name.startswith(_FINAL_NORM)]
         self.predicting = [name for name in names if name.startswith(_PREDICTION)]
         self.output = [name for name in names if name == OUTPUT_LAYER]
         self.names = [*self.before, *itertools.chain(*self.decoder), *self.final_norm, *self.predicting, *self.output]
-        self.num_experts = max((int(found[1]) + 1 for found in map(_EXPERT.search, names) if found), default=0)
+        experts = [number for number in map(key_rules.expert_number, names) if number is not None]
+        self.num_experts = max(experts, default=-1) + 1
         known = {*self.before, *itertools.chain(*self.decoder), *self.final_norm, *self.predicting, *self.output}
         if len(known) != len(names):
             raise ValueError(f"where the optimizer's buckets have these is not known: {', '.join(sorted({*names} - known))}")
@@ -325,39 +322,13 @@ class Model:
         return Part(name, tuple(shape), has_own_bucket)
 
     def num_slices(self, name: str) -> int:
-        return self.layout.num_expert_slices if is_expert(name) else self.layout.num_slices
+        return self.layout.num_expert_slices if key_rules.is_expert(name) else self.layout.num_slices
 
     def dtype(self, name: str) -> str:
         return str(self._weights[name].dtype)
 
-    def is_gated(self, name: str) -> bool:
-        """Whether it is a gate and what that multiplies: then it has twice as many rows as the next layer has columns."""
-        row = key_rules.row_of(name)
-        if row is None or not row.gated:
-            return False
-        following = re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name)
-        return self._weights[name].shape[0] == 2 * self._weights[following].shape[1]
-
-
-def is_expert(name: str) -> bool:
-    return ".mlp.experts." in name
-
-
-def registration_order(name: str, spelling: key_rules.Spelling) -> tuple[Any, ...]:
-    """Sorts canonical names as the modules of a model with this spelling register them.
-
-    Transformer Engine's linear layers register the norm inside before their own weight, and grouped experts the first layer
-    of all experts before the second of any.
-    """
-    spelled = spelling.module_name(name)
-    linear, fused, leaf = spelled.rpartition(".layer_norm_")
-    if fused:
-        return (*key_rules.registration_order(f"{linear}.weight")[:-1], -2 if leaf == "weight" else -1)
-    order = key_rules.registration_order(name)
-    if _GROUPED.search(spelled):
-        stack, layer, first, expert, position, leaf = order
-        return (stack, layer, first, position, expert, leaf)
-    return order
+    def has_halves(self, name: str) -> bool:
+        return key_rules.has_halves(name, self._shapes)
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------
@@ -463,7 +434,7 @@ def _find_pieces(model: Model, dense: Sequence[Sequence[Buffer]], experts: Seque
     pieces: Pieces = {}
     contents = _split(model, pipeline, num_stages, bool(experts))
     for slices, parts in zip(pipeline, contents):
-        dense_parts = [part for part in parts if not (experts and is_expert(part.name))]
+        dense_parts = [part for part in parts if not (experts and key_rules.is_expert(part.name))]
         _note(pieces, [_place(model, dense_parts, buffers) for buffers in slices])
     if experts:
         _place_experts(model, experts, contents, num_stages, pieces)
@@ -494,7 +465,7 @@ def _split(
         reasons = []
         for share in _shares(model, layer, is_open, number + 1 == len(pipeline)):
             parts = model.parts(share, number == 0, number + 1 == len(pipeline), num_stages)
-            dense = [part for part in parts if not (experts_apart and is_expert(part.name))]
+            dense = [part for part in parts if not (experts_apart and key_rules.is_expert(part.name))]
             try:
                 _place(model, dense, slices[0])
                 contents.append(parts)
@@ -566,7 +537,8 @@ def _place_experts(
     for stage, group in itertools.product(range(num_stages), range(num_groups)):
         mine = []
         for parts in contents[stage::num_stages]:
-            some = [part for part in parts if is_expert(part.name) and int(_EXPERT.search(part.name)[1]) // share == group]
+            of_experts = [part for part in parts if key_rules.is_expert(part.name)]
+            some = [part for part in of_experts if key_rules.expert_number(part.name) // share == group]
             mine += _by_dtype(model, some).items()
         slices = [
             _place_in_turn(mine, experts[slice_ + num_slices * (group + num_groups * stage)]) for slice_ in range(num_slices)
@@ -597,7 +569,7 @@ def _joined(model: Model, name: str, slot: str, pieces: Sequence[tuple[Buffer, A
     parts = [_flat(buffer, slot, place, model.part(name).shape) for buffer, place in pieces[:num_slices]]
     if num_slices == 1:
         return parts[0]
-    if dim == 0 and model.is_gated(name):
+    if dim == 0 and model.has_halves(name):
         half = parts[0].num_rows // 2
         return concatenate([part.rows(*rows) for rows in ((0, half), (half, 2 * half)) for part in parts])
     if dim == 0:

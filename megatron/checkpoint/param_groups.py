@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.checkpoint.key_rules import VOCABULARY, canonical_name
+from megatron.checkpoint.key_rules import VOCABULARY, canonical_name, is_expert
 from megatron.checkpoint.listing import listed, some
 from megatron.checkpoint.training_state import ParamGroup
 
@@ -66,7 +66,7 @@ def _fitting(name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], ar
         decays = True
     wanted = {
         "wd_mult": lambda value: (value != 0.0) == decays,
-        "is_expert_parallel": lambda value: value == (".mlp.experts." in name),
+        "is_expert_parallel": lambda value: value == is_expert(name),
         "is_decoupled_lr": lambda value: value == (name in VOCABULARY),
     }
     fitting = list(range(len(groups)))

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.checkpoint.key_rules import INNER_LAYER, OTHER_INNER_LAYER, Spelling, layer_kinds
+from megatron.checkpoint.key_rules import INNER_LAYER, OTHER_INNER_LAYER, Spelling, is_expert, layer_kinds
 from megatron.checkpoint.lazy_tensor import LazyTensor
 from megatron.checkpoint.training_state import TrainingState
 
@@ -58,7 +58,7 @@ def _is_engine(state: TrainingState, local: Spelling, implementation: str | None
 
 
 def _has_grouped_experts(state: TrainingState, args: argparse.Namespace, engine: bool) -> bool:
-    experts = [shown for name, shown in state.module_names.items() if ".mlp.experts." in name]
+    experts = [shown for name, shown in state.module_names.items() if is_expert(name)]
     if experts:
         return not any(".local_experts." in shown for shown in experts)
     return engine and bool(getattr(args, "moe_grouped_gemm", False))
