@@ -394,6 +394,11 @@ def _summary(state: TrainingState) -> str:
     return f"{len(state.weights)} parameters with {elements:,} elements{moments}{at}"
 
 
+def _said(state: TrainingState) -> dict[str, Any]:
+    """What every conversion of a run reports."""
+    return {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
+
+
 def _place(opened: Opened, state: TrainingState) -> int | str:
     is_release = state.iteration is None or opened.directory.name == directory.RELEASE
     return directory.RELEASE if is_release else state.iteration
@@ -459,9 +464,8 @@ def convert_torch_dist_to_fsdp_dtensor(
         must_be_gated=options["swiglu"],
         gated_modules=more,
     )
-    said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
     asked = {**options, "map": group_numbers, "layers": spelling.engine, "unknown": allow_unknown_keys, "to": FSDP_DTENSOR}
-    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, said, asked)
+    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, _said(state), asked)
 
 
 def _json_file(path: Path | None) -> dict[str, Any] | None:
@@ -501,8 +505,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
     target = torch_dist.target(state, spelling)
     asked = {"layers": spelling.engine, "mtp": rename_mtp_keys, "unknown": allow_unknown_keys, "to": TORCH_DIST}
-    said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
-    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, said, asked)
+    _convert(opened, target, directory.new_checkpoint(output_dir, _place(opened, state)), printer, _said(state), asked)
 
 
 @command
@@ -543,8 +546,7 @@ def convert_to_hf(
         "shard": max_shard_size,
         "to": HUGGING_FACE,
     }
-    said = {"lines": [_summary(state)], "parameters": len(state.weights), "notes": list(state.notes)}
-    _convert(opened, target, directory.new_directory(output_dir), printer, said, asked)
+    _convert(opened, target, directory.new_directory(output_dir), printer, _said(state), asked)
 
 
 @command

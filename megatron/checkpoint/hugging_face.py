@@ -23,7 +23,7 @@ from megatron.checkpoint.parts import Part
 from megatron.checkpoint.safetensors_shard import stored_tensors, write_shard
 from megatron.checkpoint.training_state import TrainingState
 
-__all__ = ["HuggingFaceTarget", "is_model_directory", "model_flags", "read"]
+__all__ = ["HuggingFaceTarget", "model_flags", "read"]
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -32,14 +32,6 @@ TOKENIZER_FILES = """tokenizer.json tokenizer_config.json tokenizer.model specia
     vocab.json vocab.txt merges.txt spiece.model chat_template.jinja chat_template.json generation_config.json""".split()
 """What is taken over from a template."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def is_model_directory(directory: Path) -> bool:
-    """Whether there is a config.json that names a type of model."""
-    try:
-        return "model_type" in _read_json(directory / CONFIG)
-    except ValueError:
-        return False
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint import hugging_face
-from megatron.checkpoint.hugging_face import INDEX, SINGLE_FILE, HuggingFaceTarget, is_model_directory, read
+from megatron.checkpoint.hugging_face import INDEX, SINGLE_FILE, HuggingFaceTarget, read
 from megatron.checkpoint.hugging_face_families import FAMILIES
 from megatron.checkpoint.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS, Sizes, expected_shape
 from megatron.checkpoint.lazy_tensor import LazyTensor, in_memory
@@ -327,11 +327,6 @@ def test_a_damaged_directory_is_named(damage: Any, words: str, tmp_path: Path):
     damage(tmp_path)
     with pytest.raises(ValueError, match=words):
         read(tmp_path)
-
-
-def test_a_model_directory_is_one_with_a_type(tmp_path: Path):
-    assert is_model_directory(saved(random_state("gpt2"), tmp_path))
-    assert not is_model_directory(tmp_path / "elsewhere")
 
 
 # ---- flags -------------------------------------------------------------------------------------------------------------
