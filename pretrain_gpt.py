@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT model with Megatron-Core, fully sharded with --use-megatron-fsdp:
 
-    torchrun --nproc_per_node 2 pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192 \
+    torchrun --nproc_per_node 2 pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192
+    \
         --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 --train-iters 200 --lr 2e-3
 
-The same command runs on CPUs over gloo and on GPUs over NCCL. Flags have Megatron-LM's names and defaults; --help lists
-them. Without --data-path the data is the text of Python's standard library.
+The same command runs on CPUs over gloo and on GPUs over NCCL. Flags have Megatron-LM's names and
+defaults; --help lists them. Without --data-path the data is the text of Python's standard library.
 """
 
 import importlib.util
@@ -19,7 +20,8 @@ from megatron.training.noise import quieten
 
 quieten()
 if not torch.cuda.is_available():
-    # Megatron-Core compiles small functions; on a CPU each costs ten seconds and a C++ compiler, and none pays.
+    # Megatron-Core compiles small functions; on a CPU each costs ten seconds and a C++ compiler,
+    # and none pays.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from megatron.fsdp.model import GradientError  # noqa: E402
@@ -27,7 +29,6 @@ from megatron.training import ranks  # noqa: E402
 from megatron.training.arguments import ArgumentErrors, parse_arguments  # noqa: E402
 from megatron.training.errors import RunError  # noqa: E402
 from megatron.training.loop import pretrain  # noqa: E402
-
 
 GRACE_SECONDS = 5
 

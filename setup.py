@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packaging. `megatron` is a namespace that the megatron-core wheel shares, so only our own packages in it are listed."""
+"""Packaging.
+
+`megatron` is a namespace that the megatron-core wheel shares, so only our own packages in it are
+listed.
+"""
 
 import re
 from pathlib import Path
@@ -21,18 +25,25 @@ def read_version() -> str:
 setup(
     name="open-megatron-fsdp",  # the name megatron-fsdp belongs to the published package
     version=read_version(),
-    description="Fully sharded data parallel training for PyTorch and Megatron-Core, written from scratch",
+    description=(
+        "Fully sharded data parallel training for PyTorch and Megatron-Core, written from scratch"
+    ),
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    # The mapping looks needless, but with it an editable install is a plain path entry instead of an import hook: the
-    # hook lists packages at install time, so a package added to megatron/ later would not be found.
+    # The mapping looks needless, but with it an editable install is a plain path entry instead of
+    # an import hook: the hook lists packages at install time, so a package added to megatron/ later
+    # would not be found.
     package_dir={"": "."},
     packages=find_namespace_packages(
         include=[
-            *(f"megatron.{part}{below}" for part in ("fsdp", "mcore_adapter", "checkpoint", "training") for below in ("", ".*")),
+            *(
+                f"megatron.{part}{below}"
+                for part in ("fsdp", "mcore_adapter", "checkpoint", "training")
+                for below in ("", ".*")
+            ),
             "megatron_fsdp",
             "megatron_fsdp.*",
         ]
@@ -47,7 +58,9 @@ setup(
         "psutil",
         "einops",  # Megatron-Core does not declare it, and needs it for several optimizer instances
     ],
-    entry_points={"console_scripts": ["checkpoint-inspector = megatron.checkpoint.command_line:main"]},
+    entry_points={
+        "console_scripts": ["checkpoint-inspector = megatron.checkpoint.command_line:main"]
+    },
     extras_require={
         "hf": ["transformers"],
         "plot": ["matplotlib"],

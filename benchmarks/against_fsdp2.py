@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Step time and peak memory of this engine beside torch's FSDP2 and DDP, on the same model in one run.
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/against_fsdp2.py [--layers 8] [--hidden 512] [--rounds 5]
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/against_fsdp2.py [--layers 8] [--hidden
+    512] [--rounds 5]
 
-Every round times each wrapper in turn, so that a machine whose speed drifts treats all alike. Printed are medians of
-milliseconds per step over the rounds and their ratio to FSDP2 round by round. Losses after the last step must agree.
+Every round times each wrapper in turn, so that a machine whose speed drifts treats all alike.
+Printed are medians of milliseconds per step over the rounds and their ratio to FSDP2 round by
+round. Losses after the last step must agree.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
         attention = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attention.transpose(1, 2).flatten(2))
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
@@ -47,13 +52,17 @@ class Layer(nn.Module):
 def build(layers: int, hidden: int, dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Embedding(VOCABULARY, hidden), *[Layer(hidden) for _ in range(layers)], nn.Linear(hidden, VOCABULARY)
+        nn.Embedding(VOCABULARY, hidden),
+        *[Layer(hidden) for _ in range(layers)],
+        nn.Linear(hidden, VOCABULARY),
     ).to(DEVICE, dtype)
 
 
 def with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    policy = MixedPrecisionPolicy(main_params_dtype=None)  # FSDP2 keeps no second copy of the weights either
+    policy = MixedPrecisionPolicy(
+        main_params_dtype=None
+    )  # FSDP2 keeps no second copy of the weights either
     return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
 
 
@@ -70,7 +79,9 @@ def with_ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def timed_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]) -> tuple[float, float]:
+def timed_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]
+) -> tuple[float, float]:
     """Milliseconds per step, and the last loss."""
     dist.barrier()
     begin = time.perf_counter()
@@ -90,19 +101,33 @@ def timed_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: lis
 @click.option("--length", default=256, show_default=True, help="tokens per sequence")
 @click.option("--batch", default=1, show_default=True, help="sequences per rank")
 @click.option("--steps", default=3, show_default=True, help="steps per timing")
-@click.option("--rounds", default=5, show_default=True, help="timings of each wrapper, after one that does not count")
-@click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
-def main(layers: int, hidden: int, length: int, batch: int, steps: int, rounds: int, dtype: str) -> None:
+@click.option(
+    "--rounds",
+    default=5,
+    show_default=True,
+    help="timings of each wrapper, after one that does not count",
+)
+@click.option(
+    "--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"])
+)
+def main(
+    layers: int, hidden: int, length: int, batch: int, steps: int, rounds: int, dtype: str
+) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     wrappers: dict[str, Callable] = {"ours": with_ours, "fsdp2": with_fsdp2, "ddp": with_ddp}
-    runs = {name: wrap(build(layers, hidden, getattr(torch, dtype))) for name, wrap in wrappers.items()}
+    runs = {
+        name: wrap(build(layers, hidden, getattr(torch, dtype))) for name, wrap in wrappers.items()
+    }
     generator = torch.Generator().manual_seed(dist.get_rank())
     times: dict[str, list[float]] = {name: [] for name in runs}
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
-        batches = [torch.randint(VOCABULARY, (batch, length + 1), generator=generator).to(DEVICE) for _ in range(steps)]
+        batches = [
+            torch.randint(VOCABULARY, (batch, length + 1), generator=generator).to(DEVICE)
+            for _ in range(steps)
+        ]
         for name, (model, optimizer) in runs.items():
             milliseconds, losses[name] = timed_steps(model, optimizer, batches)
             if number:
@@ -110,7 +135,10 @@ def main(layers: int, hidden: int, length: int, batch: int, steps: int, rounds: 
     if dist.get_rank() == 0:
         for name, values in times.items():
             ratio = statistics.median(value / other for value, other in zip(values, times["fsdp2"]))
-            print(f"{name:>6}: {statistics.median(values):8.1f} ms/step (min {min(values):.1f}), {ratio:.2f} x fsdp2, loss {losses[name]:.5f}")
+            print(
+                f"{name:>6}: {statistics.median(values):8.1f} ms/step (min {min(values):.1f}),"
+                f" {ratio:.2f} x fsdp2, loss {losses[name]:.5f}"
+            )
     dist.destroy_process_group()
 
 

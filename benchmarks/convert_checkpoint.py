@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast checkpoints are converted, beside copying the same files, and in how much memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/convert_checkpoint.py [--gigabytes 8] [--ranks 2] [--folder DIR]
+    OMP_NUM_THREADS=1 python benchmarks/convert_checkpoint.py [--gigabytes 8] [--ranks 2] [--folder
+    DIR]
 
-Makes a synthetic torch_dist checkpoint (a Llama of the given size in bf16 with fp32 main weights and both moments), copies it
-with fsync, converts it to fsdp_dtensor and back by the command line, on one process and on --ranks of torchrun, and prints a
-table in Markdown: seconds, MB/s of input, the time as a multiple of the copy, peak memory of the largest process. Needs about
-four times the size on disk; everything it wrote is removed in the end.
+Makes a synthetic torch_dist checkpoint (a Llama of the given size in bf16 with fp32 main weights
+and both moments), copies it with fsync, converts it to fsdp_dtensor and back by the command line,
+on one process and on --ranks of torchrun, and prints a
+table in Markdown: seconds, MB/s of input, the time as a multiple of the copy, peak memory of the
+largest process. Needs about four times the size on disk; everything it wrote is removed in the end.
 """
 
 from __future__ import annotations
@@ -51,22 +53,36 @@ def synthetic(gigabytes: float) -> TrainingState:
     per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 8192
     num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer)
     args = arguments(num_layers)
-    layer = ("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv", "pre_mlp_layernorm")
+    layer = (
+        "input_layernorm",
+        "self_attention.linear_proj",
+        "self_attention.linear_qkv",
+        "pre_mlp_layernorm",
+    )
     modules = [
-        f"decoder.layers.{i}.{part}" for i in range(num_layers) for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")
+        f"decoder.layers.{i}.{part}"
+        for i in range(num_layers)
+        for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")
     ]
     modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
     names = [f"{module}.weight" for module in modules]
     shapes = {name: expected_shape(name, Sizes(args)) for name in names}
     state = TrainingState(
-        {name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)}, args=args, iteration=1
+        {name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)},
+        args=args,
+        iteration=1,
     )
     state.compute_dtype = dict.fromkeys(names, torch.bfloat16)
     state.moments = {
-        name: {slot: random_tensor(shapes[name], -seed - offset) for offset, slot in enumerate(("exp_avg", "exp_avg_sq"))}
+        name: {
+            slot: random_tensor(shapes[name], -seed - offset)
+            for offset, slot in enumerate(("exp_avg", "exp_avg_sq"))
+        }
         for seed, name in enumerate(names)
     }
-    fields = for_any_optimizer({"is_expert_parallel": False, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}, step=1.0)
+    fields = for_any_optimizer(
+        {"is_expert_parallel": False, "lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}, step=1.0
+    )
     flat = {name for name in names if len(shapes[name]) == 1}
     state.groups = [
         ParamGroup({**fields, "wd_mult": 1.0}, [name for name in names if name not in flat]),
@@ -94,8 +110,14 @@ def copy(source: Path, target: Path) -> None:
 
 
 def inspector(ranks: int, *words: str | Path) -> None:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-    subprocess.run([sys.executable, *launcher, str(INSPECTOR), *map(str, words), "--quiet"], check=True)
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    subprocess.run(
+        [sys.executable, *launcher, str(INSPECTOR), *map(str, words), "--quiet"], check=True
+    )
 
 
 def measured(action: Callable[[], None]) -> tuple[float, float]:
@@ -120,30 +142,47 @@ RESULT = os.path.join(tempfile.gettempdir(), f"convert_checkpoint_{os.getpid()}"
 @click.command(help=__doc__)
 @click.option("--gigabytes", default=8.0, show_default=True)
 @click.option("--ranks", default=2, show_default=True)
-@click.option("--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder."
+)
 def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
         state = synthetic(gigabytes)
         source = work / "torch_dist"
         conversion.convert(
-            torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(source, 1), "made", False
+            torch_dist.target(state, choose_spelling(state)),
+            directory.new_checkpoint(source, 1),
+            "made",
+            False,
         )
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         largest = max(tensor.num_bytes for tensor in state.weights.values())
-        print(f"{size / 1e9:.2f} GB, largest tensor {largest / 2**20:.0f} MiB, {state.args.num_layers} layers")
-        print("\n| | seconds | MB/s | times the copy | peak memory of a process, MiB |\n|---|---|---|---|---|")
+        print(
+            f"{size / 1e9:.2f} GB, largest tensor {largest / 2**20:.0f} MiB,"
+            f" {state.args.num_layers} layers"
+        )
+        print(
+            "\n| | seconds | MB/s | times the copy | peak memory of a process, MiB"
+            " |\n|---|---|---|---|---|"
+        )
         copied, _ = measured(lambda: copy(source, work / "copy"))
         shutil.rmtree(work / "copy")
         print(f"| copy, fsync | {copied:.1f} | {size / copied / 1e6:.0f} | 1 | |", flush=True)
         for count in sorted({1, ranks}):
             there, back = work / f"fsdp_dtensor_{count}", work / f"back_{count}"
             for title, words in (
-                ("torch_dist to fsdp_dtensor", ("convert-torch-dist-to-fsdp-dtensor", source, there)),
+                (
+                    "torch_dist to fsdp_dtensor",
+                    ("convert-torch-dist-to-fsdp-dtensor", source, there),
+                ),
                 ("fsdp_dtensor to torch_dist", ("convert-fsdp-dtensor-to-torch-dist", there, back)),
             ):
                 seconds, peak = measured(lambda: inspector(count, *words))
-                line = f"| {title}, {count} rank{'s' * (count > 1)} | {seconds:.1f} | {size / seconds / 1e6:.0f}"
+                line = (
+                    f"| {title}, {count} rank{'s' * (count > 1)} | {seconds:.1f} |"
+                    f" {size / seconds / 1e6:.0f}"
+                )
                 print(f"{line} | {seconds / copied:.2f} | {peak:.0f} |", flush=True)
             inspector(1, "diff", source, back)  # exit code 1, and so an error, if anything differs
             shutil.rmtree(there)

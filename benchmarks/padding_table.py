@@ -3,9 +3,10 @@
 
     python benchmarks/padding_table.py [--expert-parallel 1] [--dp 8 --dp 64 ...]
 
-Plans every unit of every model with megatron.fsdp.layout.plan, the planner of the engine, and prints two markdown tables.
-Exits with status 1 if a unit has more than 1 % padding. Shapes are those of the models' published configurations, one
-matrix for each projection of each expert; a fused projection has the same rows, only more of them.
+Plans every unit of every model with megatron.fsdp.layout.plan, the planner of the engine, and
+prints two markdown tables. Exits with status 1 if a unit has more than 1 % padding. Shapes are
+those of the models' published configurations, one matrix for each projection of each expert; a
+fused projection has the same rows, only more of them.
 """
 
 from __future__ import annotations
@@ -44,35 +45,73 @@ def gated_mlp(hidden: int, intermediate: int) -> Shapes:
 
 
 def embedding_and_output(vocabulary: int, hidden: int) -> Unit:
-    return Unit("embedding, final norm, output", 1, [(vocabulary, hidden), (hidden,), (vocabulary, hidden)])
+    return Unit(
+        "embedding, final norm, output", 1, [(vocabulary, hidden), (hidden,), (vocabulary, hidden)]
+    )
 
 
 def llama(hidden: int, intermediate: int, layers: int) -> list[Unit]:
-    layer = [*grouped_query_attention(hidden, hidden, 1024), *gated_mlp(hidden, intermediate), (hidden,), (hidden,)]
+    layer = [
+        *grouped_query_attention(hidden, hidden, 1024),
+        *gated_mlp(hidden, intermediate),
+        (hidden,),
+        (hidden,),
+    ]
     return [Unit("layer", layers, layer), embedding_and_output(128256, hidden)]
 
 
 def qwen2_5_7b() -> list[Unit]:
     biases = [(3584,), (512,), (512,)]
-    layer = [*grouped_query_attention(3584, 3584, 512), *biases, *gated_mlp(3584, 18944), (3584,), (3584,)]
+    layer = [
+        *grouped_query_attention(3584, 3584, 512),
+        *biases,
+        *gated_mlp(3584, 18944),
+        (3584,),
+        (3584,),
+    ]
     return [Unit("layer", 28, layer), embedding_and_output(152064, 3584)]
 
 
 def qwen3_30b_a3b() -> list[Unit]:
     norms = [(128,), (128,), (2048,), (2048,)]
     dense = [*grouped_query_attention(2048, 4096, 512), (128, 2048), *norms]
-    return [Unit("dense", 48, dense), Unit("experts", 48, gated_mlp(2048, 768), 128), embedding_and_output(151936, 2048)]
+    return [
+        Unit("dense", 48, dense),
+        Unit("experts", 48, gated_mlp(2048, 768), 128),
+        embedding_and_output(151936, 2048),
+    ]
 
 
 def gpt_oss_120b() -> list[Unit]:
     biases = [(4096,), (512,), (512,), (2880,), (64,)]
-    dense = [*grouped_query_attention(2880, 4096, 512), *biases, (128, 2880), (128,), (2880,), (2880,)]
+    dense = [
+        *grouped_query_attention(2880, 4096, 512),
+        *biases,
+        (128, 2880),
+        (128,),
+        (2880,),
+        (2880,),
+    ]
     expert = [(5760, 2880), (5760,), (2880, 2880), (2880,)]
-    return [Unit("dense", 36, dense), Unit("experts", 36, expert, 128), embedding_and_output(201088, 2880)]
+    return [
+        Unit("dense", 36, dense),
+        Unit("experts", 36, expert, 128),
+        embedding_and_output(201088, 2880),
+    ]
 
 
 def deepseek_v3() -> list[Unit]:
-    latent = [(1536, 7168), (1536,), (24576, 1536), (576, 7168), (512,), (32768, 512), (7168, 16384), (7168,), (7168,)]
+    latent = [
+        (1536, 7168),
+        (1536,),
+        (24576, 1536),
+        (576, 7168),
+        (512,),
+        (32768, 512),
+        (7168, 16384),
+        (7168,),
+        (7168,),
+    ]
     return [
         Unit("dense layer", 3, [*latent, *gated_mlp(7168, 18432)]),
         Unit("dense", 58, [*latent, (256, 7168), *gated_mlp(7168, 2048)]),
@@ -83,7 +122,11 @@ def deepseek_v3() -> list[Unit]:
 
 def mixtral_8x22b() -> list[Unit]:
     dense = [*grouped_query_attention(6144, 6144, 1024), (8, 6144), (6144,), (6144,)]
-    return [Unit("dense", 56, dense), Unit("experts", 56, gated_mlp(6144, 16384), 8), embedding_and_output(32000, 6144)]
+    return [
+        Unit("dense", 56, dense),
+        Unit("experts", 56, gated_mlp(6144, 16384), 8),
+        embedding_and_output(32000, 6144),
+    ]
 
 
 MODELS = {
@@ -102,7 +145,10 @@ def shapes_on_one_rank(unit: Unit, expert_parallel: int) -> Shapes:
     if not unit.experts:
         return unit.shapes
     if unit.experts % expert_parallel:
-        raise click.BadParameter(f"{unit.experts} experts do not divide by {expert_parallel}", param_hint="--expert-parallel")
+        raise click.BadParameter(
+            f"{unit.experts} experts do not divide by {expert_parallel}",
+            param_hint="--expert-parallel",
+        )
     return unit.shapes * (unit.experts // expert_parallel)
 
 
@@ -121,17 +167,25 @@ def seconds_to_plan(units: list[Unit], world_size: int, expert_parallel: int) ->
     return time.perf_counter() - begin
 
 
-def unit_row(name: str, unit: Unit, world_sizes: list[int], expert_parallel: int) -> tuple[str, float]:
+def unit_row(
+    name: str, unit: Unit, world_sizes: list[int], expert_parallel: int
+) -> tuple[str, float]:
     """The markdown row, and its largest padding."""
     shapes = shapes_on_one_rank(unit, expert_parallel)
     layouts = [plan(shapes, world_size) for world_size in world_sizes]
-    cells = [f"{padding(layout):.3%}, {sum(slot.by_rows for slot in layout.slots)}" for layout in layouts]
+    cells = [
+        f"{padding(layout):.3%}, {sum(slot.by_rows for slot in layout.slots)}" for layout in layouts
+    ]
     elements = sum(prod(shape) for shape in shapes) / 1e6
-    return f"| {name} | {unit.name} | {elements:,.1f} | {len(shapes)} | {' | '.join(cells)} |", max(map(padding, layouts))
+    return f"| {name} | {unit.name} | {elements:,.1f} | {len(shapes)} | {' | '.join(cells)} |", max(
+        map(padding, layouts)
+    )
 
 
 def time_row(name: str, units: list[Unit], world_sizes: list[int], expert_parallel: int) -> str:
-    cells = [f"{seconds_to_plan(units, world_size, expert_parallel):.3f}" for world_size in world_sizes]
+    cells = [
+        f"{seconds_to_plan(units, world_size, expert_parallel):.3f}" for world_size in world_sizes
+    ]
     return f"| {name} | {sum(unit.copies for unit in units)} | {' | '.join(cells)} |"
 
 
@@ -141,11 +195,26 @@ def print_head(columns: list[str], world_sizes: list[int]) -> None:
 
 
 @click.command()
-@click.option("--expert-parallel", default=1, show_default=True, help="a rank holds one of this many parts of the experts")
-@click.option("--dp", "world_sizes", multiple=True, type=int, default=(8, 64, 256, 1024, 4096), show_default=True)
+@click.option(
+    "--expert-parallel",
+    default=1,
+    show_default=True,
+    help="a rank holds one of this many parts of the experts",
+)
+@click.option(
+    "--dp",
+    "world_sizes",
+    multiple=True,
+    type=int,
+    default=(8, 64, 256, 1024, 4096),
+    show_default=True,
+)
 def main(expert_parallel: int, world_sizes: tuple[int, ...]) -> None:
     sizes = list(world_sizes)
-    print(f"Padding, and parameters that are cut between rows only, of each unit (expert parallel {expert_parallel}):\n")
+    print(
+        "Padding, and parameters that are cut between rows only, of each unit (expert parallel"
+        f" {expert_parallel}):\n"
+    )
     print_head(["model", "unit", "M elements", "parameters"], sizes)
     worst = 0.0
     for name, units in MODELS.items():
@@ -154,7 +223,10 @@ def main(expert_parallel: int, world_sizes: tuple[int, ...]) -> None:
             print(row)
             worst = max(worst, largest)
     print(f"\nThe largest padding is {worst:.3%}.\n")
-    print(f"Seconds to plan all units of all layers ({platform.machine()}, one core, Python {platform.python_version()}):\n")
+    print(
+        f"Seconds to plan all units of all layers ({platform.machine()}, one core, Python"
+        f" {platform.python_version()}):\n"
+    )
     print_head(["model", "units"], sizes)
     for name, units in MODELS.items():
         print(time_row(name, units, sizes, expert_parallel))

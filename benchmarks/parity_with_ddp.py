@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The same run with Megatron-Core's DDP and with every sharding strategy: how far do the losses differ?
 
-    python benchmarks/parity_with_ddp.py [--iterations 20] [--ranks 2] [-- more flags of pretrain_gpt.py]
+    python benchmarks/parity_with_ddp.py [--iterations 20] [--ranks 2] [-- more flags of
+    pretrain_gpt.py]
 
-Starts pretrain_gpt.py under torchrun five times on the same data and seed and prints the largest relative difference.
+Starts pretrain_gpt.py under torchrun five times on the same data and seed and prints the largest
+relative difference.
 """
 
 from __future__ import annotations
@@ -18,19 +20,52 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
-MODEL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --micro-batch-size 2 --global-batch-size 8
-    --lr 2e-3 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 --num-workers 0""".split()
+MODEL = [
+    "--num-layers",
+    "2",
+    "--hidden-size",
+    "64",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "64",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "2e-3",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--eval-iters",
+    "0",
+    "--num-workers",
+    "0",
+]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def losses(ranks: int, iterations: int, flags: list[str]) -> list[float]:
     """The losses of one run, as exactly as the program has them."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc_per_node",
+            str(ranks),
+        ]
         command += [str(ROOT / "pretrain_gpt.py"), *MODEL, "--train-iters", str(iterations), *flags]
         command += ["--save", directory, "--save-interval", str(iterations), "--no-save-optim"]
-        subprocess.run(command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        entries = [json.loads(line) for line in (Path(directory) / "losses.jsonl").read_text().splitlines()]
+        subprocess.run(
+            command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        entries = [
+            json.loads(line) for line in (Path(directory) / "losses.jsonl").read_text().splitlines()
+        ]
     return [entry["train"] for entry in entries if "train" in entry]
 
 
@@ -40,11 +75,21 @@ def losses(ranks: int, iterations: int, flags: list[str]) -> list[float]:
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def main(iterations: int, ranks: int, flags: tuple[str, ...]) -> None:
     reference = losses(ranks, iterations, [*flags])
-    print(f"{'ddp':>20}: loss {reference[0]:.6f} -> {reference[-1]:.6f} in {iterations} iterations on {ranks} ranks")
+    print(
+        f"{'ddp':>20}: loss {reference[0]:.6f} -> {reference[-1]:.6f} in {iterations} iterations on"
+        f" {ranks} ranks"
+    )
     for strategy in STRATEGIES:
-        ours = losses(ranks, iterations, ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy, *flags])
+        ours = losses(
+            ranks,
+            iterations,
+            ["--use-megatron-fsdp", "--data-parallel-sharding-strategy", strategy, *flags],
+        )
         difference = max(abs(a - b) / b for a, b in zip(ours, reference, strict=True))
-        print(f"{strategy:>20}: loss {ours[0]:.6f} -> {ours[-1]:.6f}, largest relative difference {difference:.1e}")
+        print(
+            f"{strategy:>20}: loss {ours[0]:.6f} -> {ours[-1]:.6f}, largest relative difference"
+            f" {difference:.1e}"
+        )
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 
     torchrun --nproc_per_node 2 examples/fully_shard_training_loop.py
 
-Only the line with `fully_shard` differs from training on one device. The model learns to read a sequence backwards; the
-program prints the loss, saves a checkpoint with torch.distributed.checkpoint and continues from it.
+Only the line with `fully_shard` differs from training on one device. The model learns to read a
+sequence backwards; the program prints the loss, saves a checkpoint with
+torch.distributed.checkpoint and continues from it.
 """
 
 import argparse
@@ -27,7 +28,9 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, num_heads=4, batch_first=True)
-        self.feed_forward = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.feed_forward = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(batch, length, width) to the same shape."""
@@ -51,7 +54,9 @@ class Reverser(nn.Module):
         return self.output(self.blocks(self.token(tokens) + self.position))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, steps: int) -> float:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, steps: int
+) -> float:
     """Run `steps` steps, each on fresh random data of this rank; the mean loss over the ranks at the last one."""
     for step in range(steps):
         tokens = torch.randint(VOCABULARY, (32, LENGTH), device=device)
@@ -77,8 +82,15 @@ def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def main() -> None:
     """Train, save, load into a freshly built model, train on."""
-    parser = argparse.ArgumentParser(description="Train a small model that reads sequences backwards, fully sharded.")
-    parser.add_argument("--steps", type=int, default=200, help="training steps before the checkpoint, half as many after it")
+    parser = argparse.ArgumentParser(
+        description="Train a small model that reads sequences backwards, fully sharded."
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=200,
+        help="training steps before the checkpoint, half as many after it",
+    )
     steps = parser.parse_args().steps
     if steps < 2:
         parser.error(f"--steps expects at least 2 but got {steps}")
@@ -94,7 +106,10 @@ def main() -> None:
 
     directory = [tempfile.mkdtemp(prefix="fully_shard_") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(directory)
-    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=directory[0])
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
+        checkpoint_id=directory[0],
+    )
 
     model, optimizer = build(device)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}

@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fully sharded data parallelism for PyTorch: the published import name of `megatron.fsdp`.
 
-    from megatron_fsdp import fully_shard
+from megatron_fsdp import fully_shard
 
-    model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
 """
 
-# From the modules of this package: importing one binds its name here, and `fully_shard` has to end up as the function.
+# From the modules of this package: importing one binds its name here, and `fully_shard` has to end
+# up as the function.
 from megatron_fsdp.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron_fsdp.fully_shard import ShardingStrategy, fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron_fsdp.fully_shard import (
+    ShardingStrategy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron_fsdp.mixed_precision import MixedPrecisionPolicy
 from megatron_fsdp.package_info import __version__

@@ -5,15 +5,17 @@ import os
 
 # Read when numpy and torch are loaded, so they come before every other import; ranks inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiling takes minutes on two cores; tests of it turn it on
+os.environ.setdefault(
+    "TORCHDYNAMO_DISABLE", "1"
+)  # compiling takes minutes on two cores; tests of it turn it on
 
-from collections.abc import Callable  # noqa: E402
-from typing import Any  # noqa: E402
+from collections.abc import Callable
+from typing import Any
 
-import pytest  # noqa: E402
+import pytest
 
-from tests import rank_pool  # noqa: E402
-from tests.rank_process import OUR_MODULES  # noqa: E402
+from tests import rank_pool
+from tests.rank_process import OUR_MODULES
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -9,7 +9,9 @@ from megatron.core import parallel_state
 
 from megatron.training.ranks import initialize_model_parallel
 
-GLOBALS = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()] + ["_global_process_group_list"]
+GLOBALS = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()] + [
+    "_global_process_group_list"
+]
 ONE_AXIS = Namespace(
     tensor_model_parallel_size=1,
     pipeline_model_parallel_size=1,

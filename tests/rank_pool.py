@@ -7,8 +7,8 @@
     def test_mean_is_the_same_everywhere() -> None:
         assert run_ranks(4, mean_over_ranks, 1.0) == [1.0] * 4
 
-Starting ranks takes seconds, a job on warm ones milliseconds. A group in which anything went wrong is killed and a new one
-started for the next job, so a failed test never harms another.
+Starting ranks takes seconds, a job on warm ones milliseconds. A group in which anything went wrong
+is killed and a new one started for the next job, so a failed test never harms another.
 """
 
 import atexit
@@ -37,26 +37,40 @@ GRACE = 0.5
 MAX_GROUPS = 200
 """Process groups that may pile up over the jobs of a world before it is built anew, each with two threads and its sockets.
 
-What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as much as ten jobs."""
+What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as
+much as ten jobs.
+"""
 MAX_THREADS = 1000
 """Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
 torch still holds a destroyed group."""
-PRELOAD = ["torch.distributed.tensor", "megatron.core.distributed", "megatron.core.optimizer", "pytest", rank_process.__name__]
+PRELOAD = [
+    "torch.distributed.tensor",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "pytest",
+    rank_process.__name__,
+]
 """Imported once, by the server that ranks are forked from."""
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died or took too long. The message names the ranks and shows their tracebacks or stacks."""
+    """A rank raised, died or took too long.
+
+    The message names the ranks and shows their tracebacks or stacks.
+    """
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
+) -> list[Any]:
     """Call `function(*args, **kwargs)` on `world_size` ranks of one gloo world and return the results in rank order.
 
-    The default process group exists already. `function` must be at module level; arguments and results travel by pickle,
-    tensors by value (a DTensor does not travel: return its local tensor). `timeout` is in seconds.
+    The default process group exists already. `function` must be at module level; arguments and
+    results travel by pickle, tensors by value (a DTensor does not travel: return its local tensor).
+    `timeout` is in seconds.
 
-    Raises ValueError for a world size outside 1..8 or something that cannot be pickled, RankFailure (a test failure) when
-    a rank raises, dies, or has not finished in time.
+    Raises ValueError for a world size outside 1..8 or something that cannot be pickled, RankFailure
+    (a test failure) when a rank raises, dies, or has not finished in time.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise ValueError(f"expects a world size of 1 to {MAX_WORLD_SIZE} but got {world_size}")
@@ -70,7 +84,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
     group.resume()
     try:
         results = group.run(call, timeout)
-    except BaseException:  # KeyboardInterrupt too: ranks in an unknown state are of no use to the next test
+    except (
+        BaseException
+    ):  # KeyboardInterrupt too: ranks in an unknown state are of no use to the next test
         del _groups[world_size]
         group.kill()
         raise
@@ -81,7 +97,10 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
 
 
 def start_server() -> None:
-    """Let the server import what ranks need while the test process does something else. It takes seconds."""
+    """Let the server import what ranks need while the test process does something else.
+
+    It takes seconds.
+    """
     forkserver.ensure_running()
 
 
@@ -97,9 +116,14 @@ class RankGroup:
     def __init__(self, world_size: int) -> None:
         import torch.distributed as dist
 
-        self._directory = tempfile.TemporaryDirectory(prefix="rank_pool_", ignore_cleanup_errors=True)
-        self._stack_files = [Path(self._directory.name, f"rank_{rank}") for rank in range(world_size)]
-        # Hosted here and not by rank 0: the system picks a free port, so two test runs never collide.
+        self._directory = tempfile.TemporaryDirectory(
+            prefix="rank_pool_", ignore_cleanup_errors=True
+        )
+        self._stack_files = [
+            Path(self._directory.name, f"rank_{rank}") for rank in range(world_size)
+        ]
+        # Hosted here and not by rank 0: the system picks a free port, so two test runs never
+        # collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
@@ -116,10 +140,15 @@ class RankGroup:
 
     def _start_rank(self, rank: int, world_size: int) -> None:
         place = RankPlace(
-            rank=rank, world_size=world_size, store_port=self._store.port, stack_file=str(self._stack_files[rank])
+            rank=rank,
+            world_size=world_size,
+            store_port=self._store.port,
+            stack_file=str(self._stack_files[rank]),
         )
         here, there = _context.Pipe()
-        process = _context.Process(target=rank_process.serve, args=(place, there), name=f"rank {rank} of {world_size}")
+        process = _context.Process(
+            target=rank_process.serve, args=(place, there), name=f"rank {rank} of {world_size}"
+        )
         process.start()
         there.close()  # so that `here` reads end-of-file when the rank dies
         self._connections.append(here)
@@ -128,7 +157,8 @@ class RankGroup:
     def pause(self) -> None:
         """Stop the processes while another world works: gloo's threads poll, and would take half of its time.
 
-        Only where the system ends ranks with the server that they were forked from; elsewhere nothing could end stopped ones.
+        Only where the system ends ranks with the server that they were forked from; elsewhere
+        nothing could end stopped ones.
         """
         if not self._paused and sys.platform == "linux":
             self._signal(signal.SIGSTOP)
@@ -146,7 +176,10 @@ class RankGroup:
                 os.kill(process.pid or 0, number)
 
     def run(self, call: bytes, timeout: float) -> list[Any]:
-        """Run a pickled (function, args, kwargs) on every rank; results in rank order. Raises RankFailure."""
+        """Run a pickled (function, args, kwargs) on every rank; results in rank order.
+
+        Raises RankFailure.
+        """
         job = Job(call=call, sys_path=tuple(sys.path), fresh_world=self._fresh_world)
         for connection in self._connections:
             # A rank that died since the last job refuses; `_collect` finds and reports it.
@@ -163,7 +196,9 @@ class RankGroup:
         deadline = time.monotonic() + timeout
         failed = False
         while waiting := [rank for rank in range(len(self._connections)) if rank not in reports]:
-            ready = wait([self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic()))
+            ready = wait(
+                [self._connections[rank] for rank in waiting], max(0.0, deadline - time.monotonic())
+            )
             if not ready:
                 break
             for rank in waiting:
@@ -183,7 +218,9 @@ class RankGroup:
             process.join(GRACE)
             return Report(failure=f"the process died with exit code {process.exitcode}\n")
 
-    def _describe(self, reports: dict[int, Report], waiting: list[int], timeout: float | None) -> str:
+    def _describe(
+        self, reports: dict[int, Report], waiting: list[int], timeout: float | None
+    ) -> str:
         """All that went wrong: failures as they came (the cause first), the same text once, then stacks of those still running."""
         world_size = len(self._processes)
         parts = []
@@ -203,11 +240,18 @@ class RankGroup:
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         """The Python stacks of running ranks, written by the signal handler that each registered."""
         for rank in ranks:
-            if self._stack_files[rank].exists():  # else the handler is not there yet, and the signal would only kill
+            if self._stack_files[
+                rank
+            ].exists():  # else the handler is not there yet, and the signal would only kill
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
         time.sleep(0.1 if ranks else 0.0)
         return {
-            rank: path.read_text() if (path := self._stack_files[rank]).exists() else "(not started yet)\n" for rank in ranks
+            rank: (
+                path.read_text()
+                if (path := self._stack_files[rank]).exists()
+                else "(not started yet)\n"
+            )
+            for rank in ranks
         }
 
     def kill(self) -> None:
@@ -224,12 +268,17 @@ class RankGroup:
 
 
 def _is_worn(group_counts: set[int]) -> bool:
-    """Whether the world must be built anew. Unequal counts matter: torch names a mesh's groups by the count on each rank,
-    so ranks that differ would wait for one another for ever."""
+    """Whether the world must be built anew.
+
+    Unequal counts matter: torch names a mesh's groups by the count on each rank, so ranks that
+    differ would wait for one another for ever.
+    """
     return len(group_counts) > 1 or not group_counts <= set(range(1, MAX_GROUPS + 1))
 
 
-def _pickled_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+def _pickled_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bytes:
     try:
         return pickle.dumps((function, args, kwargs))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -245,9 +294,11 @@ def _name(ranks: Iterable[int]) -> str:
     return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
-# Forked from a server that has imported everything and runs one thread: a rank is there in milliseconds, without the
-# hazards of forking the test process itself.
+# Forked from a server that has imported everything and runs one thread: a rank is there in
+# milliseconds, without the hazards of forking the test process itself.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 _groups: dict[int, RankGroup] = {}
-atexit.register(shut_down)  # after multiprocessing's own registration, so it runs before that one joins the ranks
+atexit.register(
+    shut_down
+)  # after multiprocessing's own registration, so it runs before that one joins the ranks

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of the pool in `tests/rank_pool.py`: waits for jobs, runs them in a gloo world, sends results back.
 
-A rank has two threads. The receiver reads the pipe to the test process; when that pipe closes, the test process is gone
-and the receiver kills the rank, even if its main thread hangs in a collective. The main thread runs the jobs.
+A rank has two threads. The receiver reads the pipe to the test process; when that pipe closes, the
+test process is gone and the receiver kills the rank, even if its main thread hangs in a collective.
+The main thread runs the jobs.
 """
 
 import ctypes
@@ -49,7 +50,10 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One call for every rank. `call` is the pickle of (function, args, kwargs); `sys_path` is what importing it needs."""
+    """One call for every rank.
+
+    `call` is the pickle of (function, args, kwargs); `sys_path` is what importing it needs.
+    """
 
     call: bytes
     sys_path: tuple[str, ...]
@@ -67,8 +71,13 @@ class Report:
 
 
 def serve(place: RankPlace, connection: Connection) -> None:
-    """Run jobs until the test process closes its end of `connection`. Never returns normally: the receiver ends the process."""
-    os.setsid()  # own process group: Ctrl-C in the terminal does not reach it, and killing it takes its children along
+    """Run jobs until the test process closes its end of `connection`.
+
+    Never returns normally: the receiver ends the process.
+    """
+    # Own process group: Ctrl-C in the terminal does not reach it, and killing it takes its children
+    # along
+    os.setsid()
     _die_with_parent()
     _allow_many_sockets()
     _set_environment(place)
@@ -84,7 +93,10 @@ def serve(place: RankPlace, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """The server that ranks are forked from goes with the test process. A stopped rank could not read the closed pipe."""
+    """The server that ranks are forked from goes with the test process.
+
+    A stopped rank could not read the closed pipe.
+    """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -126,7 +138,8 @@ def _prepare_torch() -> None:
     torch.set_num_threads(1)
     _share_one_device()
     gc.collect()
-    gc.freeze()  # what was imported so far stays for good: `gc.collect` between jobs need not walk it
+    # What was imported so far stays for good: `gc.collect` between jobs need not walk it
+    gc.freeze()
 
 
 def _share_one_device() -> None:
@@ -136,7 +149,9 @@ def _share_one_device() -> None:
     kind = dist.ProcessGroupGloo
     device, make = kind.create_default_device(), kind.__init__
 
-    def make_on_device(group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def make_on_device(
+        group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
         options = kind._Options()
         options._devices, options._timeout = [device], timeout
         make(group, store, rank, size, options)
@@ -145,7 +160,10 @@ def _share_one_device() -> None:
 
 
 def _join_world(place: RankPlace, number: int) -> None:
-    """Build the default group. Gloo leaves its addresses in the store, so each world gets a name space of its own."""
+    """Build the default group.
+
+    Gloo leaves its addresses in the store, so each world gets a name space of its own.
+    """
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", place.store_port, is_master=False)
@@ -163,8 +181,12 @@ def _run_job(job: Job, place: RankPlace, number: int) -> Report:
             importlib.invalidate_caches()
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
-        return Report(result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads())
-    except BaseException as error:  # SystemExit and pytest's outcomes too: a rank must always answer
+        return Report(
+            result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads()
+        )
+    except (
+        BaseException
+    ) as error:  # SystemExit and pytest's outcomes too: a rank must always answer
         return Report(failure=_format(error))
     finally:
         environment, directory, arguments = snapshot
@@ -175,7 +197,9 @@ def _run_job(job: Job, place: RankPlace, number: int) -> Report:
         sys.argv[:] = arguments
 
 
-def _call(function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+def _call(
+    function: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     return function(*args, **kwargs)
 
 
@@ -247,7 +271,10 @@ def _destroy_megatron_core_globals() -> None:
     if (module := sys.modules.get("megatron.core.rerun_state_machine")) is not None:
         module.destroy_rerun_state_machine()
     if (module := sys.modules.get("megatron.core.transformer.moe.moe_utils")) is not None:
-        module.get_moe_layer_wise_logging_tracker().clear()  # has a place for each layer of the last model
-        module.MoEAuxLossAutoScaler.main_loss_backward_scale = None  # has the shape that the last loop gave it
+        # Has a place for each layer of the last model
+        module.get_moe_layer_wise_logging_tracker().clear()
+        module.MoEAuxLossAutoScaler.main_loss_backward_scale = (
+            None  # has the shape that the last loop gave it
+        )
     if (module := sys.modules.get("megatron.core.transformer.multi_token_prediction")) is not None:
         module.MTPLossLoggingHelper.tracker.clear()

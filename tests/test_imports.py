@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point one way: tools, pretrain_gpt.py -> training -> mcore_adapter -> fsdp. Read from the sources with ast."""
+"""Imports point one way: tools, pretrain_gpt.py -> training -> mcore_adapter -> fsdp.
+
+Read from the sources with ast.
+"""
 
 import ast
 import sys
@@ -10,22 +13,59 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
-ENGINE_ORDER = (
-    ["policy", "config", "layout", "mesh", "device", "collectives", "problems", "buffer", "param_group", "schedule", "units"]
-    + ["hooks", "uneven", "gradient", "sharded_param", "places", "quantized", "meta_init", "sharding", "checks", "model_state", "model"]
-    + ["elementwise", "optimizer", "state_dict", "uneven_dtensor", "fully_shard"]
-)
+ENGINE_ORDER = [
+    "policy",
+    "config",
+    "layout",
+    "mesh",
+    "device",
+    "collectives",
+    "problems",
+    "buffer",
+    "param_group",
+    "schedule",
+    "units",
+    "hooks",
+    "uneven",
+    "gradient",
+    "sharded_param",
+    "places",
+    "quantized",
+    "meta_init",
+    "sharding",
+    "checks",
+    "model_state",
+    "model",
+    "elementwise",
+    "optimizer",
+    "state_dict",
+    "uneven_dtensor",
+    "fully_shard",
+]
 """Files of megatron/fsdp: each imports only files before it. A new file takes its place here."""
 
 STAND_ALONE = {"policy", "layout"}
 """Files of the engine that import nothing of ours."""
 
-OURS = ("megatron.fsdp", "megatron.checkpoint", "megatron.mcore_adapter", "megatron.training", "megatron_fsdp", "tools", "tests")
+OURS = (
+    "megatron.fsdp",
+    "megatron.checkpoint",
+    "megatron.mcore_adapter",
+    "megatron.training",
+    "megatron_fsdp",
+    "tools",
+    "tests",
+)
 MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
     "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
-    "megatron/training": ("megatron.training", "megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
+    "megatron/training": (
+        "megatron.training",
+        "megatron.mcore_adapter",
+        "megatron.checkpoint",
+        "megatron.fsdp",
+    ),
     "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp"),
     "tools": OURS[:-1],
     "examples": OURS[:-2],
@@ -34,14 +74,47 @@ MAY_IMPORT = {
 """Which of our packages the files under a folder may import."""
 
 WITHOUT_MEGATRON_CORE = ("megatron/fsdp", "megatron/checkpoint", "megatron_fsdp")
-REPLACED_HERE = ("megatron.core.distributed.fsdp", "megatron.core.transformer.fsdp_dtensor_checkpoint")
+REPLACED_HERE = (
+    "megatron.core.distributed.fsdp",
+    "megatron.core.transformer.fsdp_dtensor_checkpoint",
+)
 """What this project writes anew: nothing may lean on the other implementation."""
 
 COLLECTIVES = {
-    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce"),
-    *("all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast"),
-    *("broadcast_object_list", "gather", "gather_object", "irecv", "isend", "monitored_barrier", "recv", "reduce"),
-    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
+    *(
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_gather_single",
+        "all_reduce",
+    ),
+    *(
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+    ),
+    *(
+        "broadcast_object_list",
+        "gather",
+        "gather_object",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+    ),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor",
+        "scatter",
+        "scatter_object_list",
+        "send",
+    ),
 }
 
 
@@ -55,7 +128,9 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from ("." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names)
+            yield from (
+                "." * node.level + f"{node.module or ''}.{alias.name}" for alias in node.names
+            )
 
 
 def used_names(tree: ast.Module) -> Iterator[str]:
@@ -65,7 +140,9 @@ def used_names(tree: ast.Module) -> Iterator[str]:
         if isinstance(node, ast.Import):
             aliases.update({alias.asname: alias.name for alias in node.names if alias.asname})
         elif isinstance(node, ast.ImportFrom):
-            aliases.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+            aliases.update(
+                {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            )
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name):
             first, _, rest = ast.unparse(node).partition(".")
@@ -88,7 +165,11 @@ def package_problems(folder: str, tree: ast.Module) -> list[str]:
             problems.append(f"{name}: this is what the project replaces")
         if folder in WITHOUT_MEGATRON_CORE and is_within(name, ("megatron.core",)):
             problems.append(f"{name}: {folder} works without Megatron-Core")
-        if folder == "megatron/fsdp" and name.split(".")[0] not in {"torch", "megatron", *sys.stdlib_module_names}:
+        if folder == "megatron/fsdp" and name.split(".")[0] not in {
+            "torch",
+            "megatron",
+            *sys.stdlib_module_names,
+        }:
             problems.append(f"{name}: the engine imports torch and the standard library only")
     return problems
 
@@ -96,7 +177,10 @@ def package_problems(folder: str, tree: ast.Module) -> list[str]:
 def engine_problems(stem: str, tree: ast.Module) -> list[str]:
     """Imports and calls that the file `stem` of the engine must not have."""
     if stem not in ENGINE_ORDER:
-        return [f"{stem}.py has no place in ENGINE_ORDER of this test: insert it below the files it imports"]
+        return [
+            f"{stem}.py has no place in ENGINE_ORDER of this test: insert it below the files it"
+            " imports"
+        ]
     problems = []
     above = [] if stem in STAND_ALONE else ENGINE_ORDER[: ENGINE_ORDER.index(stem)]
     for name in imported_names(tree):
@@ -107,7 +191,11 @@ def engine_problems(stem: str, tree: ast.Module) -> list[str]:
     for name in {*used_names(tree), *imported_names(tree)}:
         if stem != "device" and is_within(name, ("torch.cuda",)):
             problems.append(f"{name}: only device.py knows the device")
-        if stem != "collectives" and name.startswith("torch.distributed.") and name.split(".")[-1] in COLLECTIVES:
+        if (
+            stem != "collectives"
+            and name.startswith("torch.distributed.")
+            and name.split(".")[-1] in COLLECTIVES
+        ):
             problems.append(f"{name}: only collectives.py communicates")
     return problems
 
@@ -120,15 +208,23 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 def test_packages_import_only_what_is_below_them() -> None:
     problems = [
-        f"{path.relative_to(REPOSITORY)}: {problem}" for folder, path in sources() for problem in package_problems(folder, parse(path))
+        f"{path.relative_to(REPOSITORY)}: {problem}"
+        for folder, path in sources()
+        for problem in package_problems(folder, parse(path))
     ]
     assert not problems, "\n".join(problems)
 
 
 def test_engine_files_import_only_files_above_them() -> None:
-    files = [path for path in (REPOSITORY / "megatron/fsdp").glob("*.py") if path.stem != "__init__"]
+    files = [
+        path for path in (REPOSITORY / "megatron/fsdp").glob("*.py") if path.stem != "__init__"
+    ]
     assert files
-    problems = [f"{path.name}: {problem}" for path in sorted(files) for problem in engine_problems(path.stem, parse(path))]
+    problems = [
+        f"{path.name}: {problem}"
+        for path in sorted(files)
+        for problem in engine_problems(path.stem, parse(path))
+    ]
     assert not problems, "\n".join(problems)
 
 
@@ -139,20 +235,40 @@ def test_megatron_stays_a_namespace() -> None:
 
 def test_every_package_has_an_init_file() -> None:
     folders = {path.parent for folder, path in sources() if folder.startswith("megatron")}
-    missing = sorted(str(folder.relative_to(REPOSITORY)) for folder in folders if not (folder / "__init__.py").exists())
+    missing = sorted(
+        str(folder.relative_to(REPOSITORY))
+        for folder in folders
+        if not (folder / "__init__.py").exists()
+    )
     assert not missing, f"no __init__.py in {', '.join(missing)}"
 
 
 @pytest.mark.parametrize(
     ("folder", "source", "problem"),
     [
-        ("megatron/fsdp", "from megatron.core import parallel_state", "works without Megatron-Core"),
+        (
+            "megatron/fsdp",
+            "from megatron.core import parallel_state",
+            "works without Megatron-Core",
+        ),
         ("megatron/fsdp", "import numpy", "torch and the standard library only"),
         ("megatron/fsdp", "from megatron.training.data import x", "may import only megatron.fsdp"),
         ("megatron/fsdp", "from .layout import x", "absolute import"),
-        ("megatron/checkpoint", "import megatron.core.dist_checkpointing", "works without Megatron-Core"),
-        ("megatron/mcore_adapter", "def f():\n    from megatron.training import x", "may import only"),
-        ("megatron/training", "from megatron.core.distributed import fsdp", "this is what the project replaces"),
+        (
+            "megatron/checkpoint",
+            "import megatron.core.dist_checkpointing",
+            "works without Megatron-Core",
+        ),
+        (
+            "megatron/mcore_adapter",
+            "def f():\n    from megatron.training import x",
+            "may import only",
+        ),
+        (
+            "megatron/training",
+            "from megatron.core.distributed import fsdp",
+            "this is what the project replaces",
+        ),
         ("megatron_fsdp", "from megatron.mcore_adapter import x", "may import only"),
     ],
 )

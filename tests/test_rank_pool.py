@@ -74,7 +74,9 @@ def look_for_a_mess() -> tuple[bool, torch.dtype, float, bool, str]:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-    MoEAuxLossAutoScaler.set_loss_scale(torch.ones(()))  # refused where one of another shape was left
+    MoEAuxLossAutoScaler.set_loss_scale(
+        torch.ones(())
+    )  # refused where one of another shape was left
     dist.all_reduce(torch.ones(1))
     return (
         parallel_state.model_parallel_is_initialized(),
@@ -157,7 +159,9 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_results_come_in_rank_order(world_size: int) -> None:
-    assert run_ranks(world_size, rank_and_world_size) == [(rank, world_size) for rank in range(world_size)]
+    assert run_ranks(world_size, rank_and_world_size) == [
+        (rank, world_size) for rank in range(world_size)
+    ]
 
 
 def test_tensors_travel_by_value_and_collectives_work() -> None:
@@ -191,14 +195,18 @@ def test_same_failure_of_all_ranks_is_shown_once() -> None:
 
 
 def test_rank_that_dies_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 failed:\nthe process died with exit code 7"):
+    with pytest.raises(
+        RankFailure, match=r"rank 1 of 2 failed:\nthe process died with exit code 7"
+    ):
         run_ranks(2, die_on_rank_one, timeout=60)
     assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
 
 
 def test_rank_killed_between_jobs_is_reported_and_replaced() -> None:
     os.kill(run_ranks(2, process_id)[0], signal.SIGKILL)
-    with pytest.raises(RankFailure, match="rank 0 of 2 failed:\nthe process died with exit code -9"):
+    with pytest.raises(
+        RankFailure, match="rank 0 of 2 failed:\nthe process died with exit code -9"
+    ):
         run_ranks(2, rank_and_world_size)
     assert run_ranks(2, rank_and_world_size) == [(0, 2), (1, 2)]
 
@@ -219,7 +227,9 @@ def test_job_does_not_leak_into_the_next_one() -> None:
     assert clean[0] == clean[1] == (False, torch.float32, clean[0][2], False, os.getcwd())
 
 
-@pytest.mark.parametrize(("count", "members"), [(MAX_GROUPS, [0, 1]), (1, [0])], ids=["too many", "on some ranks only"])
+@pytest.mark.parametrize(
+    ("count", "members"), [(MAX_GROUPS, [0, 1]), (1, [0])], ids=["too many", "on some ranks only"]
+)
 def test_world_with_worn_groups_is_rebuilt(count: int, members: list[int]) -> None:
     before = run_ranks(2, process_id)
     run_ranks(2, make_groups, count, members)
@@ -239,7 +249,9 @@ def test_a_layout_is_kept_though_its_ranks_are_in_different_numbers_of_groups() 
     assert run_ranks(3, count_groups) == counts
 
 
-def test_what_a_job_leaves_is_collected_before_the_next_one_and_what_is_let_go_later_in_time() -> None:
+def test_what_a_job_leaves_is_collected_before_the_next_one_and_what_is_let_go_later_in_time() -> (
+    None
+):
     run_ranks(1, leave_a_cycle, held=False)
     assert run_ranks(1, num_cycles_left) == [0]
     run_ranks(1, leave_a_cycle, held=True)
@@ -296,7 +308,11 @@ if __name__ == "__main__":
     run_ranks(2, hang_on_rank_zero)
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stdout is not None
     family = [int(pid) for pid in process.stdout.readline().split()]

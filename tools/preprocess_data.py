@@ -19,10 +19,23 @@ with warnings.catch_warnings():
 
 @click.command()
 @click.option(
-    "--input", "inputs", multiple=True, metavar="FILE_OR_DIR", help="Text, JSON lines, or a folder of them; repeatable."
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="FILE_OR_DIR",
+    help="Text, JSON lines, or a folder of them; repeatable.",
 )
-@click.option("--standard-library", is_flag=True, help="Take the Python standard library, about 10 MB, as input.")
-@click.option("--output-prefix", required=True, help="Writes PREFIX_KEY_document.bin and .idx.", metavar="PREFIX")
+@click.option(
+    "--standard-library",
+    is_flag=True,
+    help="Take the Python standard library, about 10 MB, as input.",
+)
+@click.option(
+    "--output-prefix",
+    required=True,
+    help="Writes PREFIX_KEY_document.bin and .idx.",
+    metavar="PREFIX",
+)
 @click.option(
     "--tokenizer-type",
     default="ByteTokenizer",
@@ -57,19 +70,27 @@ def preprocess_data(
 ) -> None:
     """Turn text into an indexed dataset for pretrain_gpt.py.
 
-    Files named .jsonl, .ndjson or .json hold one JSON object per line, each a document; any other file is one document.
+    Files named .jsonl, .ndjson or .json hold one JSON object per line, each a document; any other
+    file is one document.
     """
     if bool(inputs) == standard_library:
         raise click.UsageError("give either --input or --standard-library")
     try:
         tokenizer = build_tokenizer(
-            argparse.Namespace(tokenizer_type=tokenizer_type, tokenizer_model=tokenizer_model, vocab_size=vocab_size)
+            argparse.Namespace(
+                tokenizer_type=tokenizer_type,
+                tokenizer_model=tokenizer_model,
+                vocab_size=vocab_size,
+            )
         )
         files = standard_library_files() if standard_library else inputs
         for key in json_keys:
             prefix = f"{output_prefix}_{key}_document"
             summary = write_corpus(files, prefix, tokenizer, json_key=key, append_eod=append_eod)
-            click.echo(f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from {summary.bytes} bytes")
+            click.echo(
+                f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from"
+                f" {summary.bytes} bytes"
+            )
     except (ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 

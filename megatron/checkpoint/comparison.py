@@ -68,7 +68,9 @@ class Comparison:
         return {"same": not self.differs, **asdict(self)}
 
 
-def compare_entries(first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = lambda _: None) -> Comparison:
+def compare_entries(
+    first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = lambda _: None
+) -> Comparison:
     """All keys, tensors bitwise and objects by what they hold."""
     found = Comparison()
     mine, theirs = _described(first), _described(second)
@@ -89,7 +91,10 @@ def _common(stored: StoredCheckpoint) -> dict[str, Any]:
     """What a torch_dist checkpoint keeps in a file of its own."""
     if not (stored.directory / torch_dist.COMMON_FILE).is_file():
         return {}
-    return {f"{torch_dist.COMMON_FILE}: {name}": value for name, value in torch_dist.read_common(stored).items()}
+    return {
+        f"{torch_dist.COMMON_FILE}: {name}": value
+        for name, value in torch_dist.read_common(stored).items()
+    }
 
 
 def compare_states(
@@ -105,7 +110,8 @@ def compare_states(
 
     Args:
         weights_only: nothing but weights and buffers.
-        with_padding: more rows of vocabulary on one side are a difference; without it those that both have are compared.
+        with_padding: more rows of vocabulary on one side are a difference; without it those that
+            both have are compared.
     """
     found = Comparison()
     mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)
@@ -173,8 +179,11 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         facts[f"random state of {place}"] = generators
     for group in state.groups or []:
         for name in group.names:
-            # Moments that a reader has dropped begin at step 0; their tensors have been compared by now.
-            facts[f"{name}: step"] = 0.0 if name in state.is_fresh and state.is_fresh[name]() else state.step_of(name)
+            # Moments that a reader has dropped begin at step 0; their tensors have been compared by
+            # now.
+            facts[f"{name}: step"] = (
+                0.0 if name in state.is_fresh and state.is_fresh[name]() else state.step_of(name)
+            )
             for key, value in group.fields.items():
                 if key not in _FOR_ANOTHER_OPTIMIZER:
                     facts[f"{name}: {key}"] = value
@@ -187,7 +196,9 @@ def _in_both(found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, An
     return [key for key in mine if key in theirs]
 
 
-def _compare_tensors(found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress) -> None:
+def _compare_tensors(
+    found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
+) -> None:
     """Block by block, so that tensors of any size fit."""
     row_bytes = max(first.num_bytes // max(first.num_rows, 1), 1)
     step = max(_BLOCK_BYTES // row_bytes, 1)
@@ -203,10 +214,14 @@ def _compare_tensors(found: Comparison, name: str, first: LazyTensor, second: La
             count += distance.numel()
             absolute = _largest(absolute, distance)
             relative = _largest(
-                relative, distance / torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.double).tiny)
+                relative,
+                distance
+                / torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.double).tiny),
             )
     if count:
-        found.values.append(TensorDifference(name, count, math.prod(first.shape), absolute, relative))
+        found.values.append(
+            TensorDifference(name, count, math.prod(first.shape), absolute, relative)
+        )
     else:
         found.equal += 1
 
@@ -238,9 +253,17 @@ def _compare_values(found: Comparison, name: str, first: Any, second: Any) -> No
 def same(first: Any, second: Any) -> bool:
     """Whether two nests of plain objects, tensors and arrays hold the same."""
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return first.dtype == second.dtype and first.shape == second.shape and torch.equal(_bits(first), _bits(second))
+        return (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and torch.equal(_bits(first), _bits(second))
+        )
     if isinstance(first, numpy.ndarray) and isinstance(second, numpy.ndarray):
-        return first.dtype == second.dtype and first.shape == second.shape and same(first.tolist(), second.tolist())
+        return (
+            first.dtype == second.dtype
+            and first.shape == second.shape
+            and same(first.tolist(), second.tolist())
+        )
     if isinstance(first, io.BytesIO) and isinstance(second, io.BytesIO):
         return first.getvalue() == second.getvalue()
     if isinstance(first, argparse.Namespace) and isinstance(second, argparse.Namespace):
@@ -249,7 +272,12 @@ def same(first: Any, second: Any) -> bool:
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
-    if isinstance(first, float) and isinstance(second, float) and math.isnan(first) and math.isnan(second):
+    if (
+        isinstance(first, float)
+        and isinstance(second, float)
+        and math.isnan(first)
+        and math.isnan(second)
+    ):
         return True
     return bool(first == second)
 

@@ -9,7 +9,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,18 @@ def fingerprint(*facts: Any) -> str:
 
 
 def convert(
-    target: Target, output: Output, identity: str, show_progress: bool = True, oom_traceback: bool = False
+    target: Target,
+    output: Output,
+    identity: str,
+    show_progress: bool = True,
+    oom_traceback: bool = False,
 ) -> list[str]:
-    """Write ``target`` and publish it as ``output``. Called on every rank there is, with equal arguments.
+    """Write ``target`` and publish it as ``output``.
 
-    A run that was killed is taken up by the next one with the same ``identity``, on any number of ranks.
+    Called on every rank there is, with equal arguments.
+
+    A run that was killed is taken up by the next one with the same ``identity``, on any number of
+    ranks.
 
     Args:
         target: what is written, the same on all ranks.
@@ -56,9 +63,13 @@ def convert(
     journal = output.staging / _JOURNAL
     # A part of the same name can be another one to another release of this program.
     identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
-    is_new = not output.staging.exists()  # what an interrupted conversion has left stays for the next attempt
+    is_new = (
+        not output.staging.exists()
+    )  # what an interrupted conversion has left stays for the next attempt
     _on_first_rank(lambda: _prepare(output.staging, identity), output.staging if is_new else None)
-    left = _told_by_first_rank([part.name for part in target.parts if not (journal / part.name).exists()])
+    left = _told_by_first_rank(
+        [part.name for part in target.parts if not (journal / part.name).exists()]
+    )
     todo = _share([part for part in target.parts if part.name in left])
     problem = None
     try:
@@ -92,7 +103,14 @@ def _finish(target: Target, output: Output) -> list[str]:
     target.finish(output.staging, results)
     shutil.rmtree(journal)
     output.publish()
-    return sorted({note for result in results.values() if isinstance(result, dict) for note in result.get("notes", [])})
+    return sorted(
+        {
+            note
+            for result in results.values()
+            if isinstance(result, dict)
+            for note in result.get("notes", [])
+        }
+    )
 
 
 def _share(parts: list[Part]) -> list[Part]:
@@ -111,7 +129,13 @@ def _share(parts: list[Part]) -> list[Part]:
 
 def _with_progress(parts: list[Part], show: bool) -> Iterator[tuple[Part, Any]]:
     total = sum(part.num_bytes for part in parts)
-    with tqdm(total=total, unit="B", unit_scale=True, disable=not show or not _is_first(), desc="converting") as bar:
+    with tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        disable=not show or not _is_first(),
+        desc="converting",
+    ) as bar:
         for part in parts:
             yield part, bar.update
 
@@ -127,8 +151,10 @@ OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-tra
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """torch's allocator raises no MemoryError."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    """Torch's allocator raises no MemoryError."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _told(error: Exception) -> str:
@@ -138,10 +164,8 @@ def _told(error: Exception) -> str:
 
 
 def _try(action: Any) -> None:
-    try:
+    with suppress(OSError):
         action()
-    except OSError:
-        pass
 
 
 def _on_first_rank(action: Callable[[], Any], staging: Path | None = None) -> Any:
@@ -177,7 +201,9 @@ def agreed(action: Callable[[], None], tell: Callable[[Exception], str]) -> None
         raise
     except Exception as error:
         problem = tell(error)
-    _raise_together(problem, None)  # ranks that are in a conversion meanwhile are in one of these too
+    _raise_together(
+        problem, None
+    )  # ranks that are in a conversion meanwhile are in one of these too
 
 
 def _raise_together(problem: str | None, staging: Path | None) -> None:

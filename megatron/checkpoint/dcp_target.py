@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes a directory of torch.distributed.checkpoint (DCP) from tensors that are read on the way.
 
-DCP's own writer makes the files and ``.metadata``; here they are asked for part by part, each with few tensors in memory.
+DCP's own writer makes the files and ``.metadata``; here they are asked for part by part, each with
+few tensors in memory.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class DcpTarget:
         entries: boxes of tensors and objects. Those that stand together are written together.
         paths: key -> path in the nested dict that a loader fills; None for flat keys.
         extra_files: name -> content, of files beside DCP's; they are written last.
-        notes: a list that reading appends to; what is appended during a part is a part of its result.
+        notes: a list that reading appends to; what is appended during a part is a part of its
+            result.
         more: fields of ``.metadata`` beside those of torch, by name.
     """
 
@@ -104,9 +106,14 @@ class DcpTarget:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
             planner = _Planner(entries, progress)
-            plan = SavePlan([_write_item(entry) for entry in entries], storage_data=_StoragePrefix(f"__{number}_"))
+            plan = SavePlan(
+                [_write_item(entry) for entry in entries],
+                storage_data=_StoragePrefix(f"__{number}_"),
+            )
             results = FileSystemWriter(staging).write_data(plan, planner).wait()
-            places = [[*_index_to_list(result.index), *_place(result.storage_data)] for result in results]
+            places = [
+                [*_index_to_list(result.index), *_place(result.storage_data)] for result in results
+            ]
             return {"places": places, "notes": self._notes[known:]}
 
         return write
@@ -130,7 +137,9 @@ class DcpTarget:
                 described[entry.key] = BytesStorageMetadata()
                 continue
             properties = TensorProperties(dtype=entry.tensor.dtype)
-            tensor = described.setdefault(entry.key, TensorStorageMetadata(properties, torch.Size(entry.shape), []))
+            tensor = described.setdefault(
+                entry.key, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+            )
             tensor.chunks.append(_chunk(entry))
         return described
 
@@ -147,14 +156,18 @@ class _Planner(DefaultSavePlanner):
         entry = self._entries[write_item.index]
         self._progress(_num_bytes(entry))
         if isinstance(entry, ObjectEntry):
-            return io.BytesIO(safe_pickle.save_torch(entry.value() if callable(entry.value) else entry.value))
+            return io.BytesIO(
+                safe_pickle.save_torch(entry.value() if callable(entry.value) else entry.value)
+            )
         return entry.tensor.read().reshape(entry.sizes)
 
 
 def _write_item(entry: Entry) -> WriteItem:
     if isinstance(entry, ObjectEntry):
         return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
-    data = TensorWriteData(_chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape))
+    data = TensorWriteData(
+        _chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape)
+    )
     return WriteItem(_index(entry.key, entry.offsets), WriteItemType.SHARD, tensor_data=data)
 
 

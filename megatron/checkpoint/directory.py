@@ -23,7 +23,8 @@ def iteration_directory(root: str | Path, iteration: int | str) -> Path:
 def find(root: str | Path, iteration: int | str) -> Path | None:
     """The directory of a complete iteration; None where there is none.
 
-    A save that replaces an iteration and is killed between its two renames leaves the old one under another name.
+    A save that replaces an iteration and is killed between its two renames leaves the old one under
+    another name.
     """
     final = iteration_directory(root, iteration)
     return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
@@ -63,17 +64,26 @@ def locate(path: str | Path) -> Path:
     """
     path = Path(path)
     if not path.is_dir():
-        raise ValueError(f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint is expected")
+        raise ValueError(
+            f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint"
+            " is expected"
+        )
     if (path / ".metadata").is_file():
         return path
     iteration = read_tracker(path)
     if iteration is None:
-        inside = sorted(each.name for each in path.iterdir() if _ITERATION.match(each.name) or each.name == RELEASE)
+        inside = sorted(
+            each.name
+            for each in path.iterdir()
+            if _ITERATION.match(each.name) or each.name == RELEASE
+        )
         hint = f"; name one of {', '.join(inside)}" if inside else ""
         raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
     found = find(path, iteration)
     if found is None:
-        raise ValueError(f"{path / TRACKER} names {iteration_directory('', iteration)}, which is not there")
+        raise ValueError(
+            f"{path / TRACKER} names {iteration_directory('', iteration)}, which is not there"
+        )
     return found
 
 
@@ -83,7 +93,8 @@ class Output:
 
     Attributes:
         final: the directory.
-        tracked: its iteration, which the tracker beside it then names; None for a directory without one.
+        tracked: its iteration, which the tracker beside it then names; None for a directory without
+            one.
     """
 
     final: Path
@@ -115,7 +126,9 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
         _refuse_existing(path)
         return Output(iteration_directory(path, iteration), iteration)
     if path.name != iteration_directory("", iteration).name:
-        raise ValueError(f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}")
+        raise ValueError(
+            f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}"
+        )
     _refuse_existing(path)
     _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
     return Output(path, iteration)
@@ -144,8 +157,12 @@ def new_directory(path: str | Path) -> Output:
 
 
 def _refuse_existing(path: Path) -> None:
-    if path.is_file() or (path.is_dir() and any(not each.name.startswith(".writing_") for each in path.iterdir())):
-        raise ValueError(f"{path} exists; nothing is overwritten: name a new directory, or remove it")
+    if path.is_file() or (
+        path.is_dir() and any(not each.name.startswith(".writing_") for each in path.iterdir())
+    ):
+        raise ValueError(
+            f"{path} exists; nothing is overwritten: name a new directory, or remove it"
+        )
 
 
 def prepare(root: str | Path, iteration: int | str) -> Path:
@@ -158,7 +175,10 @@ def prepare(root: str | Path, iteration: int | str) -> Path:
 
 
 def publish(root: str | Path, iteration: int | str) -> Path:
-    """Make a completely written checkpoint visible: rename it, then point the tracker at it. Called on one rank."""
+    """Make a completely written checkpoint visible: rename it, then point the tracker at it.
+
+    Called on one rank.
+    """
     staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
     old = _replaced(final)
     if final.exists():
@@ -183,7 +203,10 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def retain(root: str | Path, interval: int, newest: int) -> None:
-    """Delete the checkpoints whose iteration is no multiple of ``interval``, but not the newest. Called on one rank."""
+    """Delete the checkpoints whose iteration is no multiple of ``interval``, but not the newest.
+
+    Called on one rank.
+    """
     for path in sorted(Path(root).glob("iter_*")):
         number = path.name.removeprefix("iter_")
         if number.isdigit() and int(number) != newest and int(number) % interval:

@@ -29,13 +29,17 @@ class Rule:
     def parse(cls, text: str) -> Rule:
         words = text.split()
         if len(words) != {"remove": 2, "rename": 3}.get(words[0] if words else ""):
-            raise ValueError(f"{text!r}: an operation is 'remove PATTERN' or 'rename PATTERN REPLACEMENT'")
+            raise ValueError(
+                f"{text!r}: an operation is 'remove PATTERN' or 'rename PATTERN REPLACEMENT'"
+            )
         try:
             pattern = re.compile(words[1])
         except re.error as error:
             raise ValueError(f"{text!r}: {words[1]!r} is no regular expression: {error}") from None
         if pattern.match(""):
-            raise ValueError(f"{text!r}: the pattern matches every key, because it matches nothing at all")
+            raise ValueError(
+                f"{text!r}: the pattern matches every key, because it matches nothing at all"
+            )
         return cls(pattern, words[2] if len(words) == 3 else None)
 
     def apply(self, key: str) -> str | None:
@@ -48,7 +52,8 @@ class Rule:
             return self.pattern.sub(self.replacement, key)
         except re.error as error:
             raise ValueError(
-                f"the replacement {self.replacement!r} does not fit {self.pattern.pattern!r}: {error}"
+                f"the replacement {self.replacement!r} does not fit {self.pattern.pattern!r}:"
+                f" {error}"
             ) from None
 
 
@@ -56,7 +61,8 @@ def new_keys(keys: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
     """Old -> new key of all that stay.
 
     Raises:
-        ValueError: for rules that change nothing, and where two keys would become one or a key empty.
+        ValueError: for rules that change nothing, and where two keys would become one or a key
+            empty.
     """
     renamed: dict[str, str] = {}
     idle = set(rules)
@@ -73,10 +79,16 @@ def new_keys(keys: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
             renamed[key] = new
     problems = [f"{rule.pattern.pattern!r} fits no key" for rule in rules if rule in idle]
     first = {new: old for old, new in reversed(renamed.items())}
-    problems += [f"{old} and {first[new]} would both be {new!r}" for old, new in renamed.items() if first[new] != old]
+    problems += [
+        f"{old} and {first[new]} would both be {new!r}"
+        for old, new in renamed.items()
+        if first[new] != old
+    ]
     problems += [f"the key of {old} would be empty" for old, new in renamed.items() if not new]
     if not rules:
-        problems.append("no operation is given: --op 'remove PATTERN' or --op 'rename PATTERN REPLACEMENT'")
+        problems.append(
+            "no operation is given: --op 'remove PATTERN' or --op 'rename PATTERN REPLACEMENT'"
+        )
     if problems or not renamed:
         raise ValueError(listed("nothing is written", problems or ["no key would be left"]))
     return renamed
@@ -95,15 +107,26 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             continue
         for chunk in stored.tensors[key].chunks:
             entries.append(
-                TensorEntry(new, stored.shape(key), tuple(chunk.offsets), stored.lazy_box(key, chunk.offsets, chunk.sizes))
+                TensorEntry(
+                    new,
+                    stored.shape(key),
+                    tuple(chunk.offsets),
+                    stored.lazy_box(key, chunk.offsets, chunk.sizes),
+                )
             )
     files = {
         name: _file(stored, name)
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
         if (stored.directory / name).is_file()
     }
-    pieces = getattr(stored.metadata, "mcore_data", {})  # how releases up to 0.15 have cut tensors, by key
-    more = {"mcore_data": {new: pieces[key] for key, new in renamed.items() if key in pieces}} if pieces else {}
+    pieces = getattr(
+        stored.metadata, "mcore_data", {}
+    )  # how releases up to 0.15 have cut tensors, by key
+    more = (
+        {"mcore_data": {new: pieces[key] for key, new in renamed.items() if key in pieces}}
+        if pieces
+        else {}
+    )
     return DcpTarget(entries, paths=new_paths if paths else None, extra_files=files, more=more)
 
 

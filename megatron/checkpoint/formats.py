@@ -12,7 +12,12 @@ from megatron.checkpoint import directory, fsdp_dtensor, hugging_face, torch_dis
 from megatron.checkpoint.stored_checkpoint import METADATA, StoredCheckpoint
 from megatron.checkpoint.training_state import TrainingState
 
-TORCH_DIST, FSDP_DTENSOR, HUGGING_FACE, PLAIN = "torch_dist", "fsdp_dtensor", "hugging_face", "torch.distributed.checkpoint"
+TORCH_DIST, FSDP_DTENSOR, HUGGING_FACE, PLAIN = (
+    "torch_dist",
+    "fsdp_dtensor",
+    "hugging_face",
+    "torch.distributed.checkpoint",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +34,9 @@ class Opened:
     format: str
     stored: StoredCheckpoint | None
 
-    def state(self, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False) -> TrainingState:
+    def state(
+        self, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
+    ) -> TrainingState:
         """What it says.
 
         Raises:
@@ -42,8 +49,8 @@ class Opened:
         if self.format == FSDP_DTENSOR:
             return fsdp_dtensor.read(self.stored, allow_unknown)
         raise ValueError(
-            f"{self.directory} holds no model of a training run: it has neither {torch_dist.MARKER} (torch_dist) nor keys"
-            " that begin with model.module. (fsdp_dtensor)"
+            f"{self.directory} holds no model of a training run: it has neither {torch_dist.MARKER}"
+            " (torch_dist) nor keys that begin with model.module. (fsdp_dtensor)"
         )
 
 
@@ -63,5 +70,8 @@ def open_checkpoint(path: str | Path) -> Opened:
     if any(key.startswith("model." + fsdp_dtensor.MODEL_PREFIX) for key in stored.tensors):
         return Opened(path, FSDP_DTENSOR, stored)
     if (path / torch_dist.COMMON_FILE).is_file():
-        raise ValueError(f"{path} has no {torch_dist.MARKER}, which is written last: the checkpoint was not finished")
+        raise ValueError(
+            f"{path} has no {torch_dist.MARKER}, which is written last: the checkpoint was not"
+            " finished"
+        )
     return Opened(path, PLAIN, stored)

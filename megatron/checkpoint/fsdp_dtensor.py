@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fsdp_dtensor format: what runs with FSDP write, read and written without them.
 
-``model.module.<name>`` holds the main weight, ``optimizer.state.<P>.<name>.<slot>`` the optimizer's state and
-``optimizer.param_to_group_meta.<P>.<name>.<field>`` a field of its param group. ``<name>`` is the parameter's name in
-the model without any wrapper; ``<P>`` is one ``module`` per wrapper of the run that wrote the file, which nothing
-states and every reader has to find out from the keys.
+``model.module.<name>`` holds the main weight, ``optimizer.state.<P>.<name>.<slot>`` the optimizer's
+state and ``optimizer.param_to_group_meta.<P>.<name>.<field>`` a field of its param group.
+``<name>`` is the parameter's name in the model without any wrapper; ``<P>`` is one ``module`` per
+wrapper of the run that wrote the file, which nothing states and every reader has to find out from
+the keys.
 """
 
 from __future__ import annotations
@@ -56,19 +57,28 @@ def names_in_file(keys: Iterable[str]) -> dict[str, str]:
     for key in keys:
         if key.startswith(start):
             name = plain_name(key.removeprefix(start))
-            half = next((half for half in HALVES if name.endswith(half) and key_rules.is_gated(name.removesuffix(half))), "")
+            half = next(
+                (
+                    half
+                    for half in HALVES
+                    if name.endswith(half) and key_rules.is_gated(name.removesuffix(half))
+                ),
+                "",
+            )
             names[canonical_name(name.removesuffix(half))] = name.removesuffix(half)
     return names
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState:
     """What an fsdp_dtensor checkpoint says.
 
     Args:
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a note, not an error.
+        allow_unknown: carry over parameters that no key rule knows under their own names, with a
+            note, not an error.
 
     Raises:
         ValueError: for keys that the format does not have, all at once.
@@ -78,24 +88,42 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     names = {name: canonical_name(name) for name in parameters}
     unknown = [name for name in names if key_rules.row_of(names[name]) is None]
     if unknown and not allow_unknown:
-        raise ValueError(listed("parameters that no rule knows (--allow-unknown-keys carries them over)", unknown))
+        raise ValueError(
+            listed(
+                "parameters that no rule knows (--allow-unknown-keys carries them over)", unknown
+            )
+        )
     known = {canonical: name for name, canonical in names.items()}
-    twice = [f"{name} and {known[canonical]}" for name, canonical in names.items() if known[canonical] != name]
+    twice = [
+        f"{name} and {known[canonical]}"
+        for name, canonical in names.items()
+        if known[canonical] != name
+    ]
     if twice:
         raise ValueError(f"one parameter under two names: {some(twice)}")
     state_of, step_of = _optimizer_state(stored, parameters)
     meta = _group_fields(stored)
     has_optimizer = bool(state_of)
-    of_optimizer = set(state_of) if has_optimizer else {name for name in names if not key_rules.is_buffer(names[name])}
+    of_optimizer = (
+        set(state_of)
+        if has_optimizer
+        else {name for name in names if not key_rules.is_buffer(names[name])}
+    )
     _check_group_fields(meta, parameters, of_optimizer if has_optimizer else set())
     state = TrainingState(
-        weights={names[name]: parameters[name] for name in names if not key_rules.is_buffer(names[name])},
-        buffers={names[name]: parameters[name] for name in names if key_rules.is_buffer(names[name])},
+        weights={
+            names[name]: parameters[name] for name in names if not key_rules.is_buffer(names[name])
+        },
+        buffers={
+            names[name]: parameters[name] for name in names if key_rules.is_buffer(names[name])
+        },
         moments={names[name]: slots for name, slots in state_of.items()},
         steps={names[name]: step for name, step in step_of.items()},
-        groups=param_groups.gather({names[name]: meta.get(name, {}) for name in sorted(of_optimizer)})
-        if has_optimizer
-        else None,
+        groups=(
+            param_groups.gather({names[name]: meta.get(name, {}) for name in sorted(of_optimizer)})
+            if has_optimizer
+            else None
+        ),
         scheduler=_under(stored, others, "opt_param_scheduler.") or None,
         random_states=_random_states(stored, others),
         args=_object(stored, others, "args"),
@@ -109,10 +137,14 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
     if dtype is not None:
         state.compute_dtype = dict.fromkeys(state.weights, dtype)
     else:
-        state.notes.append("args: not in the file, so what the model computes in is not known; fp32 is taken")
+        state.notes.append(
+            "args: not in the file, so what the model computes in is not known; fp32 is taken"
+        )
     state.notes += [f"{name}: no rule knows it; carried over as it is" for name in unknown]
     state.unknown = [key for key in sorted(others) if not key.startswith("rerun_state_machine")]
-    state.notes += [f"{key}: not a part of training that is known here; left out" for key in sorted(others)]
+    state.notes += [
+        f"{key}: not a part of training that is known here; left out" for key in sorted(others)
+    ]
     state.notes += _incomplete_random_states(state.random_states)
     return state
 
@@ -122,7 +154,11 @@ def _compute_dtype(args: argparse.Namespace | None) -> torch.dtype | None:
     if args is None:
         return None
     by_flag = (
-        torch.bfloat16 if getattr(args, "bf16", False) else torch.float16 if getattr(args, "fp16", False) else torch.float32
+        torch.bfloat16
+        if getattr(args, "bf16", False)
+        else torch.float16
+        if getattr(args, "fp16", False)
+        else torch.float32
     )
     return getattr(args, "params_dtype", None) or by_flag
 
@@ -130,19 +166,38 @@ def _compute_dtype(args: argparse.Namespace | None) -> torch.dtype | None:
 def _tensors_and_others(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], set[str]]:
     """The parameters and buffers by name, halves put together; and the keys that are neither model nor optimizer."""
     start = "model." + MODEL_PREFIX
-    tensors = {plain_name(key.removeprefix("model.")): stored.lazy(key) for key in stored.tensors if key.startswith(start)}
+    tensors = {
+        plain_name(key.removeprefix("model.")): stored.lazy(key)
+        for key in stored.tensors
+        if key.startswith(start)
+    }
     parameters: dict[str, LazyTensor] = {}
     for name, tensor in tensors.items():
-        half = next((half for half in HALVES if name.endswith(half) and key_rules.is_gated(name.removesuffix(half))), None)
+        half = next(
+            (
+                half
+                for half in HALVES
+                if name.endswith(half) and key_rules.is_gated(name.removesuffix(half))
+            ),
+            None,
+        )
         if half is None:
             parameters[name] = tensor
         elif half == HALVES[0]:
-            parameters[name.removesuffix(half)] = _joined(tensors, name.removesuffix(half), "the model")
+            parameters[name.removesuffix(half)] = _joined(
+                tensors, name.removesuffix(half), "the model"
+            )
         elif name.removesuffix(half) + HALVES[0] not in tensors:
-            raise ValueError(f"the model has {name}, but not the other half {name.removesuffix(half)}{HALVES[0]}")
+            raise ValueError(
+                f"the model has {name}, but not the other half {name.removesuffix(half)}{HALVES[0]}"
+            )
     entries = [*stored.tensors, *stored.objects]
     ours = (start, STATE_PREFIX, META_PREFIX)
-    strange = [key for key in entries if key.startswith(("model.", "optimizer.")) and not key.startswith(ours)]
+    strange = [
+        key
+        for key in entries
+        if key.startswith(("model.", "optimizer.")) and not key.startswith(ours)
+    ]
     if strange:
         raise ValueError(listed("keys that the format fsdp_dtensor does not have", strange))
     return parameters, {key for key in entries if not key.startswith(ours)}
@@ -170,15 +225,24 @@ def _optimizer_state(
         if not key.startswith(STATE_PREFIX):
             continue
         name, _, slot = plain_name(key.removeprefix(STATE_PREFIX)).rpartition(".")
-        whole_name = next((name.removesuffix(half) for half in HALVES if name.removesuffix(half) in parameters), name)
+        whole_name = next(
+            (name.removesuffix(half) for half in HALVES if name.removesuffix(half) in parameters),
+            name,
+        )
         if whole_name not in parameters or slot not in _SLOTS:
             strange.append(key)
         elif slot == "step":
-            steps[whole_name] = float(stored.lazy(key).read()) if key in stored.tensors else float(stored.read_object(key))
+            steps[whole_name] = (
+                float(stored.lazy(key).read())
+                if key in stored.tensors
+                else float(stored.read_object(key))
+            )
         else:
             slots.setdefault(slot, {})[name] = stored.lazy(key)
     if strange:
-        raise ValueError(listed("optimizer state of parameters or kinds that are not there", strange))
+        raise ValueError(
+            listed("optimizer state of parameters or kinds that are not there", strange)
+        )
     moments: dict[str, dict[str, LazyTensor]] = {}
     for slot, tensors in slots.items():
         for name, whole_tensor in parameters.items():
@@ -186,9 +250,14 @@ def _optimizer_state(
                 moments.setdefault(name, {})[slot] = tensors[name]
             elif name + HALVES[0] in tensors or name + HALVES[1] in tensors:
                 moments.setdefault(name, {})[slot] = _joined(tensors, name, f"the state {slot}")
-            if name in moments and slot in moments[name] and moments[name][slot].shape != whole_tensor.shape:
+            if (
+                name in moments
+                and slot in moments[name]
+                and moments[name][slot].shape != whole_tensor.shape
+            ):
                 raise ValueError(
-                    f"{name} has the shape {whole_tensor.shape} in the model, {moments[name][slot].shape} as {slot}"
+                    f"{name} has the shape {whole_tensor.shape} in the model,"
+                    f" {moments[name][slot].shape} as {slot}"
                 )
     return moments, steps
 
@@ -207,7 +276,15 @@ def _group_fields(stored: StoredCheckpoint) -> dict[str, dict[str, Any]]:
 
 
 _FIELDS_OF_ALL = (
-    *("is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr", "max_lr", "min_lr"),
+    *(
+        "is_expert_parallel",
+        "default_config",
+        "wd_mult",
+        "lr_mult",
+        "is_decoupled_lr",
+        "max_lr",
+        "min_lr",
+    ),
     *("lr", "betas", "eps", "weight_decay"),
 )
 
@@ -238,32 +315,49 @@ def _object(stored: StoredCheckpoint, others: set[str], key: str) -> Any:
 
 def _under(stored: StoredCheckpoint, others: set[str], start: str) -> dict[str, Any]:
     """Everything whose key begins with ``start``, by the rest of its key."""
-    return {key.removeprefix(start): _object(stored, others, key) for key in sorted(others) if key.startswith(start)}
+    return {
+        key.removeprefix(start): _object(stored, others, key)
+        for key in sorted(others)
+        if key.startswith(start)
+    }
 
 
-def _random_states(stored: StoredCheckpoint, others: set[str]) -> dict[tuple[int, int], list[dict[str, Any]]]:
+def _random_states(
+    stored: StoredCheckpoint, others: set[str]
+) -> dict[tuple[int, int], list[dict[str, Any]]]:
     states: dict[tuple[int, int], dict[int, dict[str, Any]]] = {}
     for key in sorted(others):
         place = _RANDOM_STATE.match(key)
         if place is None:
             continue
-        state = states.setdefault((int(place[1]), int(place[2])), {}).setdefault(int(place[3]), {"rng_tracker_states": {}})
+        state = states.setdefault((int(place[1]), int(place[2])), {}).setdefault(
+            int(place[3]), {"rng_tracker_states": {}}
+        )
         tracker = place[4].removeprefix("rng_tracker_states.")
-        (state if tracker == place[4] else state["rng_tracker_states"])[tracker] = _object(stored, others, key)
+        (state if tracker == place[4] else state["rng_tracker_states"])[tracker] = _object(
+            stored, others, key
+        )
     return {place: [each for _, each in sorted(found.items())] for place, found in states.items()}
 
 
 def _incomplete_random_states(states: Mapping[tuple[int, int], list[dict[str, Any]]]) -> list[str]:
     """Ranks that lack generators which others have."""
-    ranks = {f"rng_state.{place}.{number}": each for place, found in states.items() for number, each in enumerate(found)}
+    ranks = {
+        f"rng_state.{place}.{number}": each
+        for place, found in states.items()
+        for number, each in enumerate(found)
+    }
     kinds = {kind for each in ranks.values() for kind in each}
     lacking = {rank: sorted(kinds - each.keys()) for rank, each in ranks.items()}
     return [
-        f"{rank}: it has no {', '.join(missing)}, which other ranks have" for rank, missing in lacking.items() if missing
+        f"{rank}: it has no {', '.join(missing)}, which other ranks have"
+        for rank, missing in lacking.items()
+        if missing
     ]
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def target(
@@ -279,22 +373,27 @@ def target(
     Args:
         spelling: of the run that will load it.
         model_prefix: of the model's keys.
-        optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run. Ours finds it out; others
-            want their own number. Default: that of a run in the precision of ``state``.
+        optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run.
+            Ours finds it out; others want their own number. Default: that of a run in the precision
+            of ``state``.
         must_be_gated: refuse a model without gated MLPs.
         gated_modules: ends of the paths of modules that must be gated.
 
     Raises:
-        ValueError: for a model that is not gated although it must be, or modules that are not there or not gated.
+        ValueError: for a model that is not gated although it must be, or modules that are not there
+            or not gated.
     """
-    prefix = optimizer_prefix or STATE_PREFIX + ".".join(["module"] * (3 if _is_mixed(state) else 2))
+    prefix = optimizer_prefix or STATE_PREFIX + ".".join(
+        ["module"] * (3 if _is_mixed(state) else 2)
+    )
     _check_prefix("model", model_prefix)
     _check_prefix("optimizer.state", prefix)
     meta_prefix = META_PREFIX + prefix.removeprefix(STATE_PREFIX)
     gated = _gated_names(state)
     if must_be_gated and not gated:
         raise ValueError(
-            "the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2 has columns)"
+            "the model's MLPs are not gated (no linear_fc1 has twice as many rows as its linear_fc2"
+            " has columns)"
         )
     problems = _not_gated(state, gated_modules, gated)
     if problems:
@@ -308,7 +407,9 @@ def target(
 
     for name in sorted([*state.weights, *state.buffers], key=key_rules.registration_order):
         module_name = spelling.module_name(name)
-        tensor = state.buffers[name] if name in state.buffers else state.weights[name].to(torch.float32)
+        tensor = (
+            state.buffers[name] if name in state.buffers else state.weights[name].to(torch.float32)
+        )
         for end, piece in _pieces(module_name, tensor, name in gated):
             key = f"{model_prefix}.{end}"
             add(whole(key, piece), "model", key.removeprefix("model."))
@@ -317,24 +418,48 @@ def target(
         for slot, value in slots.items():
             for end, piece in _pieces(module_name, value, name in gated):
                 wrapped = f"{prefix}.{end}"
-                add(whole(f"{wrapped}.{slot}", piece), "optimizer", "state", wrapped.removeprefix(STATE_PREFIX), slot)
+                add(
+                    whole(f"{wrapped}.{slot}", piece),
+                    "optimizer",
+                    "state",
+                    wrapped.removeprefix(STATE_PREFIX),
+                    slot,
+                )
     for group in state.groups or []:
         for name in group.names:
             wrapped = f"{meta_prefix}.{spelling.module_name(name)}"
-            for field, value in param_groups.for_any_optimizer(group.fields, state.step_of(name)).items():
-                path = ("optimizer", "param_to_group_meta", wrapped.removeprefix(META_PREFIX), field)
+            for field, value in param_groups.for_any_optimizer(
+                group.fields, state.step_of(name)
+            ).items():
+                path = (
+                    "optimizer",
+                    "param_to_group_meta",
+                    wrapped.removeprefix(META_PREFIX),
+                    field,
+                )
                 add(ObjectEntry(f"{wrapped}.{field}", value), *path)
-    state.notes += [f"{key}: this format has no place for it; left out" for key in sorted(map(str, state.others))]
+    state.notes += [
+        f"{key}: this format has no place for it; left out"
+        for key in sorted(map(str, state.others))
+    ]
     for path, value in _everything_else(state):
         key = ".".join(map(str, path))
-        add(whole(key, in_memory(value)) if isinstance(value, torch.Tensor) else ObjectEntry(key, value), *path)
+        add(
+            (
+                whole(key, in_memory(value))
+                if isinstance(value, torch.Tensor)
+                else ObjectEntry(key, value)
+            ),
+            *path,
+        )
     return DcpTarget(entries, paths=paths, notes=state.notes)
 
 
 def _check_prefix(start: str, prefix: str) -> None:
     if not re.fullmatch(rf"{re.escape(start)}(\.module)+", prefix):
         raise ValueError(
-            f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module for each wrapper"
+            f"the prefix {prefix!r} is none that a loader asks for: {start}.module, with one module"
+            " for each wrapper"
         )
 
 
@@ -350,12 +475,21 @@ def _gated_names(state: TrainingState) -> set[str]:
 
 
 def _not_gated(state: TrainingState, modules: Sequence[str], gated: set[str]) -> list[str]:
-    """What is wrong with modules whose weights should be two halves. Loaders look for halves of gated MLPs only."""
+    """What is wrong with modules whose weights should be two halves.
+
+    Loaders look for halves of gated MLPs only.
+    """
     problems = []
     for module in modules:
-        names = [name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")]
+        names = [
+            name for name in state.weights if f".{name.rpartition('.')[0]}".endswith(f".{module}")
+        ]
         problems += [] if names else [f"there is no module {module}"]
-        problems += [f"{name}: it is not the first layer of a gated MLP" for name in names if name not in gated]
+        problems += [
+            f"{name}: it is not the first layer of a gated MLP"
+            for name in names
+            if name not in gated
+        ]
     return problems
 
 
@@ -375,7 +509,11 @@ def _step_slot(state: TrainingState, name: str, step: float | None) -> dict[str,
     if step is None or name not in state.moments:
         return {}
     is_fresh: Callable[[], bool] = state.is_fresh.get(name, lambda: False)
-    return {"step": LazyTensor((), torch.float32, lambda start, stop: torch.tensor(0.0 if is_fresh() else float(step)))}
+    return {
+        "step": LazyTensor(
+            (), torch.float32, lambda start, stop: torch.tensor(0.0 if is_fresh() else float(step))
+        )
+    }
 
 
 def _everything_else(state: TrainingState) -> Iterator[tuple[tuple[Any, ...], Any]]:

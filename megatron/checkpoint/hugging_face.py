@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories of Hugging Face models, read and written tensor by tensor: config.json and safetensors files.
 
-What the families are is in :mod:`megatron.checkpoint.hugging_face_families`. transformers itself is not needed.
+What the families are is in :mod:`megatron.checkpoint.hugging_face_families`. transformers itself is
+not needed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,26 @@ __all__ = ["HuggingFaceTarget", "model_flags", "read"]
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-TOKENIZER_FILES = """tokenizer.json tokenizer_config.json tokenizer.model special_tokens_map.json added_tokens.json
-    vocab.json vocab.txt merges.txt spiece.model chat_template.jinja chat_template.json generation_config.json""".split()
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+]
 """What is taken over from a template."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# ---- reading -----------------------------------------------------------------------------------------------------------
+# ---- reading
+# -----------------------------------------------------------------------------------------------------------
 
 
 def read(directory: Path, *, vocabulary_multiple: int | None = None) -> TrainingState:
@@ -42,15 +56,18 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
 
     Args:
         directory: with config.json and one safetensors file, or several and an index.
-        vocabulary_multiple: pad the vocabulary with zeros to a multiple of this, as tensor parallelism wants it:
-            ``make_vocab_size_divisible_by`` times its size. Default: as it is.
+        vocabulary_multiple: pad the vocabulary with zeros to a multiple of this, as tensor
+            parallelism wants it: ``make_vocab_size_divisible_by`` times its size. Default: as it
+                is.
 
     Returns:
-        A state of ``weights``, ``buffers``, ``args`` and ``notes``. ``args`` has Megatron-LM's arguments of the model.
+        A state of ``weights``, ``buffers``, ``args`` and ``notes``. ``args`` has Megatron-LM's
+        arguments of the model.
 
     Raises:
-        ValueError: with all settings of config.json that Megatron-Core cannot follow; or with all tensors that are missing,
-            unknown or of the wrong shape or dtype; for a family or a file that cannot be read.
+        ValueError: with all settings of config.json that Megatron-Core cannot follow; or with all
+            tensors that are missing, unknown or of the wrong shape or dtype; for a family or a file
+            that cannot be read.
     """
     config = _read_json(directory / CONFIG)
     family = _family_named(config.get("model_type"), f"{directory / CONFIG} has the model_type")
@@ -65,7 +82,10 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     _raise("holds other tensors than its config.json says", directory, problems)
     if family.predicts and announced != (args.mtp_num_layers or 0):
         found = args.mtp_num_layers or 0
-        notes.append(f"config.json speaks of {announced} layers that predict further tokens, there are {found}")
+        notes.append(
+            f"config.json speaks of {announced} layers that predict further tokens, there are"
+            f" {found}"
+        )
     state = TrainingState(weights={}, args=args, notes=notes)
     for pairing in pairings:
         tensor = pairing.rearrangement.merge([stored[name] for name in pairing.theirs], args)
@@ -90,7 +110,10 @@ def _read_json(path: Path) -> Config:
 
 def _family_named(name: Any, where: str) -> Family:
     if name not in FAMILIES:
-        raise ValueError(f"{where} {name}, of which there is no counterpart here: known are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"{where} {name}, of which there is no counterpart here: known are"
+            f" {', '.join(FAMILIES)}"
+        )
     return FAMILIES[name]
 
 
@@ -107,7 +130,10 @@ def _all_tensors(directory: Path) -> dict[str, LazyTensor]:
     """
     if not (directory / INDEX).is_file():
         if not (directory / SINGLE_FILE).is_file():
-            raise ValueError(f"{directory} has neither {SINGLE_FILE} nor {INDEX}: save the model with safetensors")
+            raise ValueError(
+                f"{directory} has neither {SINGLE_FILE} nor {INDEX}: save the model with"
+                " safetensors"
+            )
         return stored_tensors(directory / SINGLE_FILE)
     places = _read_json(directory / INDEX).get("weight_map")
     if not isinstance(places, dict):
@@ -124,10 +150,15 @@ def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor
     """Names as in the whole language model, also where it was saved without its head."""
     if any(name.startswith(base) for name in stored):
         return stored
-    return {name if name.startswith("lm_head.") else base + name: tensor for name, tensor in stored.items()}
+    return {
+        name if name.startswith("lm_head.") else base + name: tensor
+        for name, tensor in stored.items()
+    }
 
 
-def _num_predicting_layers(family: Family, args: argparse.Namespace, stored: Iterable[str]) -> int | None:
+def _num_predicting_layers(
+    family: Family, args: argparse.Namespace, stored: Iterable[str]
+) -> int | None:
     """How many layers there are beyond those of the config: transformers leaves them out when it saves a model."""
     if not family.predicts:
         return None
@@ -156,13 +187,23 @@ def _compare(
             elif stored[name].shape != shape:
                 problems.append(f"{name}: {stored[name].shape}, but by config.json {shape}")
             elif stored[name].dtype not in DTYPES.values():
-                problems.append(f"{name}: {stored[name].dtype}, which is none of {', '.join(DTYPES)}")
-    copies = {name for pairing in family.pairings(args) if pairing.is_copy for name in pairing.theirs}
+                problems.append(
+                    f"{name}: {stored[name].dtype}, which is none of {', '.join(DTYPES)}"
+                )
+    copies = {
+        name for pairing in family.pairings(args) if pairing.is_copy for name in pairing.theirs
+    }
     if not args.untie_embeddings_and_output_weights:
         copies.add("lm_head.weight")
-    others = [name for name in stored if name not in asked and not name.endswith(family.passed_over)]
+    others = [
+        name for name in stored if name not in asked and not name.endswith(family.passed_over)
+    ]
     problems += [f"{name}: unknown" for name in others if name not in copies]
-    notes = [f"{name} is a copy of the embedding or the output layer: passed over" for name in others if name in copies]
+    notes = [
+        f"{name} is a copy of the embedding or the output layer: passed over"
+        for name in others
+        if name in copies
+    ]
     return notes, problems
 
 
@@ -176,12 +217,16 @@ def _set_dtype(args: argparse.Namespace, dtype: torch.dtype) -> None:
 
 
 def _set_tokenizer(args: argparse.Namespace, directory: Path) -> None:
-    has_one = any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+    has_one = any(
+        (directory / name).is_file()
+        for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    )
     args.tokenizer_type = "HuggingFaceTokenizer" if has_one else None
     args.tokenizer_model = str(directory) if has_one else None
 
 
-# ---- writing -----------------------------------------------------------------------------------------------------------
+# ---- writing
+# -----------------------------------------------------------------------------------------------------------
 
 
 class HuggingFaceTarget:
@@ -190,19 +235,20 @@ class HuggingFaceTarget:
     Args:
         state: what to write: ``weights`` and ``buffers`` of a model, and ``args``, which say which.
         family: ``model_type``; default: the template's, else the one that fits the arguments.
-        dtype: of weights; default that in which the run computes, ``args.params_dtype``. Buffers stay as they are.
-        template: a directory whose config.json completes the new one, and whose tokenizer is taken over. It has to be of the
-            same family. Settings of the model are those of the arguments.
+        dtype: of weights; default that in which the run computes, ``args.params_dtype``. Buffers
+            stay as they are.
+        template: a directory whose config.json completes the new one, and whose tokenizer is taken
+            over. It has to be of the same family. Settings of the model are those of the arguments.
         shard_bytes: a file has one tensor, or at most so many bytes.
-        vocab_size: rows of the embedding that are tokens; others are cut off. Default: the template's, else
-            ``args.vocab_size``, else all rows.
+        vocab_size: rows of the embedding that are tokens; others are cut off. Default: the
+            template's, else ``args.vocab_size``, else all rows.
 
     Attributes:
         parts: the safetensors files.
 
     Raises:
-        ValueError: where no family, or more than one, has such models; where tensors are missing, unknown or misshaped; for
-            a template of another family.
+        ValueError: where no family, or more than one, has such models; where tensors are missing,
+            unknown or misshaped; for a template of another family.
     """
 
     def __init__(
@@ -215,11 +261,16 @@ class HuggingFaceTarget:
         vocab_size: int | None = None,
     ) -> None:
         if state.args is None:
-            raise ValueError("the checkpoint has no arguments, so it does not say what model its weights are of")
+            raise ValueError(
+                "the checkpoint has no arguments, so it does not say what model its weights are of"
+            )
         self.template = template
         base = _template_config(template)
         if family and base and family != base["model_type"]:
-            raise ValueError(f"the template {template} is of the family {base['model_type']}, but {family} is asked for")
+            raise ValueError(
+                f"the template {template} is of the family {base['model_type']}, but {family} is"
+                " asked for"
+            )
         family = family or base.get("model_type")
         args = _arguments_to_write(state, base, vocab_size)
         self.family_name, config = _config_to_write(family, args)
@@ -227,7 +278,9 @@ class HuggingFaceTarget:
         dtype = dtype or getattr(args, "params_dtype", None)
         tensors = _their_tensors(self.family, args, state, dtype)
         self.config = self._whole_config(base, config, dtype or tensors[min(tensors)].dtype)
-        self.parts = [_part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()]
+        self.parts = [
+            _part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()
+        ]
 
     def finish(self, staging: Path, results: Mapping[str, Any]) -> None:
         """Write what stands beside the tensors.
@@ -237,9 +290,13 @@ class HuggingFaceTarget:
             results: name of each part -> what writing it returned.
         """
         if len(self.parts) > 1:
-            places = {name: part.name for part in self.parts for name in results[part.name]["tensors"]}
+            places = {
+                name: part.name for part in self.parts for name in results[part.name]["tensors"]
+            }
             size = {"total_size": sum(part.num_bytes for part in self.parts)}
-            _write_json(staging / INDEX, {"metadata": size, "weight_map": dict(sorted(places.items()))})
+            _write_json(
+                staging / INDEX, {"metadata": size, "weight_map": dict(sorted(places.items()))}
+            )
         _write_json(staging / CONFIG, self.config)
         for name in TOKENIZER_FILES if self.template is not None else ():
             if (self.template / name).is_file():
@@ -247,12 +304,17 @@ class HuggingFaceTarget:
 
     def _whole_config(self, base: Config, config: Config, dtype: torch.dtype) -> Config:
         """The family's settings, and those of the template that mean the same or that the family does not speak of."""
-        base = base or {"bos_token_id": None, "eos_token_id": None}  # the default would be those of some vocabulary
+        base = base or {
+            "bos_token_id": None,
+            "eos_token_id": None,
+        }  # the default would be those of some vocabulary
         replaced = {*self.family.keys, "dtype", "transformers_version"}
         whole = {key: value for key, value in base.items() if key not in replaced}
         for rule in self.family.rules:
             meaning = rule.read(config, [])
-            says_the_same = meaning and not base.keys().isdisjoint(rule.keys) and rule.read(base, []) == meaning
+            says_the_same = (
+                meaning and not base.keys().isdisjoint(rule.keys) and rule.read(base, []) == meaning
+            )
             source = base if says_the_same else config
             whole |= {key: source[key] for key in rule.keys if key in source}
         fixed = {"architectures": [self.family.architecture], "model_type": self.family_name}
@@ -263,21 +325,39 @@ def _template_config(template: Path | None) -> Config:
     if template is None:
         return {}
     config = _read_json(template / CONFIG)
-    family = _family_named(config.get("model_type"), f"the template {template / CONFIG} has the model_type")
-    _raise("has settings that Megatron-Core's models do not have", template / CONFIG, family.read_config(config)[1])
+    family = _family_named(
+        config.get("model_type"), f"the template {template / CONFIG} has the model_type"
+    )
+    _raise(
+        "has settings that Megatron-Core's models do not have",
+        template / CONFIG,
+        family.read_config(config)[1],
+    )
     return config
 
 
-def _arguments_to_write(state: TrainingState, base: Config, vocab_size: int | None) -> argparse.Namespace:
+def _arguments_to_write(
+    state: TrainingState, base: Config, vocab_size: int | None
+) -> argparse.Namespace:
     """The arguments with the sizes of the vocabulary as they are and shall be."""
     args = completed(state.args)
     if WORD_EMBEDDINGS not in state.weights:
-        raise ValueError(f"the checkpoint has no {WORD_EMBEDDINGS}: it is not that of a whole language model")
+        raise ValueError(
+            f"the checkpoint has no {WORD_EMBEDDINGS}: it is not that of a whole language model"
+        )
     args.padded_vocab_size = state.weights[WORD_EMBEDDINGS].shape[0]
-    sizes = (vocab_size, base.get("vocab_size"), _vocabulary_of_tokenizer(args), args.padded_vocab_size)
+    sizes = (
+        vocab_size,
+        base.get("vocab_size"),
+        _vocabulary_of_tokenizer(args),
+        args.padded_vocab_size,
+    )
     asked = next(size for size in sizes if size is not None)
     if not 0 < asked <= args.padded_vocab_size:
-        raise ValueError(f"a vocabulary of {asked} tokens is asked for, but the embedding has {args.padded_vocab_size} rows")
+        raise ValueError(
+            f"a vocabulary of {asked} tokens is asked for, but the embedding has"
+            f" {args.padded_vocab_size} rows"
+        )
     args.vocab_size = asked
     return args
 
@@ -287,13 +367,17 @@ def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
     size, tokenizer = getattr(args, "vocab_size", None), getattr(args, "tokenizer_type", None)
     if tokenizer == "ByteTokenizer":
         return 257  # and an end of document
-    return size + 1 if tokenizer == "NullTokenizer" and size is not None else size  # which has that beyond what is asked for
+    return (
+        size + 1 if tokenizer == "NullTokenizer" and size is not None else size
+    )  # which has that beyond what is asked for
 
 
 def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:
     """The family of the model of ``args``, and its settings."""
     if name is not None:
-        config, problems = _family_named(name, "a model was asked for of the family").write_config(args)
+        config, problems = _family_named(name, "a model was asked for of the family").write_config(
+            args
+        )
         _raise("has no models as that of the checkpoint", f"the family {name}", problems)
         return name, config
     tried = {each: family.write_config(args) for each, family in FAMILIES.items()}
@@ -301,9 +385,14 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
     if len(fitting) == 1:
         return fitting[0], tried[fitting[0]][0]
     if fitting:
-        raise ValueError(f"the model of the checkpoint could be of the families {', '.join(fitting)}: name one of them")
+        raise ValueError(
+            f"the model of the checkpoint could be of the families {', '.join(fitting)}: name one"
+            " of them"
+        )
     reasons = [f"{each}: {'; '.join(problems)}" for each, (_, problems) in tried.items()]
-    raise ValueError("the model of the checkpoint is of no family that is known here:\n  " + "\n  ".join(reasons))
+    raise ValueError(
+        "the model of the checkpoint is of no family that is known here:\n  " + "\n  ".join(reasons)
+    )
 
 
 def _their_tensors(
@@ -312,7 +401,8 @@ def _their_tensors(
     """Name -> tensor of the model that is to be written.
 
     Raises:
-        ValueError: with all tensors of the state that are missing, misshaped, or have no place in the family's models.
+        ValueError: with all tensors of the state that are missing, misshaped, or have no place in
+            the family's models.
     """
     ours = state.weights | state.buffers
     pairings = list(family.pairings(args))
@@ -346,7 +436,10 @@ def _shards(tensors: dict[str, LazyTensor], limit: int) -> dict[str, dict[str, L
         size += tensor.num_bytes
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
-    return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    return {
+        f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard
+        for number, shard in enumerate(shards, 1)
+    }
 
 
 def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:

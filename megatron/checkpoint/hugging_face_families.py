@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The families of Hugging Face models that have a Megatron counterpart: names of tensors, and settings of config.json.
 
-A family is data. Its rows (:mod:`megatron.checkpoint.hugging_face_tensors`) pair canonical names with those of transformers'
-modules, its rules (:mod:`megatron.checkpoint.hugging_face_settings`) pair Megatron-LM's arguments with keys of config.json.
-Both work in both directions. A setting or an argument that no rule of the family speaks of has to have its default, or the
-model would compute something else.
+A family is data. Its rows (:mod:`megatron.checkpoint.hugging_face_tensors`) pair canonical names
+with those of transformers' modules, its rules (:mod:`megatron.checkpoint.hugging_face_settings`)
+pair Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
+argument that no rule of the family speaks of has to have its default, or the model would compute
+something else.
 
-Source of names and settings: ``configuration_*.py`` and ``modeling_*.py`` of https://github.com/huggingface/transformers.
+Source of names and settings: ``configuration_*.py`` and ``modeling_*.py`` of
+https://github.com/huggingface/transformers.
 """
 
 from __future__ import annotations
@@ -62,11 +64,40 @@ from megatron.checkpoint.hugging_face_tensors import (
 from megatron.checkpoint.key_rules import INNER_LAYER, OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.checkpoint.model_arguments import ARGUMENTS, completed
 
-_IGNORED = """_attn_implementation _attn_implementation_autoset _name_or_path architectures auto_map bos_token_id
-    chunk_size_feed_forward dtype eos_token_id finetuning_task id2label keys_to_ignore_at_inference label2id model_type
-    output_attentions output_hidden_states output_router_logits output_scores pad_token_id pretraining_tp problem_type
-    return_dict return_dict_in_generate router_aux_loss_coef sep_token_id task_specific_params tokenizer_class torch_dtype
-    transformers_version unk_token_id use_cache use_return_dict""".split()
+_IGNORED = [
+    "_attn_implementation",
+    "_attn_implementation_autoset",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "finetuning_task",
+    "id2label",
+    "keys_to_ignore_at_inference",
+    "label2id",
+    "model_type",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "output_scores",
+    "pad_token_id",
+    "pretraining_tp",
+    "problem_type",
+    "return_dict",
+    "return_dict_in_generate",
+    "router_aux_loss_coef",
+    "sep_token_id",
+    "task_specific_params",
+    "tokenizer_class",
+    "torch_dtype",
+    "transformers_version",
+    "unk_token_id",
+    "use_cache",
+    "use_return_dict",
+]
 """Settings that change nothing a model computes from given tokens."""
 
 COMMON = (
@@ -74,7 +105,12 @@ COMMON = (
     only("is_decoder", False, True, write=False),
     only("add_cross_attention", False, write=False),
     only("tie_encoder_decoder", False, write=False),
-    only("quantization_config", None, because="save the model without quantization first", write=False),
+    only(
+        "quantization_config",
+        None,
+        because="save the model without quantization first",
+        write=False,
+    ),
 )
 SIZES = (
     same("num_hidden_layers", "num_layers"),
@@ -92,7 +128,9 @@ LLAMA_RULES = (
 )
 NO_WINDOW = (
     only("use_sliding_window", False, because="sliding windows are not supported"),
-    without_meaning("sliding_window", "max_window_layers"),  # which count with use_sliding_window only
+    without_meaning(
+        "sliding_window", "max_window_layers"
+    ),  # which count with use_sliding_window only
     KINDS_OF_ATTENTION,
 )
 EXPERTS = (
@@ -118,19 +156,39 @@ NORMS = (
     Row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
 ATTENTION = (
-    Row("self_attention.linear_qkv.weight", " ".join(f"self_attn.{each}_proj.weight" for each in "qkv"), HEADS),
+    Row(
+        "self_attention.linear_qkv.weight",
+        " ".join(f"self_attn.{each}_proj.weight" for each in "qkv"),
+        HEADS,
+    ),
     Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-QKV_BIAS = Row("self_attention.linear_qkv.bias", " ".join(f"self_attn.{each}_proj.bias" for each in "qkv"), HEADS)
+QKV_BIAS = Row(
+    "self_attention.linear_qkv.bias",
+    " ".join(f"self_attn.{each}_proj.bias" for each in "qkv"),
+    HEADS,
+)
 HEAD_NORMS = (
     Row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
     Row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
 LATENT_ATTENTION = (
     Row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", where=keeps_queries),
-    Row("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight", where=compresses_queries),
-    Row("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", where=compresses_queries),
-    Row("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", where=compresses_queries),
+    Row(
+        "self_attention.linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        where=compresses_queries,
+    ),
+    Row(
+        "self_attention.q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight",
+        where=compresses_queries,
+    ),
+    Row(
+        "self_attention.linear_q_up_proj.weight",
+        "self_attn.q_b_proj.weight",
+        where=compresses_queries,
+    ),
     Row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
     Row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
     Row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
@@ -140,7 +198,9 @@ LATENT_ATTENTION = (
 ``rope_interleave``."""
 
 
-def gated_mlp(ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj") -> tuple[Row, Row]:
+def gated_mlp(
+    ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
+) -> tuple[Row, Row]:
     """Rows of a gated MLP at these paths."""
     gate, up, down = (f"{theirs}.{name}.weight" for name in names.split())
     return (
@@ -169,13 +229,15 @@ class Family:
 
     Attributes:
         architecture: transformers' class of the language model.
-        base: what all names but the output layer's begin with. A file of the model without its head leaves it out.
+        base: what all names but the output layer's begin with. A file of the model without its head
+            leaves it out.
         layers: what names in a layer begin with, before its number.
         outside: rows outside of layers.
         layer: rows of a layer.
         rules: settings.
         arguments: what every model of the family has.
-        training: what a model of the family trains with, where the config does not say it; no part of the model.
+        training: what a model of the family trains with, where the config does not say it; no part
+            of the model.
         predicts: whether layers that predict further tokens may follow the others.
         passed_over: endings of tensors that old files have and nothing needs.
         ignored: settings without meaning here, beside those of all families.
@@ -199,7 +261,9 @@ class Family:
             if row.where(args, 0):
                 yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
         for number in range(args.num_layers):
-            yield from _in_layer(self.layer, args, number, f"decoder.layers.{number}.", f"{self.layers}{number}.")
+            yield from _in_layer(
+                self.layer, args, number, f"decoder.layers.{number}.", f"{self.layers}{number}."
+            )
         for number in range(args.mtp_num_layers or 0):
             ours, theirs = f"mtp.layers.{number}.", f"{self.layers}{args.num_layers + number}."
             last = args.num_layers - 1  # further layers are made like it
@@ -216,9 +280,17 @@ class Family:
         problems: list[str] = []
         for rule in (*self.rules, *COMMON):
             values |= rule.read(config, problems)
-        known = {key for rule in (*self.rules, *COMMON) for key in rule.keys} | {*_IGNORED, *self.ignored}
-        unknown = sorted(key for key, value in config.items() if key not in known and value is not None)
-        problems += [f"{key} {in_words(config[key])}: unknown, and may change what the model computes" for key in unknown]
+        known = {key for rule in (*self.rules, *COMMON) for key in rule.keys} | {
+            *_IGNORED,
+            *self.ignored,
+        }
+        unknown = sorted(
+            key for key, value in config.items() if key not in known and value is not None
+        )
+        problems += [
+            f"{key} {in_words(config[key])}: unknown, and may change what the model computes"
+            for key in unknown
+        ]
         return argparse.Namespace(**values), problems
 
     def write_config(self, args: argparse.Namespace) -> tuple[Config, list[str]]:
@@ -229,10 +301,18 @@ class Family:
             for name, value in self.arguments.items()
             if getattr(args, name, None) != value
         ]
-        covered = {name for rule in self.rules for name in rule.names} | {*self.arguments, "padded_vocab_size"}
+        covered = {name for rule in self.rules for name in rule.names} | {
+            *self.arguments,
+            "padded_vocab_size",
+        }
         for argument in ARGUMENTS:
             value = getattr(args, argument.name)
-            if argument.name not in covered and argument.in_outputs and argument.counts(args) and value != argument.default:
+            if (
+                argument.name not in covered
+                and argument.in_outputs
+                and argument.counts(args)
+                and value != argument.default
+            ):
                 problems.append(f"{argument.name} is {value} instead of {argument.default}")
         if problems:
             return {}, problems
@@ -247,7 +327,9 @@ class Family:
         return {key for rule in self.rules for key in rule.keys}
 
 
-def _in_layer(rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours: str, theirs: str) -> Iterator[Pairing]:
+def _in_layer(
+    rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
+) -> Iterator[Pairing]:
     for row in rows:
         if not row.where(args, number):
             continue
@@ -256,7 +338,12 @@ def _in_layer(rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours
             yield Pairing(ours + row.ours.format(expert=expert), names, row.rearrangement)
 
 
-QWEN_RULES = (*LLAMA_RULES, *NO_WINDOW, same("rms_norm_eps", "layernorm_epsilon", 1e-6), tied_embeddings(False))
+QWEN_RULES = (
+    *LLAMA_RULES,
+    *NO_WINDOW,
+    same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    tied_embeddings(False),
+)
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -285,7 +372,12 @@ QWEN2 = Family(
         head_width(),
         grouped_queries(32),
         rotary(10000.0, "llama3"),
-        only("use_mrope", False, because="positions in several dimensions are not supported", write=False),
+        only(
+            "use_mrope",
+            False,
+            because="positions in several dimensions are not supported",
+            write=False,
+        ),
     ),
     arguments=LLAMA_ARGUMENTS | {"add_qkv_bias": True},
     training=NO_DROPOUT,
@@ -311,7 +403,12 @@ MIXTRAL = Family(
         *NORMS,
         *ATTENTION,
         Row("mlp.router.weight", "block_sparse_moe.gate.weight"),
-        *gated_mlp("mlp.experts.local_experts.{expert}", "block_sparse_moe.experts.{expert}", has_experts, "w1 w3 w2"),
+        *gated_mlp(
+            "mlp.experts.local_experts.{expert}",
+            "block_sparse_moe.experts.{expert}",
+            has_experts,
+            "w1 w3 w2",
+        ),
     ),
     rules=(
         *LLAMA_RULES,
@@ -370,7 +467,11 @@ DEEPSEEK_V3 = Family(
         EPSILON_OF_LATENTS,
         tied_embeddings(False),
         rotary(10000.0, "yarn"),
-        only("rope_interleave", True, because="Megatron-Core's latent attention rotates pairs of neighbours"),
+        only(
+            "rope_interleave",
+            True,
+            because="Megatron-Core's latent attention rotates pairs of neighbours",
+        ),
         QUERY_RANK,
         same("kv_lora_rank", "kv_lora_rank"),
         same("qk_nope_head_dim", "qk_head_dim"),
@@ -443,12 +544,21 @@ GPT2 = Family(
         only("scale_attn_weights", True, write=False),
         only("scale_attn_by_inverse_layer_idx", False, write=False),
     ),
-    arguments={"position_embedding_type": "learned_absolute", "normalization": "LayerNorm", "add_bias_linear": True},
+    arguments={
+        "position_embedding_type": "learned_absolute",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
     training={},
     passed_over=(".attn.bias", ".attn.masked_bias"),
-    ignored=tuple(
-        """n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels summary_type
-        summary_use_proj""".split()
+    ignored=(
+        "n_ctx",
+        "reorder_and_upcast_attn",
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
     ),
 )
 FAMILIES: dict[str, Family] = {

@@ -61,7 +61,10 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> Rule:
 
 
 def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> Rule:
-    """A key with which Megatron can do nothing but ``allowed``. The first of them is written where ``write`` says so."""
+    """A key with which Megatron can do nothing but ``allowed``.
+
+    The first of them is written where ``write`` says so.
+    """
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         if key in config and config[key] not in (*allowed, None):
@@ -77,7 +80,10 @@ def in_words(value: Any) -> str:
 
 
 def without_meaning(*keys: str) -> Rule:
-    """Keys that follow from others, or are for training by other programs. They are not taken over from a template."""
+    """Keys that follow from others, or are for training by other programs.
+
+    They are not taken over from a template.
+    """
     return Rule(keys, (), lambda config, problems: {}, lambda args, problems: {})
 
 
@@ -85,13 +91,17 @@ def tied_embeddings(default: bool) -> Rule:
     """Whether the output layer's weight is that of the embedding."""
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        return {"untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", default)}
+        return {
+            "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", default)
+        }
 
     return Rule(
         ("tie_word_embeddings",),
         ("untie_embeddings_and_output_weights",),
         read,
-        lambda args, problems: {"tie_word_embeddings": not args.untie_embeddings_and_output_weights},
+        lambda args, problems: {
+            "tie_word_embeddings": not args.untie_embeddings_and_output_weights
+        },
     )
 
 
@@ -102,11 +112,21 @@ def grouped_queries(default: int | None) -> Rule:
         heads = config.get("num_attention_heads") or 1
         groups = config.get("num_key_value_heads", default) or heads
         if heads % groups:
-            problems.append(f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}")
-        return {"group_query_attention": groups != heads, "num_query_groups": groups if groups != heads else 1}
+            problems.append(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            )
+        return {
+            "group_query_attention": groups != heads,
+            "num_query_groups": groups if groups != heads else 1,
+        }
 
     names = ("group_query_attention", "num_query_groups")
-    return Rule(("num_key_value_heads",), names, read, lambda args, problems: {"num_key_value_heads": num_groups(args)})
+    return Rule(
+        ("num_key_value_heads",),
+        names,
+        read,
+        lambda args, problems: {"num_key_value_heads": num_groups(args)},
+    )
 
 
 def head_width(default: int | None = None) -> Rule:
@@ -114,9 +134,16 @@ def head_width(default: int | None = None) -> Rule:
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         width = config.get("head_dim") or default
-        return {"kv_channels": width or (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)}
+        return {
+            "kv_channels": (
+                width
+                or (config.get("hidden_size") or 0) // (config.get("num_attention_heads") or 1)
+            )
+        }
 
-    return Rule(("head_dim",), ("kv_channels",), read, lambda args, problems: {"head_dim": args.kv_channels})
+    return Rule(
+        ("head_dim",), ("kv_channels",), read, lambda args, problems: {"head_dim": args.kv_channels}
+    )
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -131,30 +158,46 @@ def rotary(theta: float, scaling: str) -> Rule:
         theta: the base where the config does not say it.
         scaling: the one way of stretching that the counterpart knows, ``llama3`` or ``yarn``.
     """
-    read_scaling, write_scaling = (_read_llama3, _write_llama3) if scaling == "llama3" else (_read_yarn, _write_yarn)
+    read_scaling, write_scaling = (
+        (_read_llama3, _write_llama3) if scaling == "llama3" else (_read_yarn, _write_yarn)
+    )
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         # Releases of transformers before 5 have the base beside what stretches it.
-        settings = {"rope_theta": config.get("rope_theta"), "partial_rotary_factor": config.get("partial_rotary_factor")}
+        settings = {
+            "rope_theta": config.get("rope_theta"),
+            "partial_rotary_factor": config.get("partial_rotary_factor"),
+        }
         given = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
         settings |= {key: value for key, value in given.items() if value is not None}
         base = settings.pop("rope_theta") or theta
         if base != int(base):
             problems.append(f"rope_theta {base}: --rotary-base takes whole numbers")
         if settings.pop("partial_rotary_factor") not in (None, 1.0):
-            problems.append("partial_rotary_factor: Megatron-Core's counterpart rotates whole heads")
+            problems.append(
+                "partial_rotary_factor: Megatron-Core's counterpart rotates whole heads"
+            )
         older = settings.pop("type", "default")
         kind = settings.pop("rope_type", older)
         if kind not in ("default", scaling):
             problems.append(f"rope_scaling of type {kind}: the counterpart has {scaling} only")
             return {}
-        return {"rotary_base": int(base)} | read_scaling(settings if kind == scaling else None, problems)
+        return {"rotary_base": int(base)} | read_scaling(
+            settings if kind == scaling else None, problems
+        )
 
     def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"rope_theta": float(args.rotary_base), "rope_scaling": write_scaling(args, problems)}
+        return {
+            "rope_theta": float(args.rotary_base),
+            "rope_scaling": write_scaling(args, problems),
+        }
 
     llama3 = ("use_rope_scaling", "rope_scaling_factor")
-    names = llama3 if scaling == "llama3" else ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")
+    names = (
+        llama3
+        if scaling == "llama3"
+        else ("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim")
+    )
     keys = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor")
     return Rule(keys, ("rotary_base", *names), read, write)
 
@@ -177,7 +220,9 @@ def _read_yarn(settings: Config | None, problems: list[str]) -> dict[str, Any]:
         return {"rope_type": "rope"}
     scale, scale_of_all = settings.pop("mscale", None), settings.pop("mscale_all_dim", None)
     if scale_of_all and not scale:
-        problems.append("rope_scaling with mscale_all_dim but without mscale: the counterpart uses both or none")
+        problems.append(
+            "rope_scaling with mscale_all_dim but without mscale: the counterpart uses both or none"
+        )
     factor = _without_flags(settings, YARN, problems)
     # transformers leaves mscale out of account unless there are both.
     return {
@@ -191,13 +236,27 @@ def _read_yarn(settings: Config | None, problems: list[str]) -> dict[str, Any]:
 def _write_yarn(args: argparse.Namespace, problems: list[str]) -> Config | None:
     if args.rope_type == "rope":
         if args.rotary_scaling_factor > 1 and args.mscale_all_dim:
-            problems.append("rotary_scaling_factor and mscale_all_dim change the scores although rope_type is rope")
+            problems.append(
+                "rotary_scaling_factor and mscale_all_dim change the scores although rope_type is"
+                " rope"
+            )
         return None
     if not args.mscale_all_dim and args.mscale != 1:
-        problems.append(f"mscale {args.mscale} without mscale_all_dim, which transformers would not use")
-    found = {"rope_type": "yarn", "factor": float(args.rotary_scaling_factor), "beta_fast": 32, "beta_slow": 1}
+        problems.append(
+            f"mscale {args.mscale} without mscale_all_dim, which transformers would not use"
+        )
+    found = {
+        "rope_type": "yarn",
+        "factor": float(args.rotary_scaling_factor),
+        "beta_fast": 32,
+        "beta_slow": 1,
+    }
     found["original_max_position_embeddings"] = YARN["original_max_position_embeddings"]
-    return found | ({"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim} if args.mscale_all_dim else {})
+    return found | (
+        {"mscale": args.mscale, "mscale_all_dim": args.mscale_all_dim}
+        if args.mscale_all_dim
+        else {}
+    )
 
 
 def _without_flags(settings: Config, fixed: Config, problems: list[str]) -> float:
@@ -212,14 +271,19 @@ def _without_flags(settings: Config, fixed: Config, problems: list[str]) -> floa
         if name not in fixed:
             problems.append(f"rope_scaling has {name} {value}, which Megatron-LM does not know")
         elif value != fixed[name]:
-            problems.append(f"rope_scaling has {name} {value}: Megatron-LM has {fixed[name]} and no flag for it")
+            problems.append(
+                f"rope_scaling has {name} {value}: Megatron-LM has {fixed[name]} and no flag for it"
+            )
     return float(factor or 1.0)
 
 
 def _read_normalized(config: Config, problems: list[str]) -> dict[str, Any]:
     normalized = bool(config.get("norm_topk_prob", False))
     if normalized and config.get("num_experts_per_tok") == 1:
-        problems.append("num_experts_per_tok 1 with norm_topk_prob true: Megatron-LM refuses a softmax over one score")
+        problems.append(
+            "num_experts_per_tok 1 with norm_topk_prob true: Megatron-LM refuses a softmax over one"
+            " score"
+        )
     return {"moe_router_pre_softmax": not normalized}
 
 
@@ -234,7 +298,11 @@ NORMALIZED_SCORES = Rule(
 def _read_sparse_layers(config: Config, problems: list[str]) -> dict[str, Any]:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
-    return {"moe_layer_freq": _frequency([int(n not in dense and (n + 1) % step == 0) for n in layers], problems)}
+    return {
+        "moe_layer_freq": _frequency(
+            [int(n not in dense and (n + 1) % step == 0) for n in layers], problems
+        )
+    }
 
 
 def _frequency(pattern: list[int], problems: list[str]) -> list[int] | int:
@@ -248,15 +316,22 @@ SPARSE_LAYERS = Rule(
     ("moe_layer_freq",),
     _read_sparse_layers,
     lambda args, problems: {
-        "mlp_only_layers": [number for number, sparse in enumerate(layers_with_experts(args)) if not sparse],
+        "mlp_only_layers": [
+            number for number, sparse in enumerate(layers_with_experts(args)) if not sparse
+        ],
         "decoder_sparse_step": 1,
     },
 )
 
 
 def _read_first_dense(config: Config, problems: list[str]) -> dict[str, Any]:
-    layers, dense = config.get("num_hidden_layers") or 0, config.get("first_k_dense_replace", 3) or 0
-    return {"moe_layer_freq": _frequency([int(number >= dense) for number in range(layers)], problems)}
+    layers, dense = (
+        config.get("num_hidden_layers") or 0,
+        config.get("first_k_dense_replace", 3) or 0,
+    )
+    return {
+        "moe_layer_freq": _frequency([int(number >= dense) for number in range(layers)], problems)
+    }
 
 
 def _write_first_dense(args: argparse.Namespace, problems: list[str]) -> Config:
@@ -266,14 +341,22 @@ def _write_first_dense(args: argparse.Namespace, problems: list[str]) -> Config:
     return {"first_k_dense_replace": pattern.count(0)}
 
 
-FIRST_LAYERS_DENSE = Rule(("first_k_dense_replace",), ("moe_layer_freq",), _read_first_dense, _write_first_dense)
+FIRST_LAYERS_DENSE = Rule(
+    ("first_k_dense_replace",), ("moe_layer_freq",), _read_first_dense, _write_first_dense
+)
 
 
 def _read_routing_groups(config: Config, problems: list[str]) -> dict[str, Any]:
     groups, chosen = config.get("n_group", 8) or 1, config.get("topk_group", 4) or 1
     if chosen == groups:  # all of them: no limit
         return {"moe_router_num_groups": None, "moe_router_group_topk": None}
-    _check_routing_groups(config.get("num_experts_per_tok") or 0, chosen, "num_experts_per_tok", "topk_group", problems)
+    _check_routing_groups(
+        config.get("num_experts_per_tok") or 0,
+        chosen,
+        "num_experts_per_tok",
+        "topk_group",
+        problems,
+    )
     return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen}
 
 
@@ -281,14 +364,21 @@ def _write_routing_groups(args: argparse.Namespace, problems: list[str]) -> Conf
     if not args.moe_router_group_topk:
         return {"n_group": 1, "topk_group": 1}
     chosen = args.moe_router_group_topk
-    _check_routing_groups(args.moe_router_topk, chosen, "moe_router_topk", "moe_router_group_topk", problems)
+    _check_routing_groups(
+        args.moe_router_topk, chosen, "moe_router_topk", "moe_router_group_topk", problems
+    )
     return {"n_group": args.moe_router_num_groups, "topk_group": chosen}
 
 
-def _check_routing_groups(topk: int, chosen: int, name: str, group_name: str, problems: list[str]) -> None:
+def _check_routing_groups(
+    topk: int, chosen: int, name: str, group_name: str, problems: list[str]
+) -> None:
     """The score of a group sums its best: two of them in transformers, as many as it gives on average in Megatron-Core."""
     if topk // chosen != 2:
-        problems.append(f"{name} {topk} with {group_name} {chosen}: both programs agree only where one is twice the other")
+        problems.append(
+            f"{name} {topk} with {group_name} {chosen}: both programs agree only where one is twice"
+            " the other"
+        )
 
 
 ROUTING_GROUPS = Rule(
@@ -303,18 +393,28 @@ def _read_shared_experts(config: Config, problems: list[str]) -> dict[str, Any]:
     number = config.get("n_shared_experts", 1)
     if not number:
         problems.append(f"n_shared_experts {number}: there is at least one")
-    return {"moe_shared_expert_intermediate_size": (number or 1) * (config.get("moe_intermediate_size") or 0)}
+    return {
+        "moe_shared_expert_intermediate_size": (
+            (number or 1) * (config.get("moe_intermediate_size") or 0)
+        )
+    }
 
 
 def _write_shared_experts(args: argparse.Namespace, problems: list[str]) -> Config:
     width, expert = args.moe_shared_expert_intermediate_size or 0, args.moe_ffn_hidden_size or 1
     if not width or width % expert:
-        problems.append(f"moe_shared_expert_intermediate_size {width} is no multiple of moe_ffn_hidden_size {expert}")
+        problems.append(
+            f"moe_shared_expert_intermediate_size {width} is no multiple of moe_ffn_hidden_size"
+            f" {expert}"
+        )
     return {"n_shared_experts": width // expert}
 
 
 SHARED_EXPERTS = Rule(
-    ("n_shared_experts",), ("moe_shared_expert_intermediate_size",), _read_shared_experts, _write_shared_experts
+    ("n_shared_experts",),
+    ("moe_shared_expert_intermediate_size",),
+    _read_shared_experts,
+    _write_shared_experts,
 )
 
 
@@ -327,43 +427,62 @@ def _read_sigmoid_scores(config: Config, problems: list[str]) -> dict[str, Any]:
 
 
 SIGMOID_SCORES = Rule(
-    ("norm_topk_prob",), (), _read_sigmoid_scores, lambda args, problems: {"norm_topk_prob": args.moe_router_topk != 1}
+    ("norm_topk_prob",),
+    (),
+    _read_sigmoid_scores,
+    lambda args, problems: {"norm_topk_prob": args.moe_router_topk != 1},
 )
 
 
 def _read_one_width(config: Config, problems: list[str]) -> dict[str, Any]:
     heads, others = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if others not in (None, heads):
-        problems.append(f"num_key_value_heads {others}: latent attention has as many as num_attention_heads, {heads}")
+        problems.append(
+            f"num_key_value_heads {others}: latent attention has as many as num_attention_heads,"
+            f" {heads}"
+        )
     return {}
 
 
 LATENT_HEADS = Rule(
-    ("num_key_value_heads",), (), _read_one_width, lambda args, problems: {"num_key_value_heads": args.num_attention_heads}
+    ("num_key_value_heads",),
+    (),
+    _read_one_width,
+    lambda args, problems: {"num_key_value_heads": args.num_attention_heads},
 )
 
 
 def _all_sparse(args: argparse.Namespace, problems: list[str]) -> Config:
     if not all(layers_with_experts(args)):
-        problems.append(f"moe_layer_freq {args.moe_layer_freq}: all layers have experts in this family")
+        problems.append(
+            f"moe_layer_freq {args.moe_layer_freq}: all layers have experts in this family"
+        )
     return {}
 
 
 def _write_epsilon(args: argparse.Namespace, problems: list[str]) -> Config:
     if args.layernorm_epsilon != 1e-6:
-        problems.append(f"layernorm_epsilon is {args.layernorm_epsilon}: transformers has 1e-06 for norms of latents")
+        problems.append(
+            f"layernorm_epsilon is {args.layernorm_epsilon}: transformers has 1e-06 for norms of"
+            " latents"
+        )
     return {}
 
 
 def _read_epsilon(config: Config, problems: list[str]) -> dict[str, Any]:
     if config.get("rms_norm_eps", 1e-6) != 1e-6:
         value = config["rms_norm_eps"]
-        problems.append(f"rms_norm_eps {value}: norms of latents have 1e-06 all the same, but Megatron-LM has one for all")
+        problems.append(
+            f"rms_norm_eps {value}: norms of latents have 1e-06 all the same, but Megatron-LM has"
+            " one for all"
+        )
     return {}
 
 
 EPSILON_OF_LATENTS = Rule((), ("layernorm_epsilon",), _read_epsilon, _write_epsilon)
-EXPERTS_EVERYWHERE = Rule((), ("moe_layer_freq",), lambda config, problems: {"moe_layer_freq": 1}, _all_sparse)
+EXPERTS_EVERYWHERE = Rule(
+    (), ("moe_layer_freq",), lambda config, problems: {"moe_layer_freq": 1}, _all_sparse
+)
 
 
 TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
@@ -380,7 +499,9 @@ GELU = Rule(
     ("activation_function",),
     ("openai_gelu", "bias_gelu_fusion"),
     _read_gelu,
-    lambda args, problems: {"activation_function": "gelu_new" if args.openai_gelu or args.bias_gelu_fusion else "gelu"},
+    lambda args, problems: {
+        "activation_function": "gelu_new" if args.openai_gelu or args.bias_gelu_fusion else "gelu"
+    },
 )
 
 
@@ -389,14 +510,20 @@ def _read_inner_width(config: Config, problems: list[str]) -> dict[str, Any]:
 
 
 INNER_WIDTH = Rule(
-    ("n_inner",), ("ffn_hidden_size",), _read_inner_width, lambda args, problems: {"n_inner": args.ffn_hidden_size}
+    ("n_inner",),
+    ("ffn_hidden_size",),
+    _read_inner_width,
+    lambda args, problems: {"n_inner": args.ffn_hidden_size},
 )
 
 
 def _read_dropout(config: Config, problems: list[str]) -> dict[str, Any]:
     residual, embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
     if residual != embedding:
-        problems.append(f"resid_pdrop {residual} and embd_pdrop {embedding}: Megatron-LM has one --hidden-dropout for both")
+        problems.append(
+            f"resid_pdrop {residual} and embd_pdrop {embedding}: Megatron-LM has one"
+            " --hidden-dropout for both"
+        )
     return {"hidden_dropout": residual}
 
 
@@ -414,7 +541,10 @@ def _read_even_heads(config: Config, problems: list[str]) -> dict[str, Any]:
 
 def _write_even_heads(args: argparse.Namespace, problems: list[str]) -> Config:
     if args.kv_channels * args.num_attention_heads != args.hidden_size:
-        problems.append(f"kv_channels {args.kv_channels}: heads are as wide as hidden_size over num_attention_heads")
+        problems.append(
+            f"kv_channels {args.kv_channels}: heads are as wide as hidden_size over"
+            " num_attention_heads"
+        )
     return {}
 
 
@@ -424,7 +554,9 @@ EVEN_HEADS = Rule((), ("kv_channels",), _read_even_heads, _write_even_heads)
 def _read_kinds_of_attention(config: Config, problems: list[str]) -> dict[str, Any]:
     others = sorted(set(config.get("layer_types") or []) - {"full_attention"})
     if others:
-        problems.append(f"layer_types {', '.join(others)}: the counterpart has full_attention in all layers")
+        problems.append(
+            f"layer_types {', '.join(others)}: the counterpart has full_attention in all layers"
+        )
     return {}
 
 
@@ -432,7 +564,9 @@ KINDS_OF_ATTENTION = Rule(("layer_types",), (), _read_kinds_of_attention, lambda
 QUERY_RANK = Rule(
     ("q_lora_rank",),
     ("q_lora_rank",),
-    lambda config, problems: {"q_lora_rank": config.get("q_lora_rank", 1536)},  # null: queries are not compressed
+    lambda config, problems: {
+        "q_lora_rank": config.get("q_lora_rank", 1536)
+    },  # null: queries are not compressed
     lambda args, problems: {"q_lora_rank": args.q_lora_rank},
 )
 PREDICTIONS = Rule(

@@ -62,33 +62,51 @@ def num_groups(args: argparse.Namespace) -> int:
 
 def _group_widths(args: argparse.Namespace) -> tuple[int, int, int]:
     """Rows of a group's queries, key and value."""
-    return args.num_attention_heads // num_groups(args) * args.kv_channels, args.kv_channels, args.kv_channels
+    return (
+        args.num_attention_heads // num_groups(args) * args.kv_channels,
+        args.kv_channels,
+        args.kv_channels,
+    )
 
 
 def _merge_fused_heads(parts: Sequence[LazyTensor], args: argparse.Namespace) -> LazyTensor:
     """GPT-2 has the queries of all heads, then their keys, then their values, as columns."""
     heads, width = args.num_attention_heads, args.kv_channels
     order = torch.arange(3 * heads * width).view(3, heads, width).transpose(0, 1).reshape(-1)
-    return parts[0].map(parts[0].shape[::-1], lambda columns: columns.mT[order] if columns.dim() > 1 else columns[order])
+    return parts[0].map(
+        parts[0].shape[::-1],
+        lambda columns: columns.mT[order] if columns.dim() > 1 else columns[order],
+    )
 
 
 def _split_fused_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[LazyTensor]:
     heads, width = args.num_attention_heads, args.kv_channels
     order = torch.arange(3 * heads * width).view(heads, 3, width).transpose(0, 1).reshape(-1)
-    return [tensor.map(tensor.shape[::-1], lambda rows: rows[order].mT if rows.dim() > 1 else rows[order])]
+    return [
+        tensor.map(
+            tensor.shape[::-1], lambda rows: rows[order].mT if rows.dim() > 1 else rows[order]
+        )
+    ]
 
 
-SAME = Rearrangement(lambda parts, args: parts[0], lambda tensor, args: [tensor], lambda shape, args: [shape])
+SAME = Rearrangement(
+    lambda parts, args: parts[0], lambda tensor, args: [tensor], lambda shape, args: [shape]
+)
 TRANSPOSED = Rearrangement(
     lambda parts, args: parts[0].map(parts[0].shape[::-1], lambda tensor: tensor.mT),
     lambda tensor, args: [tensor.map(tensor.shape[::-1], lambda each: each.mT)],
     lambda shape, args: [shape[::-1]],
 )
 HEADS = Rearrangement(_merge_heads, _split_heads, _head_shapes)
-FUSED_HEADS = Rearrangement(_merge_fused_heads, _split_fused_heads, lambda shape, args: [shape[::-1]])
+FUSED_HEADS = Rearrangement(
+    _merge_fused_heads, _split_fused_heads, lambda shape, args: [shape[::-1]]
+)
 GATE_AND_UP = Rearrangement(
     lambda parts, args: concatenate(parts),
-    lambda tensor, args: [tensor.rows(0, tensor.num_rows // 2), tensor.rows(tensor.num_rows // 2, tensor.num_rows)],
+    lambda tensor, args: [
+        tensor.rows(0, tensor.num_rows // 2),
+        tensor.rows(tensor.num_rows // 2, tensor.num_rows),
+    ],
     lambda shape, args: [(shape[0] // 2, *shape[1:])] * 2,
 )
 """A gated MLP's first matrix: the gate's rows, then those that it multiplies."""
@@ -105,12 +123,15 @@ def _padded(tensor: LazyTensor, num_rows: int) -> LazyTensor:
         return tensor
     row, dtype = tensor.shape[1:], tensor.dtype
     padding = LazyTensor(
-        (num_rows - tensor.num_rows, *row), dtype, lambda start, stop: torch.zeros(stop - start, *row, dtype=dtype)
+        (num_rows - tensor.num_rows, *row),
+        dtype,
+        lambda start, stop: torch.zeros(stop - start, *row, dtype=dtype),
     )
     return concatenate([tensor, padding])
 
 
-# ---- rows of tables ----------------------------------------------------------------------------------------------------
+# ---- rows of tables
+# ----------------------------------------------------------------------------------------------------
 
 Where = Callable[[argparse.Namespace, int], bool]
 
@@ -161,7 +182,8 @@ class Pairing:
     """A row for one model: full names.
 
     Attributes:
-        is_copy: theirs are duplicates of what other files' readers look for elsewhere: written, but not read.
+        is_copy: theirs are duplicates of what other files' readers look for elsewhere: written, but
+            not read.
     """
 
     ours: str

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one table of what parameters are called, which every reader and writer of checkpoints goes by.
 
-A parameter has one *canonical* name: that in a GPTModel of local layers on one rank, with layers and experts counted over
-the whole model and gated weights whole, such as ``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight``. Files
-and modules spell it in other ways:
+A parameter has one *canonical* name: that in a GPTModel of local layers on one rank, with layers
+and experts counted over the whole model and gated weights whole, such as
+``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight``. Files and modules spell it in
+other ways:
 
-- Transformer Engine's layers keep some norms inside the linear layer that follows (``FUSED_NORMS``), and all experts of a
-  layer in one module, ``mlp.experts.linear_fc1.weight3``;
-- fsdp_dtensor files have the spelling of the model's modules, and the two halves of gated weights apart (``HALVES``);
-- torch_dist files stack layers and experts: ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, with two leading
-  axes, and call norms as Transformer Engine does, more or less (``FUSED_NORMS`` again).
+- Transformer Engine's layers keep some norms inside the linear layer that follows
+  (``FUSED_NORMS``), and all experts of a layer in one module, ``mlp.experts.linear_fc1.weight3``;
+- fsdp_dtensor files have the spelling of the model's modules, and the two halves of gated weights
+  apart (``HALVES``);
+- torch_dist files stack layers and experts:
+  ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, with two leading axes, and call norms as
+  Transformer Engine does, more or less (``FUSED_NORMS`` again).
 
-The rows of ``MODEL`` and ``LAYER`` say which parameters there are, in the order in which a GPTModel registers them. A new
-kind of layer is a few rows.
+The rows of ``MODEL`` and ``LAYER`` say which parameters there are, in the order in which a GPTModel
+registers them. A new kind of layer is a few rows.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- what there is
+# ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,10 @@ class Row:
     Attributes:
         module: its path; ``{expert}`` is a number.
         dims: of the weight, by the names of :class:`Sizes`.
-        split_dim: along which tensor parallelism divides the weight. Biases are divided with dim 0 only.
-        gated: dim 0 is a gate and what it multiplies, one after the other, where the model's MLPs are gated.
+        split_dim: along which tensor parallelism divides the weight. Biases are divided with dim 0
+            only.
+        gated: dim 0 is a gate and what it multiplies, one after the other, where the model's MLPs
+            are gated.
         leaves: what the module has.
         is_buffer: no parameter: stored in its own dtype, without optimizer state.
     """
@@ -73,7 +79,12 @@ LAYER = (
     Row("pre_mlp_layernorm", ("hidden",)),
     Row("mlp.router", ("experts", "hidden")),
     Row("mlp.router", ("experts",), leaves=("expert_bias",), is_buffer=True),
-    Row("mlp.experts.local_experts.{expert}.linear_fc1", ("expert_fc1_rows", "hidden"), 0, gated=True),
+    Row(
+        "mlp.experts.local_experts.{expert}.linear_fc1",
+        ("expert_fc1_rows", "hidden"),
+        0,
+        gated=True,
+    ),
     Row("mlp.experts.local_experts.{expert}.linear_fc2", ("hidden", "expert_width"), 1),
     # A module's own parameter comes before those of the modules in it.
     Row("mlp.shared_experts", ("one", "hidden"), leaves=("gate_weight",)),
@@ -98,7 +109,8 @@ MODEL: tuple[tuple[str, tuple[Row, ...]], ...] = (
     ("", (Row("output_layer", ("vocabulary", "hidden"), 0),)),
 )
 
-# ---- other spellings -------------------------------------------------------------------------------------------------
+# ---- other spellings
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,8 @@ class FusedNorm:
 
     Attributes:
         in_engine: in which layers of Transformer Engine it is so, in the model as in files.
-        in_files_of_local: in which layers torch_dist files call it so although the model is of local layers.
+        in_files_of_local: in which layers torch_dist files call it so although the model is of
+            local layers.
     """
 
     norm: str
@@ -126,18 +139,43 @@ class FusedNorm:
 
 FUSED_NORMS = (
     FusedNorm(
-        "input_layernorm", "self_attention.linear_qkv", lambda kind: not kind.is_latent, lambda kind: not kind.is_latent
+        "input_layernorm",
+        "self_attention.linear_qkv",
+        lambda kind: not kind.is_latent,
+        lambda kind: not kind.is_latent,
     ),
-    FusedNorm("pre_mlp_layernorm", "mlp.linear_fc1", lambda kind: not kind.has_experts, lambda kind: not kind.is_latent),
     FusedNorm(
-        "self_attention.q_layernorm", "self_attention.linear_q_up_proj", lambda kind: kind.is_latent, lambda kind: False
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        lambda kind: not kind.has_experts,
+        lambda kind: not kind.is_latent,
     ),
-    FusedNorm("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", lambda kind: True, lambda kind: False),
-    # Releases after 0.16 can join both down projections of latent attention, and then the norm before them.
-    FusedNorm("input_layernorm", "self_attention.linear_qkv_down_proj", lambda kind: False, lambda kind: False),
+    FusedNorm(
+        "self_attention.q_layernorm",
+        "self_attention.linear_q_up_proj",
+        lambda kind: kind.is_latent,
+        lambda kind: False,
+    ),
+    FusedNorm(
+        "self_attention.kv_layernorm",
+        "self_attention.linear_kv_up_proj",
+        lambda kind: True,
+        lambda kind: False,
+    ),
+    # Releases after 0.16 can join both down projections of latent attention, and then the norm
+    # before them.
+    FusedNorm(
+        "input_layernorm",
+        "self_attention.linear_qkv_down_proj",
+        lambda kind: False,
+        lambda kind: False,
+    ),
 )
 HALVES = ("_w", "_v")
-"""Endings of the gate and of what it multiplies. A rank's fused tensor is no contiguous slice of the global one."""
+"""Endings of the gate and of what it multiplies.
+
+A rank's fused tensor is no contiguous slice of the global one.
+"""
 
 OTHER_INNER_LAYER = "mtp_model_layer."
 """What the layer inside a multi-token prediction layer is called from Megatron-Core 0.17 on."""
@@ -163,7 +201,9 @@ def canonical_name(name: str) -> str:
     name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
     if _FUSED.search(name):
         for row in FUSED_NORMS:
-            name = re.sub(rf"\.{re.escape(row.linear)}\.layer_norm_(weight|bias)$", rf".{row.norm}.\1", name)
+            name = re.sub(
+                rf"\.{re.escape(row.linear)}\.layer_norm_(weight|bias)$", rf".{row.norm}.\1", name
+            )
     return name
 
 
@@ -189,12 +229,14 @@ class Spelling:
         """What the model calls the parameter with this canonical name."""
         name = self._with_fused_norm(name, lambda row, kind: self.engine and row.in_engine(kind))
         if self.grouped_experts:
-            name = _EXPERT.sub(lambda found: ".mlp.experts.{1}{0}".format(found[1], found[2]), name)
+            name = _EXPERT.sub(lambda found: f".mlp.experts.{found[2]}{found[1]}", name)
         return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}")
 
     def stacked_place(self, name: str) -> tuple[str, tuple[int, ...]]:
         """The key of a torch_dist file that holds the parameter, and its place along the key's leading axes."""
-        name = self._with_fused_norm(name, lambda row, kind: (row.in_engine if self.engine else row.in_files_of_local)(kind))
+        name = self._with_fused_norm(
+            name, lambda row, kind: (row.in_engine if self.engine else row.in_files_of_local)(kind)
+        )
         index: tuple[int, ...] = ()
         expert = _EXPERT.search(name)
         if expert is not None:
@@ -255,21 +297,26 @@ def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
         yield canonical_name(name), index
 
 
-# ---- facts about one parameter ---------------------------------------------------------------------------------------
+# ---- facts about one parameter
+# ---------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], int, Row]]:
     """What canonical names look like, with the number of their stack, and their rows."""
     found = []
     for stack, (prefix, rows) in enumerate(MODEL):
         for row in rows:
-            path = re.escape(prefix + row.module).replace(r"\{number\}", r"\d+").replace(r"\{expert\}", r"\d+")
+            path = (
+                re.escape(prefix + row.module)
+                .replace(r"\{number\}", r"\d+")
+                .replace(r"\{expert\}", r"\d+")
+            )
             found.append((re.compile(rf"^{path}\.({'|'.join(row.leaves)})$"), stack, row))
     return found
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def row_of(name: str) -> Row | None:
     """The row for a canonical name; None for a parameter of no model that is known here."""
     return next((row for pattern, _, row in _patterns() if pattern.match(name)), None)
@@ -279,8 +326,9 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
     """Sorts canonical names as a GPTModel registers its parameters; unknown ones come last, by name.
 
     Args:
-        spelling: of the model; default: local layers. Transformer Engine's linear layers register the norm inside before
-            their own weight, and grouped experts the first layer of all experts before the second of any.
+        spelling: of the model; default: local layers. Transformer Engine's linear layers register
+            the norm inside before their own weight, and grouped experts the first layer of all
+            experts before the second of any.
     """
     spelled = spelling.module_name(name) if spelling is not None else name
     linear, fused, norm_leaf = spelled.rpartition(".layer_norm_")
@@ -288,10 +336,14 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
         return (*registration_order(f"{linear}.weight")[:-1], -2 if norm_leaf == "weight" else -1)
     for position, (pattern, stack, row) in enumerate(_patterns()):
         if pattern.match(name):
-            layer, expert = ([int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)] + [0, 0])[:2]
+            layer, expert = (
+                [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)] + [0, 0]
+            )[:2]
             module = row.module.partition("{expert}")[0]  # the rows of an expert stand together
             first = next(
-                at for at, (_, of, each) in enumerate(_patterns()) if of == stack and each.module.startswith(module)
+                at
+                for at, (_, of, each) in enumerate(_patterns())
+                if of == stack and each.module.startswith(module)
             )
             within = (position, expert) if _GROUPED.search(spelled) else (expert, position)
             return (stack, layer, first, *within, row.leaves.index(name.rpartition(".")[2]))
@@ -324,9 +376,15 @@ def is_buffer(name: str) -> bool:
 def has_extra_state(name: str, engine: bool) -> bool:
     """Whether the module of a weight has an ``_extra_state`` in torch_dist files: linear layers, in the engine norms."""
     module, _, leaf = name.rpartition(".")
-    if leaf != "weight" or module in ("output_layer", "embedding.word_embeddings", "embedding.position_embeddings"):
+    if leaf != "weight" or module in (
+        "output_layer",
+        "embedding.word_embeddings",
+        "embedding.position_embeddings",
+    ):
         return False
-    return module.rpartition(".")[2].startswith(("linear_", "eh_proj")) or (engine and "norm" in module)
+    return module.rpartition(".")[2].startswith(("linear_", "eh_proj")) or (
+        engine and "norm" in module
+    )
 
 
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
@@ -360,12 +418,16 @@ def split_dim(name: str) -> int | None:
     return row.split_dim
 
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
+# ---- shapes
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a model, from its arguments; None where they do not say. The names of ``Row.dims``."""
+    """Sizes of a model, from its arguments; None where they do not say.
+
+    The names of ``Row.dims``.
+    """
 
     args: argparse.Namespace
 
@@ -396,15 +458,20 @@ _SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
     "positions": lambda args: args.max_position_embeddings,
     "head_dim": _head_dim,
     "attention_width": lambda args: (
-        args.num_attention_heads * (args.v_head_dim if args.multi_latent_attention else _head_dim(args))
+        args.num_attention_heads
+        * (args.v_head_dim if args.multi_latent_attention else _head_dim(args))
     ),
     "qkv_rows": lambda args: (args.num_attention_heads + 2 * _groups(args)) * _head_dim(args),
     "query_rank": lambda args: args.q_lora_rank,
     "key_value_rank": lambda args: args.kv_lora_rank,
     "query_norm": lambda args: args.q_lora_rank if args.multi_latent_attention else _head_dim(args),
-    "latent_query_rows": lambda args: args.num_attention_heads * (args.qk_head_dim + args.qk_pos_emb_head_dim),
+    "latent_query_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    ),
     "key_value_down_rows": lambda args: args.kv_lora_rank + args.qk_pos_emb_head_dim,
-    "key_value_up_rows": lambda args: args.num_attention_heads * (args.qk_head_dim + args.v_head_dim),
+    "key_value_up_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.v_head_dim)
+    ),
     "experts": lambda args: args.num_experts,
     "expert_width": lambda args: args.moe_ffn_hidden_size,
     "expert_fc1_rows": lambda args: _gated_rows(args, args.moe_ffn_hidden_size),

@@ -16,7 +16,8 @@ class LazyTensor:
     Attributes:
         shape: of the whole tensor.
         dtype: of what is read.
-        read_rows: rows ``[start, stop)`` of dim 0, new memory at every call; a 0-d tensor is row 0 of one.
+        read_rows: rows ``[start, stop)`` of dim 0, new memory at every call; a 0-d tensor is row 0
+            of one.
     """
 
     shape: tuple[int, ...]
@@ -44,23 +45,35 @@ class LazyTensor:
         if not 0 <= start <= stop <= self.num_rows:
             raise ValueError(f"rows {start} to {stop} of a tensor of shape {self.shape}")
         return LazyTensor(
-            (stop - start, *self.shape[1:]), self.dtype, lambda first, last: self.read_rows(start + first, start + last)
+            (stop - start, *self.shape[1:]),
+            self.dtype,
+            lambda first, last: self.read_rows(start + first, start + last),
         )
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """The same values in another dtype."""
         if dtype == self.dtype:
             return self
-        return LazyTensor(self.shape, dtype, lambda start, stop: self.read_rows(start, stop).to(dtype))
+        return LazyTensor(
+            self.shape, dtype, lambda start, stop: self.read_rows(start, stop).to(dtype)
+        )
 
-    def map(self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]) -> LazyTensor:
+    def map(
+        self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
+    ) -> LazyTensor:
         """``function`` of the whole tensor, a tensor of ``shape``; every read reads the whole."""
-        return LazyTensor(tuple(shape), self.dtype, lambda start, stop: _rows_of(function(self.read()), start, stop))
+        return LazyTensor(
+            tuple(shape),
+            self.dtype,
+            lambda start, stop: _rows_of(function(self.read()), start, stop),
+        )
 
 
 def in_memory(tensor: torch.Tensor) -> LazyTensor:
     """A tensor that is there already."""
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone())
+    return LazyTensor(
+        tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone()
+    )
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -71,7 +84,9 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """
     first = parts[0]
     if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):
-        raise ValueError(f"cannot be one tensor: {', '.join(f'{part.dtype} {part.shape}' for part in parts)}")
+        raise ValueError(
+            f"cannot be one tensor: {', '.join(f'{part.dtype} {part.shape}' for part in parts)}"
+        )
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
         pieces, offset = [], 0
@@ -80,9 +95,13 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
             if lowest < highest:
                 pieces.append(part.read_rows(lowest, highest))
             offset += part.num_rows
-        return torch.cat(pieces) if pieces else torch.empty((0, *first.shape[1:]), dtype=first.dtype)
+        return (
+            torch.cat(pieces) if pieces else torch.empty((0, *first.shape[1:]), dtype=first.dtype)
+        )
 
-    return LazyTensor((sum(part.num_rows for part in parts), *first.shape[1:]), first.dtype, read_rows)
+    return LazyTensor(
+        (sum(part.num_rows for part in parts), *first.shape[1:]), first.dtype, read_rows
+    )
 
 
 def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -64,7 +64,8 @@ class Argument:
         name: the destination.
         default: of Megatron-LM.
         flag: what sets it; default its name. A switch where the default is True or False.
-        counts: whether it means anything beside the other arguments; elsewhere its value is no part of the model.
+        counts: whether it means anything beside the other arguments; elsewhere its value is no part
+            of the model.
         in_outputs: whether outputs of the trained model depend on it, beyond rounding.
     """
 
@@ -77,7 +78,9 @@ class Argument:
     def default_in(self, known: Mapping[str, Any]) -> Any:
         """The default beside other arguments, which can have the switch itself, as it stands on the command line."""
         switch = known.get(self.flag.removeprefix("--").replace("-", "_"))
-        return not self.default if switch is True and isinstance(self.default, bool) else self.default
+        return (
+            not self.default if switch is True and isinstance(self.default, bool) else self.default
+        )
 
     def words(self, value: Any) -> list[str]:
         """Words of a command line that set it to ``value``; none for the default."""
@@ -112,7 +115,9 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("swiglu", False),
     Argument("squared_relu", False),
     Argument("openai_gelu", False),
-    Argument("bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu),  # its GELU is the tanh formula
+    Argument(
+        "bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu
+    ),  # its GELU is the tanh formula
     Argument("add_bias_linear", True, "--disable-bias-linear"),
     Argument("add_qkv_bias", False, counts=_own_bias_of_qkv),
     Argument("qk_layernorm", False),
@@ -133,7 +138,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("rotary_scaling_factor", 1.0, counts=_latent),
     Argument("mscale", 1.0, counts=_yarn),
     Argument("mscale_all_dim", 0.0, counts=_latent),
-    # No flags of Megatron-LM's, but fields of its config that take what arguments have of these names.
+    # No flags of Megatron-LM's, but fields of its config that take what arguments have of these
+    # names.
     Argument("original_max_position_embeddings", 4096, counts=_yarn),
     Argument("beta_fast", 32, counts=_yarn),
     Argument("beta_slow", 1, counts=_yarn),
@@ -154,13 +160,18 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("bf16", False, in_outputs=False),
     Argument("fp16", False, in_outputs=False),
 )
-"""What a model is made of. What only concerns training it, such as losses that balance experts, is not here."""
+"""What a model is made of.
+
+What only concerns training it, such as losses that balance experts, is not here.
+"""
 
 
 def completed(args: argparse.Namespace) -> argparse.Namespace:
     """A copy with what is missing: defaults, and sizes that follow from others."""
     known = vars(args)
-    args = argparse.Namespace(**({argument.name: argument.default_in(known) for argument in ARGUMENTS} | known))
+    args = argparse.Namespace(
+        **({argument.name: argument.default_in(known) for argument in ARGUMENTS} | known)
+    )
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -174,7 +185,11 @@ def layers_with_experts(args: argparse.Namespace) -> list[int]:
     if not args.num_experts:
         return [0] * args.num_layers
     pattern = getattr(args, "moe_layer_freq", 1)
-    return [int(number % pattern == 0) for number in range(args.num_layers)] if isinstance(pattern, int) else list(pattern)
+    return (
+        [int(number % pattern == 0) for number in range(args.num_layers)]
+        if isinstance(pattern, int)
+        else list(pattern)
+    )
 
 
 def model_flags(args: argparse.Namespace) -> list[str]:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distributed optimizer's buffers, as ranks keep them in memory and two layouts of torch_dist checkpoints store them.
 
-A *buffer* holds all parameters of one dtype that a rank has in one chunk of the pipeline, in the reverse of the order in
-which the model registers them. It is cut into *buckets*. Each parameter begins at a multiple of 64 elements, counted from
-the beginning of its bucket, and is this rank's part of it, flattened. Data ranks share one buffer.
+A *buffer* holds all parameters of one dtype that a rank has in one chunk of the pipeline, in the
+reverse of the order in which the model registers them. It is cut into *buckets*. Each parameter
+begins at a multiple of 64 elements, counted from the beginning of its bucket, and is this rank's
+part of it, flattened. Data ranks share one buffer.
 
-Nothing in a file says which parameters are where. That follows from how many layers each pipeline stage has, over how many
-ranks tensor parallelism goes, and which layers the model was made of. Layouts are tried, that of the arguments first, and
-the one is taken in which every parameter begins and ends where something does in the file.
+Nothing in a file says which parameters are where. That follows from how many layers each pipeline
+stage has, over how many ranks tensor parallelism goes, and which layers the model was made of.
+Layouts are tried, that of the arguments first, and the one is taken in which every parameter begins
+and ends where something does in the file.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class DoesNotFit(ValueError):
     """A layout is not that of the file."""
 
 
-# ---- buffers ---------------------------------------------------------------------------------------------------------
+# ---- buffers
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,9 +105,14 @@ class StoredBuckets:
         self.lengths = []
         for bucket in keys:
             shapes = {stored.shape(key) for key in bucket.values()}
-            if bucket.keys() != self.slots.keys() or len(shapes) != 1 or len(next(iter(shapes))) != 1:
+            if (
+                bucket.keys() != self.slots.keys()
+                or len(shapes) != 1
+                or len(next(iter(shapes))) != 1
+            ):
                 raise ValueError(
-                    f"the tensors of a bucket differ: {', '.join(f'{key} {stored.shape(key)}' for key in bucket.values())},"
+                    "the tensors of a bucket differ:"
+                    f" {', '.join(f'{key} {stored.shape(key)}' for key in bucket.values())},"
                     f" expected one dim of the same length for {', '.join(self.slots)}"
                 )
             self.lengths.append(next(iter(shapes))[0])
@@ -114,7 +122,10 @@ class StoredBuckets:
     def _edges(self) -> list[set[int]]:
         """Where chunks of the file begin and end in each bucket: where parameters, gaps and data ranks' parts do."""
         chunks = [self._stored.tensors[next(iter(bucket.values()))].chunks for bucket in self._keys]
-        return [{edge for each in of for edge in (each.offsets[0], each.offsets[0] + each.sizes[0])} for of in chunks]
+        return [
+            {edge for each in of for edge in (each.offsets[0], each.offsets[0] + each.sizes[0])}
+            for of in chunks
+        ]
 
     def place(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
         places: list[tuple[int, int]] = []
@@ -125,12 +136,19 @@ class StoredBuckets:
             start = _aligned(start)
             end, length = start + part.numel, self.lengths[bucket]
             if end > length or not {start, end} <= self._edges[bucket]:
-                raise DoesNotFit(f"{part.name} is not at {start} to {end} of bucket {bucket}, which has {length} elements")
+                raise DoesNotFit(
+                    f"{part.name} is not at {start} to {end} of bucket {bucket}, which has {length}"
+                    " elements"
+                )
             places.append((bucket, start))
-            # A bucket of its own begins at an aligned place, and what is before it belongs to the bucket before.
+            # A bucket of its own begins at an aligned place, and what is before it belongs to the
+            # bucket before.
             bucket, start = (bucket + 1, 0) if length in (end, _aligned(end)) else (bucket, end)
         if bucket < len(self.lengths):
-            raise DoesNotFit(f"buckets from {bucket} on, of {self.lengths[bucket:]} elements, have more than the parameters")
+            raise DoesNotFit(
+                f"buckets from {bucket} on, of {self.lengths[bucket:]} elements, have more than the"
+                " parameters"
+            )
         return places[::-1]
 
     def read(self, slot: str, place: tuple[int, int], start: int, stop: int) -> torch.Tensor:
@@ -151,20 +169,28 @@ class CoalescedBuckets:
     def __init__(self, load: Any, dtype: str, bucket_size: int | None):
         self._load, self.dtype, self._bucket_size = load, dtype, bucket_size
         content = load()
-        self.slots = {slot: value.dtype for slot, value in content.items() if isinstance(value, torch.Tensor)}
+        self.slots = {
+            slot: value.dtype for slot, value in content.items() if isinstance(value, torch.Tensor)
+        }
         sizes = {slot: tuple(content[slot].shape) for slot in self.slots}
         self.numel = int(content["numel_unpadded"])
         if set(sizes.values()) != {(self.numel,)}:
-            raise ValueError(f"the tensors of a buffer are {sizes}, expected {self.numel} elements for each")
+            raise ValueError(
+                f"the tensors of a buffer are {sizes}, expected {self.numel} elements for each"
+            )
 
     def place(self, parts: Sequence[Part]) -> list[int]:
         places: list[int] = []
-        bucket = end = 0  # both from the beginning of the buffer, where paddings between buckets are left out
+        bucket = end = (
+            0  # both from the beginning of the buffer, where paddings between buckets are left out
+        )
         for part in reversed(parts):
             start = bucket + _aligned(end - bucket)
             end = start + part.numel
             places.append(start)
-            if part.has_own_bucket or self._bucket_size is not None and end - bucket >= self._bucket_size:
+            if part.has_own_bucket or (
+                self._bucket_size is not None and end - bucket >= self._bucket_size
+            ):
                 bucket = end
         if end != self.numel:
             raise DoesNotFit(f"the parameters fill {end} of its {self.numel} elements")
@@ -197,17 +223,25 @@ def coalesced(
     for (chain, rank), key in keys.items():
         content = load(key)
         if not isinstance(content, dict) or not content.get("buckets_coalesced"):
-            raise ValueError(f"{key} is not {{'buckets_coalesced': True, number: {{dtypes: tensors}}}}")
+            raise ValueError(
+                f"{key} is not {{'buckets_coalesced': True, number: {{dtypes: tensors}}}}"
+            )
         num_ranks = sum(other == chain for other, _ in keys)
-        is_first_stage = rank < num_ranks // (getattr(args, "pipeline_model_parallel_size", None) or 1)
+        is_first_stage = rank < num_ranks // (
+            getattr(args, "pipeline_model_parallel_size", None) or 1
+        )
         buffers = found.setdefault((chain, rank), [])
         for number in sorted(name for name in content if isinstance(name, int)):
             for dtypes in content[number]:
                 dtype = str(dtypes[0])
                 # Later chunks have one bucket: their gradients are not on the critical path.
                 is_first = is_first_stage and all(buffer.dtype != dtype for buffer in buffers)
-                read = functools.partial(lambda key, number, dtypes: load(key)[number][dtypes], key, number, dtypes)
-                buffers.append(CoalescedBuckets(read, dtype, _bucket_size(args) if is_first else None))
+                read = functools.partial(
+                    lambda key, number, dtypes: load(key)[number][dtypes], key, number, dtypes
+                )
+                buffers.append(
+                    CoalescedBuckets(read, dtype, _bucket_size(args) if is_first else None)
+                )
     return found
 
 
@@ -216,11 +250,17 @@ def _bucket_size(args: argparse.Namespace | None) -> int | None:
     if not getattr(args, "overlap_grad_reduce", False):
         return None
     if getattr(args, "ddp_num_buckets", None):
-        raise ValueError("dp_zero_gather_scatter of a run with --ddp-num-buckets: where its buckets end is not known")
-    return getattr(args, "ddp_bucket_size", None) or max(40_000_000, 1_000_000 * getattr(args, "data_parallel_size", 1))
+        raise ValueError(
+            "dp_zero_gather_scatter of a run with --ddp-num-buckets: where its buckets end is not"
+            " known"
+        )
+    return getattr(args, "ddp_bucket_size", None) or max(
+        40_000_000, 1_000_000 * getattr(args, "data_parallel_size", 1)
+    )
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -230,7 +270,8 @@ class Layout:
     Attributes:
         num_slices: of tensor parallelism.
         num_expert_slices: of tensor parallelism in experts.
-        engine: the layers are Transformer Engine's, whose linear layers have the norm before them inside.
+        engine: the layers are Transformer Engine's, whose linear layers have the norm before them
+            inside.
         grouped_experts: all experts of a layer are one module.
         divided_down: tensor parallelism divides the down projections of latent attention.
     """
@@ -268,7 +309,8 @@ class Model:
     """The parameters of a model in a layout, in the order of registration.
 
     Attributes:
-        before, decoder, final_norm, predicting, output: names of the parameters; of each layer in ``decoder``.
+        before, decoder, final_norm, predicting, output: names of the parameters; of each layer in
+            ``decoder``.
         num_experts: in a layer.
     """
 
@@ -276,9 +318,13 @@ class Model:
         self._weights, self.layout = weights, layout
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         names = [name for name in weights if not key_rules.is_buffer(name)]
-        spelling = key_rules.Spelling(layout.engine, layout.grouped_experts, True, key_rules.layer_kinds(names))
+        spelling = key_rules.Spelling(
+            layout.engine, layout.grouped_experts, True, key_rules.layer_kinds(names)
+        )
         names.sort(key=lambda name: key_rules.registration_order(name, spelling))
-        numbers = {name: number for name in names if (number := key_rules.layer_number(name)) is not None}
+        numbers = {
+            name: number for name in names if (number := key_rules.layer_number(name)) is not None
+        }
         self.decoder: list[list[str]] = [[] for _ in range(max(numbers.values(), default=-1) + 1)]
         for name, number in numbers.items():
             self.decoder[number].append(name)
@@ -286,12 +332,27 @@ class Model:
         self.final_norm = [name for name in names if name.startswith(_FINAL_NORM)]
         self.predicting = [name for name in names if name.startswith(_PREDICTION)]
         self.output = [name for name in names if name == OUTPUT_LAYER]
-        self.names = [*self.before, *itertools.chain(*self.decoder), *self.final_norm, *self.predicting, *self.output]
+        self.names = [
+            *self.before,
+            *itertools.chain(*self.decoder),
+            *self.final_norm,
+            *self.predicting,
+            *self.output,
+        ]
         experts = [number for number in map(key_rules.expert_number, names) if number is not None]
         self.num_experts = max(experts, default=-1) + 1
-        known = {*self.before, *itertools.chain(*self.decoder), *self.final_norm, *self.predicting, *self.output}
+        known = {
+            *self.before,
+            *itertools.chain(*self.decoder),
+            *self.final_norm,
+            *self.predicting,
+            *self.output,
+        }
         if len(known) != len(names):
-            raise ValueError(f"where the optimizer's buckets have these is not known: {', '.join(sorted({*names} - known))}")
+            raise ValueError(
+                "where the optimizer's buckets have these is not known:"
+                f" {', '.join(sorted({*names} - known))}"
+            )
 
     def parts(self, share: Share, is_first: bool, is_last: bool, num_stages: int) -> list[Part]:
         """What every tensor-parallel rank has of a chunk of the pipeline, in the order of registration.
@@ -300,9 +361,15 @@ class Model:
         """
         is_shared = num_stages > 1 and bool(self.predicting or not self.output)
         embedding = self.before if is_first else [WORD_EMBEDDINGS] if share.predicting else []
-        parts = [self.part(name, has_own_bucket=is_shared and name == WORD_EMBEDDINGS) for name in embedding]
+        parts = [
+            self.part(name, has_own_bucket=is_shared and name == WORD_EMBEDDINGS)
+            for name in embedding
+        ]
         names = [*itertools.chain(*(self.decoder[layer] for layer in share.layers))]
-        names += [*(self.final_norm if share.norm else []), *(self.predicting if share.predicting else [])]
+        names += [
+            *(self.final_norm if share.norm else []),
+            *(self.predicting if share.predicting else []),
+        ]
         parts += [self.part(name) for name in [*names, *(self.output if is_last else [])]]
         if is_last and not is_first and not self.output and not share.predicting:
             parts.append(self.part(WORD_EMBEDDINGS, has_own_bucket=True))
@@ -317,12 +384,17 @@ class Model:
         shape, dim = list(self._weights[name].shape), self.layout.split_dim(name)
         if dim is not None:
             if shape[dim] % self.num_slices(name):
-                raise DoesNotFit(f"{name} with the shape {tuple(shape)} cannot be divided by {self.num_slices(name)}")
+                raise DoesNotFit(
+                    f"{name} with the shape {tuple(shape)} cannot be divided by"
+                    f" {self.num_slices(name)}"
+                )
             shape[dim] //= self.num_slices(name)
         return Part(name, tuple(shape), has_own_bucket)
 
     def num_slices(self, name: str) -> int:
-        return self.layout.num_expert_slices if key_rules.is_expert(name) else self.layout.num_slices
+        return (
+            self.layout.num_expert_slices if key_rules.is_expert(name) else self.layout.num_slices
+        )
 
     def dtype(self, name: str) -> str:
         return str(self._weights[name].dtype)
@@ -331,7 +403,8 @@ class Model:
         return key_rules.has_halves(name, self._shapes)
 
 
-# ---- decoding --------------------------------------------------------------------------------------------------------
+# ---- decoding
+# --------------------------------------------------------------------------------------------------------
 
 Pieces = dict[str, list[list[tuple[Buffer, Any]]]]
 """Name -> copies of the parameter -> buffer and place of every tensor-parallel rank's part."""
@@ -346,20 +419,24 @@ def decode(
     """Every parameter's tensors: name, slot, whole tensor.
 
     Args:
-        dense: buffers of every model-parallel rank, tensor-parallel ranks fastest, then pipeline stages; of each rank, chunk
-            after chunk.
-        experts: those of the optimizer that has the experts, where they have one: expert tensor parallelism fastest, then
-            expert parallelism, then pipeline stages.
+        dense: buffers of every model-parallel rank, tensor-parallel ranks fastest, then pipeline
+            stages; of each rank, chunk after chunk.
+        experts: those of the optimizer that has the experts, where they have one: expert tensor
+            parallelism fastest, then expert parallelism, then pipeline stages.
         args: of the run; what they lack is tried.
 
     Raises:
-        ValueError: where no layout fits, or several do and ``args`` do not say which it was. While a tensor is read, where
-            two pipeline stages have different copies of it.
+        ValueError: where no layout fits, or several do and ``args`` do not say which it was. While
+            a tensor is read, where two pipeline stages have different copies of it.
     """
     model, pieces = _find_layout(dense, experts, weights, args)
     for name, copies in pieces.items():
         for slot in copies[0][0][0].slots:
-            yield name, slot, _agreeing(name, slot, [_joined(model, name, slot, copy) for copy in copies])
+            yield (
+                name,
+                slot,
+                _agreeing(name, slot, [_joined(model, name, slot, copy) for copy in copies]),
+            )
 
 
 def _find_layout(
@@ -369,7 +446,11 @@ def _find_layout(
     args: argparse.Namespace | None,
 ) -> tuple[Model, Pieces]:
     """The layout that fits, as the model in it and where its parameters are."""
-    missing = [name for name in ("tensor_model_parallel_size", "transformer_impl") if getattr(args, name, None) is None]
+    missing = [
+        name
+        for name in ("tensor_model_parallel_size", "transformer_impl")
+        if getattr(args, name, None) is None
+    ]
     found: list[tuple[Layout, Model, Pieces]] = []
     failures: dict[str, Layout] = {}
     for layout in _layouts(dense, experts, args):
@@ -387,24 +468,40 @@ def _find_layout(
         reasons = [f"{layout}: {reason}" for reason, layout in failures.items()]
         raise ValueError("\n  ".join(["the optimizer's buckets do not fit the model:", *reasons]))
     if len(found) > 1:
-        head = f"the optimizer's buckets fit several layouts, and the checkpoint's args lack {', '.join(missing)}:"
+        head = (
+            "the optimizer's buckets fit several layouts, and the checkpoint's args lack"
+            f" {', '.join(missing)}:"
+        )
         raise ValueError("\n  ".join([head, *(str(layout) for layout, _, _ in found)]))
     return found[0][1:]
 
 
 def _layouts(
-    dense: Sequence[Sequence[Buffer]], experts: Sequence[Sequence[Buffer]], args: argparse.Namespace | None
+    dense: Sequence[Sequence[Buffer]],
+    experts: Sequence[Sequence[Buffer]],
+    args: argparse.Namespace | None,
 ) -> Iterator[Layout]:
     """All layouts that are possible, that of the arguments first."""
     impl = getattr(args, "transformer_impl", None)
-    # Local layers divide the down projections, Transformer Engine's have them whole but in early releases.
-    kinds = [(False, False, True), (True, False, False), (True, True, False), (True, False, True), (True, True, True)]
+    # Local layers divide the down projections, Transformer Engine's have them whole but in early
+    # releases.
+    kinds = [
+        (False, False, True),
+        (True, False, False),
+        (True, True, False),
+        (True, False, True),
+        (True, True, True),
+    ]
     if impl is not None:
         grouped = impl != "local" and bool(getattr(args, "moe_grouped_gemm", False))
         own = (impl != "local", grouped, impl == "local")
-        # Models can be made of other layers than `args` name: where the file shows the order, that counts.
+        # Models can be made of other layers than `args` name: where the file shows the order, that
+        # counts.
         shows_order = all(buffer.shows_order for rank in (*dense, *experts) for buffer in rank)
-        kinds = [own, *(kind for kind in kinds if kind != own and (shows_order or kind[:2] == own[:2]))]
+        kinds = [
+            own,
+            *(kind for kind in kinds if kind != own and (shows_order or kind[:2] == own[:2])),
+        ]
     slices = getattr(args, "tensor_model_parallel_size", None)
     for kind in kinds:
         for num_slices in [slices] if slices else _divisors(len(dense)):
@@ -419,7 +516,9 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _find_pieces(model: Model, dense: Sequence[Sequence[Buffer]], experts: Sequence[Sequence[Buffer]]) -> Pieces:
+def _find_pieces(
+    model: Model, dense: Sequence[Sequence[Buffer]], experts: Sequence[Sequence[Buffer]]
+) -> Pieces:
     """Go through the pipeline and give every chunk as many layers as its buffers have place for."""
     num_stages, rest = divmod(len(dense), model.layout.num_slices)
     if rest or not num_stages:
@@ -427,7 +526,12 @@ def _find_pieces(model: Model, dense: Sequence[Sequence[Buffer]], experts: Seque
     ranks = [_chunks(rank) for rank in dense]
     num_chunks = max(map(len, ranks))
     pipeline = [  # in the order of the layers: all stages, then all again
-        [_at(rank, chunk) for rank in ranks[stage * model.layout.num_slices : (stage + 1) * model.layout.num_slices]]
+        [
+            _at(rank, chunk)
+            for rank in ranks[
+                stage * model.layout.num_slices : (stage + 1) * model.layout.num_slices
+            ]
+        ]
         for chunk in range(num_chunks)
         for stage in range(num_stages)
     ]
@@ -456,7 +560,10 @@ def _at(chunks: Sequence[dict[str, Buffer]], number: int) -> dict[str, Buffer]:
 
 
 def _split(
-    model: Model, pipeline: Sequence[Sequence[dict[str, Buffer]]], num_stages: int, experts_apart: bool
+    model: Model,
+    pipeline: Sequence[Sequence[dict[str, Buffer]]],
+    num_stages: int,
+    experts_apart: bool,
 ) -> list[list[Part]]:
     """The parameters of every chunk of the pipeline."""
     contents: list[list[Part]] = []
@@ -465,27 +572,39 @@ def _split(
         reasons = []
         for share in _shares(model, layer, is_open, number + 1 == len(pipeline)):
             parts = model.parts(share, number == 0, number + 1 == len(pipeline), num_stages)
-            dense = [part for part in parts if not (experts_apart and key_rules.is_expert(part.name))]
+            dense = [
+                part for part in parts if not (experts_apart and key_rules.is_expert(part.name))
+            ]
             try:
                 _place(model, dense, slices[0])
                 contents.append(parts)
                 break
             except DoesNotFit as error:
                 reasons.append(f"with {len(share.layers)} layers, {error}")
-                if sum(part.numel for part in dense) > sum(buffer.numel for buffer in slices[0].values()):
+                if sum(part.numel for part in dense) > sum(
+                    buffer.numel for buffer in slices[0].values()
+                ):
                     break
         if len(contents) == number:
-            where = f"chunk {number} of the pipeline's {len(pipeline)} is to begin with layer {layer}"
+            where = (
+                f"chunk {number} of the pipeline's {len(pipeline)} is to begin with layer {layer}"
+            )
             raise DoesNotFit("; ".join([where, *reasons[-2:]]))
         layer = share.layers.stop
-        is_open = {"norm": is_open["norm"] and not share.norm, "predicting": is_open["predicting"] and not share.predicting}
+        is_open = {
+            "norm": is_open["norm"] and not share.norm,
+            "predicting": is_open["predicting"] and not share.predicting,
+        }
     return contents
 
 
-def _shares(model: Model, layer: int, is_open: Mapping[str, bool], is_last: bool) -> Iterator[Share]:
+def _shares(
+    model: Model, layer: int, is_open: Mapping[str, bool], is_last: bool
+) -> Iterator[Share]:
     """What a chunk can have that begins with ``layer``: for the last one, all that is left.
 
-    Where layers predict further tokens, they and the final norm can be in an earlier chunk, after all other layers.
+    Where layers predict further tokens, they and the final norm can be in an earlier chunk, after
+    all other layers.
     """
     total = len(model.decoder)
     if is_last:
@@ -498,11 +617,15 @@ def _shares(model: Model, layer: int, is_open: Mapping[str, bool], is_last: bool
                 yield Share(range(layer, stop), norm, predicting)
 
 
-def _place(model: Model, parts: Sequence[Part], buffers: Mapping[str, Buffer]) -> list[tuple[Part, Buffer, Any]]:
+def _place(
+    model: Model, parts: Sequence[Part], buffers: Mapping[str, Buffer]
+) -> list[tuple[Part, Buffer, Any]]:
     """Where the parameters of one rank's chunk are."""
     by_dtype = _by_dtype(model, parts)
     if by_dtype.keys() != buffers.keys():
-        raise DoesNotFit(f"parameters have the dtypes {sorted(by_dtype)}, buffers are for {sorted(buffers)}")
+        raise DoesNotFit(
+            f"parameters have the dtypes {sorted(by_dtype)}, buffers are for {sorted(buffers)}"
+        )
     placed = []
     for dtype, some in by_dtype.items():
         numel, buffer = sum(part.numel for part in some), buffers[dtype]
@@ -522,31 +645,45 @@ def _by_dtype(model: Model, parts: Iterable[Part]) -> dict[str, list[Part]]:
 def _note(pieces: Pieces, slices: Sequence[Sequence[tuple[Part, Buffer, Any]]]) -> None:
     """Add a copy of every parameter, given what each of its tensor-parallel ranks has."""
     for found in zip(*slices):
-        pieces.setdefault(found[0][0].name, []).append([(buffer, place) for _, buffer, place in found])
+        pieces.setdefault(found[0][0].name, []).append(
+            [(buffer, place) for _, buffer, place in found]
+        )
 
 
 def _place_experts(
-    model: Model, experts: Sequence[Sequence[Buffer]], contents: Sequence[Sequence[Part]], num_stages: int, pieces: Pieces
+    model: Model,
+    experts: Sequence[Sequence[Buffer]],
+    contents: Sequence[Sequence[Part]],
+    num_stages: int,
+    pieces: Pieces,
 ) -> None:
     """Add the experts, which are divided among the ranks of a stage in the order of their numbers."""
     num_slices = model.layout.num_expert_slices
     num_groups, rest = divmod(len(experts), num_slices * num_stages)
     if rest or not num_groups or model.num_experts % num_groups:
-        raise DoesNotFit(f"{len(experts)} ranks have buffers of {model.num_experts} experts in {num_stages} pipeline stages")
+        raise DoesNotFit(
+            f"{len(experts)} ranks have buffers of {model.num_experts} experts in {num_stages}"
+            " pipeline stages"
+        )
     share = model.num_experts // num_groups
     for stage, group in itertools.product(range(num_stages), range(num_groups)):
         mine = []
         for parts in contents[stage::num_stages]:
             of_experts = [part for part in parts if key_rules.is_expert(part.name)]
-            some = [part for part in of_experts if key_rules.expert_number(part.name) // share == group]
+            some = [
+                part for part in of_experts if key_rules.expert_number(part.name) // share == group
+            ]
             mine += _by_dtype(model, some).items()
         slices = [
-            _place_in_turn(mine, experts[slice_ + num_slices * (group + num_groups * stage)]) for slice_ in range(num_slices)
+            _place_in_turn(mine, experts[slice_ + num_slices * (group + num_groups * stage)])
+            for slice_ in range(num_slices)
         ]
         _note(pieces, slices)
 
 
-def _place_in_turn(contents: Sequence[tuple[str, list[Part]]], buffers: Sequence[Buffer]) -> list[tuple[Part, Buffer, Any]]:
+def _place_in_turn(
+    contents: Sequence[tuple[str, list[Part]]], buffers: Sequence[Buffer]
+) -> list[tuple[Part, Buffer, Any]]:
     """Where experts are; chunks without any have no buffer."""
     if [dtype for dtype, _ in contents] != [buffer.dtype for buffer in buffers]:
         raise DoesNotFit(f"a rank has {len(buffers)} buffers of experts, expected {len(contents)}")
@@ -557,7 +694,8 @@ def _place_in_turn(contents: Sequence[tuple[str, list[Part]]], buffers: Sequence
     ]
 
 
-# ---- whole tensors ---------------------------------------------------------------------------------------------------
+# ---- whole tensors
+# ---------------------------------------------------------------------------------------------------
 
 
 def _joined(model: Model, name: str, slot: str, pieces: Sequence[tuple[Buffer, Any]]) -> LazyTensor:
@@ -566,12 +704,16 @@ def _joined(model: Model, name: str, slot: str, pieces: Sequence[tuple[Buffer, A
     num_slices = 1 if dim is None else model.num_slices(name)
     if num_slices > len(pieces):
         raise ValueError(f"{name} is divided among {num_slices} ranks, but {len(pieces)} have it")
-    parts = [_flat(buffer, slot, place, model.part(name).shape) for buffer, place in pieces[:num_slices]]
+    parts = [
+        _flat(buffer, slot, place, model.part(name).shape) for buffer, place in pieces[:num_slices]
+    ]
     if num_slices == 1:
         return parts[0]
     if dim == 0 and model.has_halves(name):
         half = parts[0].num_rows // 2
-        return concatenate([part.rows(*rows) for rows in ((0, half), (half, 2 * half)) for part in parts])
+        return concatenate(
+            [part.rows(*rows) for rows in ((0, half), (half, 2 * half)) for part in parts]
+        )
     if dim == 0:
         return concatenate(parts)
     rows, columns = parts[0].shape
@@ -598,7 +740,9 @@ def _agreeing(name: str, slot: str, copies: Sequence[LazyTensor]) -> LazyTensor:
     def read_rows(start: int, stop: int) -> torch.Tensor:
         rows = first.read_rows(start, stop)
         if any(not torch.equal(rows, other.read_rows(start, stop)) for other in others):
-            raise ValueError(f"the pipeline stages that share {name} have different copies of its {slot}")
+            raise ValueError(
+                f"the pipeline stages that share {name} have different copies of its {slot}"
+            )
         return rows
 
     return LazyTensor(first.shape, first.dtype, read_rows) if others else first

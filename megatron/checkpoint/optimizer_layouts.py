@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's tensors in a torch_dist checkpoint, which Megatron-Core has written in five layouts.
 
-Three are by parameter, under the key that the model's tensor has: ``fully_reshardable``, ``fully_sharded_model_space`` (up
-to 0.15) and that of optimizers which are not distributed. Two are by rank, in the order in which ranks keep them in memory:
-``dp_reshardable`` and ``dp_zero_gather_scatter`` (:mod:`megatron.checkpoint.optimizer_buckets`).
+Three are by parameter, under the key that the model's tensor has: ``fully_reshardable``,
+``fully_sharded_model_space`` (up to 0.15) and that of optimizers which are not distributed. Two are
+by rank, in the order in which ranks keep them in memory: ``dp_reshardable`` and
+``dp_zero_gather_scatter`` (:mod:`megatron.checkpoint.optimizer_buckets`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from megatron.checkpoint.listing import listed
 from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
 
 FULLY_RESHARDABLE, DP_RESHARDABLE = "fully_reshardable", "dp_reshardable"
-MODEL_SPACE, DP_ZERO, NON_DISTRIBUTED = "fully_sharded_model_space", "dp_zero_gather_scatter", "non_distributed"
+MODEL_SPACE, DP_ZERO, NON_DISTRIBUTED = (
+    "fully_sharded_model_space",
+    "dp_zero_gather_scatter",
+    "non_distributed",
+)
 
 _PREFIX = r"^(?:chained_(?P<chain>\d+)\.)?optimizer\."
 _ANY = re.compile(_PREFIX)
@@ -48,8 +53,8 @@ class OptimizerTensors:
         layout: how the file has it; None where it has no optimizer.
         main: name -> main weight, fp32.
         moments: name -> slot, such as ``exp_avg`` -> tensor shaped like the weight.
-        param_groups: of all optimizers one after another, those of experts last; without ``params``, with ``step`` where the
-            file has it.
+        param_groups: of all optimizers one after another, those of experts last; without
+            ``params``, with ``step`` where the file has it.
         used_keys: all keys of the file that belong to the optimizer.
         grad_scaler: of fp16 runs whose ranks stored it; others have it in the common state.
     """
@@ -67,7 +72,9 @@ class OptimizerTensors:
         Raises:
             ValueError: for one that is there already.
         """
-        where, key = (self.main, name) if slot in _MAIN else (self.moments.setdefault(name, {}), slot)
+        where, key = (
+            (self.main, name) if slot in _MAIN else (self.moments.setdefault(name, {}), slot)
+        )
         if key in where:
             raise ValueError(f"the optimizer has {slot} of {name} twice")
         where[key] = tensor
@@ -78,20 +85,24 @@ def read_optimizer(
 ) -> OptimizerTensors:
     """The optimizer's tensors by parameter, whatever the layout; none is read before it is asked for.
 
-    ``dp_zero_gather_scatter`` is the exception: there a rank's whole state is one object. Each is read once for its sizes;
-    asking for a tensor reads the objects of all tensor-parallel ranks of a pipeline stage, and they stay in memory until
-    another stage is asked for.
+    ``dp_zero_gather_scatter`` is the exception: there a rank's whole state is one object. Each is
+    read once for its sizes; asking for a tensor reads the objects of all tensor-parallel ranks of a
+    pipeline stage, and they stay in memory until another stage is asked for.
 
     Args:
-        common: the common state. Its ``args`` say how the ranks were laid out; what they lack is inferred from sizes.
+        common: the common state. Its ``args`` say how the ranks were laid out; what they lack is
+            inferred from sizes.
         weights: canonical name -> the model's tensor.
 
     Raises:
-        ValueError: for keys of an optimizer that are not understood, for tensors that no parameter of the model accounts for
-            or that are not as large as they should be, and where an argument is needed that ``args`` lack.
+        ValueError: for keys of an optimizer that are not understood, for tensors that no parameter
+            of the model accounts for or that are not as large as they should be, and where an
+            argument is needed that ``args`` lack.
     """
     keys = [key for key in (*stored.tensors, *stored.objects) if _ANY.match(key)]
-    unknown = [key for key in keys if not any(pattern.match(key) for pattern in (_STATE, _BUCKET, _OBJECT))]
+    unknown = [
+        key for key in keys if not any(pattern.match(key) for pattern in (_STATE, _BUCKET, _OBJECT))
+    ]
     unknown += [key for key in keys if _STATE.match(key) and key not in stored.tensors]
     if unknown:
         raise ValueError(listed("keys of an optimizer that are not understood", unknown))
@@ -116,22 +127,33 @@ def _layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
             slot = entry["slot"]
             is_reformulated = _original_shape(stored, key) is not None
             # Moments look alike in the other two.
-            layouts |= {MODEL_SPACE} if is_reformulated else {FULLY_RESHARDABLE} if slot == "param" else set()
+            layouts |= (
+                {MODEL_SPACE}
+                if is_reformulated
+                else {FULLY_RESHARDABLE}
+                if slot == "param"
+                else set()
+            )
         elif entry.re is _BUCKET:
             layouts.add(DP_RESHARDABLE)
         elif entry["name"] == "param_state":
             layouts.add(DP_ZERO)
     if len(layouts) > 1:
-        raise ValueError(f"the optimizer's keys are of several layouts: {', '.join(sorted(layouts))}")
+        raise ValueError(
+            f"the optimizer's keys are of several layouts: {', '.join(sorted(layouts))}"
+        )
     if not layouts and any(_STATE.match(key) for key in keys):
         return NON_DISTRIBUTED
     return next(iter(layouts), None)
 
 
-# ---- by parameter ----------------------------------------------------------------------------------------------------
+# ---- by parameter
+# ----------------------------------------------------------------------------------------------------
 
 
-def _read_by_parameter(stored: StoredCheckpoint, weights: Mapping[str, LazyTensor], found: OptimizerTensors) -> None:
+def _read_by_parameter(
+    stored: StoredCheckpoint, weights: Mapping[str, LazyTensor], found: OptimizerTensors
+) -> None:
     problems = []
     for key in sorted(found.used_keys):
         entry = _STATE.match(key)
@@ -143,7 +165,9 @@ def _read_by_parameter(stored: StoredCheckpoint, weights: Mapping[str, LazyTenso
             if name not in weights:
                 problems.append(f"{key}: the model has no {name}")
             elif weights[name].shape != rest:
-                problems.append(f"{key}: {rest} for {name}, expected {weights[name].shape} as in the model")
+                problems.append(
+                    f"{key}: {rest} for {name}, expected {weights[name].shape} as in the model"
+                )
             else:
                 found.add(name, entry["slot"], _tensor(stored, key, index))
     if problems:
@@ -160,11 +184,13 @@ def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTen
     return stored.lazy(key, index) if shape is None else reformulated(stored, key, shape, index)
 
 
-def reformulated(stored: StoredCheckpoint, key: str, shape: Sequence[int], index: Sequence[int] = ()) -> LazyTensor:
+def reformulated(
+    stored: StoredCheckpoint, key: str, shape: Sequence[int], index: Sequence[int] = ()
+) -> LazyTensor:
     """A tensor of ``fully_sharded_model_space``, or what lies at ``index`` of its leading axes.
 
-    Stored is the number of pieces along each axis of ``shape``, and a last axis with the elements of one piece. Rows are
-    read piece by piece, and of every piece no others.
+    Stored is the number of pieces along each axis of ``shape``, and a last axis with the elements
+    of one piece. Rows are read piece by piece, and of every piece no others.
 
     Raises:
         ValueError: where the stored shape is not that of pieces of ``shape``.
@@ -174,8 +200,8 @@ def reformulated(stored: StoredCheckpoint, key: str, shape: Sequence[int], index
     divides = len(grid) == len(shape) and all(n and size % n == 0 for size, n in zip(shape, grid))
     if not divides or math.prod(local) != numel:
         raise ValueError(
-            f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal pieces: expected the number of pieces along"
-            " each axis and the elements of one piece"
+            f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal pieces: expected the"
+            " number of pieces along each axis and the elements of one piece"
         )
     lead, rest = len(index), tuple(shape[len(index) :])
     corner = [at // size for at, size in zip(index, local)]
@@ -192,27 +218,41 @@ def reformulated(stored: StoredCheckpoint, key: str, shape: Sequence[int], index
             for others in itertools.product(*(range(n) for n in grid[lead + 1 :])):
                 at = [*corner, *([piece] if rest else []), *others]
                 part = stored.read_box(key, [*at, begin], [*(1 for _ in at), (last - first) * row])
-                box = tuple(slice(n * size, (n + 1) * size) for n, size in zip(others, local[lead + 1 :]))
-                out[(slice(first - start, last - start), *box)] = part.reshape(last - first, *local[lead + 1 :])
+                box = tuple(
+                    slice(n * size, (n + 1) * size) for n, size in zip(others, local[lead + 1 :])
+                )
+                out[(slice(first - start, last - start), *box)] = part.reshape(
+                    last - first, *local[lead + 1 :]
+                )
         return out if rest else out.reshape(())
 
     return LazyTensor(rest, stored.dtype(key), read_rows)
 
 
-# ---- by rank ---------------------------------------------------------------------------------------------------------
+# ---- by rank
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _read_by_rank(
-    stored: StoredCheckpoint, common: Mapping[str, Any], weights: Mapping[str, LazyTensor], found: OptimizerTensors
+    stored: StoredCheckpoint,
+    common: Mapping[str, Any],
+    weights: Mapping[str, LazyTensor],
+    found: OptimizerTensors,
 ) -> None:
     """Put the ranks' buffers into order, have them decoded, and add what the ranks store beside them."""
     objects: dict[str, dict[tuple[int, int], str]] = {}
     for key in sorted(found.used_keys):
         entry = _OBJECT.match(key)
         if entry is not None:
-            objects.setdefault(entry["name"], {})[int(entry["chain"] or 0), int(entry["rank"])] = key
+            objects.setdefault(entry["name"], {})[int(entry["chain"] or 0), int(entry["rank"])] = (
+                key
+            )
     in_common = _optimizers_in(common)
-    chains = dict(enumerate(in_common)) if not objects.get("optimizer") else _states_of_ranks(stored, objects["optimizer"])
+    chains = (
+        dict(enumerate(in_common))
+        if not objects.get("optimizer")
+        else _states_of_ranks(stored, objects["optimizer"])
+    )
     found.param_groups = _groups_in([chains[chain] for chain in sorted(chains)])
     for key in objects.get("grad_scaler", {}).values():
         found.grad_scaler = found.grad_scaler or _content(stored, key)
@@ -230,18 +270,27 @@ def _read_by_rank(
         found.add(name, slot, tensor)
 
 
-def _of_all_ranks(buffers: Mapping[tuple[int, int], list[Any]], chains: Sequence[int | None]) -> list[list[Any]]:
+def _of_all_ranks(
+    buffers: Mapping[tuple[int, int], list[Any]], chains: Sequence[int | None]
+) -> list[list[Any]]:
     """The buffers of every rank, optimizer after optimizer."""
     num_ranks = max((rank + 1 for chain, rank in buffers if chain in chains), default=0)
-    return [[buffer for chain in chains for buffer in buffers.get((chain, rank), [])] for rank in range(num_ranks)]
+    return [
+        [buffer for chain in chains for buffer in buffers.get((chain, rank), [])]
+        for rank in range(num_ranks)
+    ]
 
 
-def _states_of_ranks(stored: StoredCheckpoint, keys: Mapping[tuple[int, int], str]) -> dict[int, Any]:
+def _states_of_ranks(
+    stored: StoredCheckpoint, keys: Mapping[tuple[int, int], str]
+) -> dict[int, Any]:
     """The param groups of each chained optimizer; what one rank lacks, having no parameters in a group, is another's."""
     chains: dict[int, Any] = {}
     for (chain, _), key in sorted(keys.items()):
         state = _content(stored, key)
-        groups = chains.setdefault(chain, {"param_groups": [{} for _ in state["param_groups"]]})["param_groups"]
+        groups = chains.setdefault(chain, {"param_groups": [{} for _ in state["param_groups"]]})[
+            "param_groups"
+        ]
         for group, fields in zip(groups, state["param_groups"]):
             missing = {name: value for name, value in fields.items() if group.get(name) is None}
             group.update(missing)
@@ -254,7 +303,9 @@ def _content(stored: StoredCheckpoint, key: str) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _chain_of_experts(chains: Mapping[int, Any], buffers: Mapping[tuple[int, int], Any]) -> int | None:
+def _chain_of_experts(
+    chains: Mapping[int, Any], buffers: Mapping[tuple[int, int], Any]
+) -> int | None:
     """The optimizer that has the experts, where they have one: its groups say so."""
     for chain, state in chains.items():
         groups = _groups_in([state])
@@ -277,7 +328,9 @@ def _stored_buckets(
             buckets.setdefault(int(entry["bucket"]), {})[entry["slot"]] = key
     return {
         place: [
-            optimizer_buckets.StoredBuckets(stored, dtype, [buckets[number] for number in sorted(buckets)])
+            optimizer_buckets.StoredBuckets(
+                stored, dtype, [buckets[number] for number in sorted(buckets)]
+            )
             for _, by_dtype in sorted(buffers.items())
             for dtype, buckets in by_dtype.items()
         ]
@@ -295,10 +348,13 @@ def _compare_with_sizes(
         expected = [list(sizes) for buffer in _content(stored, key) for sizes in buffer.values()]
         actual = [buffer.lengths for buffer in buffers.get(place, [])]
         if expected != actual:
-            raise ValueError(f"{key} says that the buckets have {expected} elements, but they have {actual}")
+            raise ValueError(
+                f"{key} says that the buckets have {expected} elements, but they have {actual}"
+            )
 
 
-# ---- what is not sharded ---------------------------------------------------------------------------------------------
+# ---- what is not sharded
+# ---------------------------------------------------------------------------------------------
 
 
 def _optimizers_in(common: Mapping[str, Any]) -> list[Any]:

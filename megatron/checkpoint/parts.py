@@ -17,10 +17,11 @@ class Part:
     """One piece of what a conversion writes.
 
     Attributes:
-        name: of the piece, unlike that of any other; the same in every run of the same conversion, and fit for a file name.
+        name: of the piece, unlike that of any other; the same in every run of the same conversion,
+            and fit for a file name.
         num_bytes: of tensors that it writes, which is what it reports while it goes.
-        write: writes it into a directory, reports its progress, and returns what the end of the conversion has to know of
-            it, as JSON can hold it.
+        write: writes it into a directory, reports its progress, and returns what the end of the
+            conversion has to know of it, as JSON can hold it.
     """
 
     name: str
@@ -34,4 +35,7 @@ class Target(Protocol):
     parts: Sequence[Part]
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
-        """Write what needs all parts to be there. ``results`` are what they returned, by name. Called on one rank."""
+        """Write what needs all parts to be there. ``results`` are what they returned, by name.
+
+        Called on one rank.
+        """

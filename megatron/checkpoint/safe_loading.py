@@ -29,7 +29,8 @@ class SafePlanner(DefaultLoadPlanner):
     """Reads objects as data.
 
     Raises:
-        ValueError: for an object that is damaged or names a class that checkpoints do not hold, with its key.
+        ValueError: for an object that is damaged or names a class that checkpoints do not hold,
+            with its key.
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of checkpoints, read without running anything that a file names.
 
-Checkpoints come from others, and a pickle can call any function. Here it gets the classes listed below, which hold data, and
-*stand-ins* for Megatron-Core's enums and metadata: inert classes of the same name, so that its files can be read and written
-where it is not installed. Everything else is refused by name, as the Python documentation of ``pickle`` advises
-("Restricting Globals").
+Checkpoints come from others, and a pickle can call any function. Here it gets the classes listed
+below, which hold data, and *stand-ins* for Megatron-Core's enums and metadata: inert classes of the
+same name, so that its files can be read and written where it is not installed. Everything else is
+refused by name, as the Python documentation of ``pickle`` advises ("Restricting Globals").
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import numpy
 import torch
 
 _NUMPY = {
-    name: getattr(numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray, name)
+    name: getattr(
+        numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray, name
+    )
     for name in ("_reconstruct", "scalar")
 }
 _NUMERIC = numpy._core.numeric if hasattr(numpy, "_core") else numpy.core.numeric
@@ -88,7 +90,10 @@ class RefusedPickle(ValueError):
 
 
 class StandIn:
-    """Data of a class that need not be installed. Members of enums have their ``args``, the value in most."""
+    """Data of a class that need not be installed.
+
+    Members of enums have their ``args``, the value in most.
+    """
 
     def __init__(self, *args: Any):
         self.args = args
@@ -110,7 +115,7 @@ class StandIn:
         return f"{type(self).__qualname__}({', '.join(map(repr, self.args))})"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def stand_in(module: str, name: str) -> type[StandIn]:
     """The inert class for a class of Megatron-Core."""
     return type(name.rpartition(".")[2], (StandIn,), {"__module__": module, "__qualname__": name})
@@ -130,12 +135,19 @@ def _member(owner: Any, name: Any) -> Any:
     """What stands in for ``getattr``: members of enums and nothing else."""
     if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
         return owner[name]  # signals, and what torch says of memory formats
-    if isinstance(owner, type) and issubclass(owner, StandIn) and isinstance(name, str) and name.isidentifier():
+    if (
+        isinstance(owner, type)
+        and issubclass(owner, StandIn)
+        and isinstance(name, str)
+        and name.isidentifier()
+    ):
         return _Member(owner, name)
     raise RefusedPickle(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
-class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any attribute of anything, of classes too
+class Unpickler(
+    pickle._Unpickler
+):  # the one in Python: the other sets any attribute of anything, of classes too
     """Finds the classes on the list and stand-ins.
 
     Raises:
@@ -151,7 +163,9 @@ class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any att
                 return super().find_class("builtins", name)
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in _NUMPY:
             return _NUMPY[name]
-        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":  # of pickle protocol 5
+        if (
+            module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer"
+        ):  # of pickle protocol 5
             return _NUMERIC._frombuffer
         if module == "_codecs" and name == "encode":
             return _encode
@@ -164,22 +178,31 @@ class Unpickler(pickle._Unpickler):  # the one in Python: the other sets any att
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "signal" and name in signal.Signals.__members__:  # so by early releases of Python 3.11
+        if (
+            module == "signal" and name in signal.Signals.__members__
+        ):  # so by early releases of Python 3.11
             return signal.Signals[name]
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if _STAND_INS.match(module) and _CLASS_NAME.match(name):
             return stand_in(module, name)
-        raise RefusedPickle(f"the pickle asks for {module}.{name}, which is not among the classes that checkpoints hold")
+        raise RefusedPickle(
+            f"the pickle asks for {module}.{name}, which is not among the classes that checkpoints"
+            " hold"
+        )
 
     def load_build(self) -> None:
         """Gives an object its state: fields of instances, never of a class or function, which all of the process shares."""
         owner, state = self.stack[-2], self.stack[-1]
         if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
-            raise RefusedPickle(f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own")
+            raise RefusedPickle(
+                f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
+            )
         plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
         if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
-            raise RefusedPickle(f"the pickle sets special attributes of a {type(owner).__qualname__}")
+            raise RefusedPickle(
+                f"the pickle sets special attributes of a {type(owner).__qualname__}"
+            )
         super().load_build()
 
     dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
@@ -202,7 +225,8 @@ class _Pickler(pickle._Pickler):  # the one in Python: the other checks that a c
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, enum.Enum) and id(obj) not in self.memo:
-            # Early releases of Python 3.11 write `getattr`, or the member's own name, which careful readers refuse.
+            # Early releases of Python 3.11 write `getattr`, or the member's own name, which careful
+            # readers refuse.
             self.save_reduce(type(obj), (obj.value,), obj=obj)
         else:
             super().save(obj, save_persistent_id)
@@ -249,23 +273,31 @@ def load_torch(data: bytes) -> Any:
     """
 
     def read() -> Any:
-        if not data.startswith(b"PK\x03\x04"):  # `torch.load` would take it for a file of torch before 1.6
+        if not data.startswith(
+            b"PK\x03\x04"
+        ):  # `torch.load` would take it for a file of torch before 1.6
             raise ValueError("it is no archive of torch.save")
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             changed = archive.testzip()
             if changed is not None:
-                raise ValueError(f"{changed} has changed since it was written (its checksum differs)")
+                raise ValueError(
+                    f"{changed} has changed since it was written (its checksum differs)"
+                )
         # By the reader that `torch.load` uses: a crafted archive is another one to Python's.
         if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
             raise RefusedPickle("it is a TorchScript program, not data")
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE)
+        return torch.load(
+            io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
+        )
 
     return _guarded(read)
 
 
 def is_scalar(value: Any) -> bool:
     """Whether it is a number, a text, or a tuple of such: small, and nothing that anybody can change."""
-    return type(value) in (bool, int, float, str, type(None)) or (type(value) is tuple and all(map(is_scalar, value)))
+    return type(value) in (bool, int, float, str, type(None)) or (
+        type(value) is tuple and all(map(is_scalar, value))
+    )
 
 
 _written: dict[tuple[type, str], bytes] = {}
@@ -275,7 +307,10 @@ def save_torch(value: Any) -> bytes:
     """``torch.save`` that can write stand-ins, under the names of what they stand for."""
     if not is_scalar(value):
         return _save(value)
-    key = (type(value), repr(value))  # fields of param groups are written thousands of times, once for each parameter
+    key = (
+        type(value),
+        repr(value),
+    )  # fields of param groups are written thousands of times, once for each parameter
     if key not in _written:
         _written[key] = _save(value)
     return _written[key]
@@ -293,4 +328,6 @@ def _guarded(read: Any) -> Any:
     except RefusedPickle:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
-        raise ValueError(str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}") from error
+        raise ValueError(
+            str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        ) from error

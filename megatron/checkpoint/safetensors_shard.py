@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One safetensors file: its tensors as lazy ones, and writing it tensor by tensor.
 
-The format, from https://github.com/huggingface/safetensors#format: eight bytes, the length of the header as a little-endian
-number; the header, a JSON object from names to ``dtype``, ``shape`` and ``data_offsets`` (first byte and end, counted from
-the header's end), maybe with ``__metadata__`` of strings and blanks at its end; then the values, little-endian and in
-row-major order, without holes. The library writes tensors that are in memory all together, and reads from a mapping of the
-whole file, or whole tensors; a conversion has to do with less memory than either.
+The format, from https://github.com/huggingface/safetensors#format: eight bytes, the length of the
+header as a little-endian number; the header, a JSON object from names to ``dtype``, ``shape`` and
+``data_offsets`` (first byte and end, counted from the header's end), maybe with ``__metadata__`` of
+strings and blanks at its end; then the values, little-endian and in row-major order, without holes.
+The library writes tensors that are in memory all together, and reads from a mapping of the whole
+file, or whole tensors; a conversion has to do with less memory than either.
 """
 
 from __future__ import annotations
@@ -52,24 +53,39 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a safetensors file: {error}") from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path} cannot be read as a safetensors file: it does not begin with a header")
+        raise ValueError(
+            f"{path} cannot be read as a safetensors file: it does not begin with a header"
+        )
     header.pop("__metadata__", None)
-    problems = [f"{name}: {problem}" for name, entry in header.items() if (problem := _problem(entry, size - start))]
+    problems = [
+        f"{name}: {problem}"
+        for name, entry in header.items()
+        if (problem := _problem(entry, size - start))
+    ]
     if problems:
-        raise ValueError(f"{path} cannot be read as a safetensors file:\n  " + "\n  ".join(problems))
+        raise ValueError(
+            f"{path} cannot be read as a safetensors file:\n  " + "\n  ".join(problems)
+        )
     return {name: _stored_tensor(path, start, entry) for name, entry in header.items()}
 
 
 def _problem(entry: Any, num_bytes: int) -> str | None:
     """What is wrong with a tensor of a file that has so many bytes of values."""
     try:
-        dtype, shape, (begin, end) = entry["dtype"], torch.Size(entry["shape"]), entry["data_offsets"]
+        dtype, shape, (begin, end) = (
+            entry["dtype"],
+            torch.Size(entry["shape"]),
+            entry["data_offsets"],
+        )
     except (KeyError, TypeError, ValueError):
         return f"its description is damaged: {entry}"
     if dtype not in DTYPES:
         return f"torch does not know its dtype {dtype}"
     if not 0 <= begin <= end <= num_bytes or end - begin != shape.numel() * DTYPES[dtype].itemsize:
-        return f"{dtype} {tuple(shape)} is not what bytes {begin} to {end} of {num_bytes} can hold: is the file cut off?"
+        return (
+            f"{dtype} {tuple(shape)} is not what bytes {begin} to {end} of {num_bytes} can hold: is"
+            " the file cut off?"
+        )
     return None
 
 
@@ -97,7 +113,9 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_shard(path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]) -> None:
+def write_shard(
+    path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
+) -> None:
     """Write a file of these tensors, one after another: never more than one of them is in memory.
 
     Args:
@@ -115,21 +133,28 @@ def write_shard(path: Path, tensors: dict[str, LazyTensor], progress: Callable[[
             values = tensor.read()
             if values.shape != tensor.shape or values.dtype != tensor.dtype:
                 raise RuntimeError(
-                    f"{name} should be {tensor.dtype} {tensor.shape} but was read as {values.dtype} {tuple(values.shape)}"
+                    f"{name} should be {tensor.dtype} {tensor.shape} but was read as {values.dtype}"
+                    f" {tuple(values.shape)}"
                 )
             file.write(_bytes_of(values.contiguous()))
             progress(tensor.num_bytes)
 
 
 def _header(tensors: dict[str, LazyTensor]) -> bytes:
-    strange = sorted(f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES)
+    strange = sorted(
+        f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in NAMES
+    )
     if strange:
         raise ValueError(f"safetensors files have no such dtypes: {', '.join(strange)}")
     header: dict[str, Any] = {"__metadata__": METADATA}
     offset = 0
     for name, tensor in tensors.items():
         end = offset + tensor.num_bytes
-        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that values are aligned, as in the library's own files

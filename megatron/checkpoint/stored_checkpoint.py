@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A directory of torch.distributed.checkpoint (DCP), opened by one process: any box of any tensor, any object, nothing else.
 
-DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped bits. This one unpickles
-data only (:mod:`megatron.checkpoint.safe_pickle`), reads the rows that are asked for, and compares the checksum that
-``torch.save`` has put beside every tensor.
+DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
+bits. This one unpickles data only (:mod:`megatron.checkpoint.safe_pickle`), reads the rows that are
+asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
 """
 
 from __future__ import annotations
@@ -62,14 +62,20 @@ def read_metadata(directory: Path) -> Any:
 def _check_form(metadata: Any) -> None:
     """Nothing vouches for ``.metadata``, no checksum and no type: all that is used of it has the type that it should."""
     paths = getattr(metadata, "planner_data", None)
-    if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
+    if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(
+        metadata.storage_data, dict
+    ):
         raise ValueError("it has no tables of entries and their places")
-    if not isinstance(getattr(metadata, "mcore_data", {}), dict) or not isinstance(paths, (dict, type(None))):
+    if not isinstance(getattr(metadata, "mcore_data", {}), dict) or not isinstance(
+        paths, (dict, type(None))
+    ):
         raise ValueError("its tables beside the entries are none")
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
             boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-            is_good = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(len(entry.size), entry.size)
+            is_good = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(
+                len(entry.size), entry.size
+            )
             is_good = is_good and all(_are_sizes(len(entry.size), *box) for box in boxes)
         else:
             is_good = isinstance(entry, BytesStorageMetadata)
@@ -78,7 +84,11 @@ def _check_form(metadata: Any) -> None:
         if paths and not isinstance(paths.get(key), tuple):
             raise ValueError(f"it has no path for the entry {key!r}")
     for index, info in metadata.storage_data.items():
-        is_good = isinstance(index, MetadataIndex) and isinstance(info, _StorageInfo) and isinstance(info.relative_path, str)
+        is_good = (
+            isinstance(index, MetadataIndex)
+            and isinstance(info, _StorageInfo)
+            and isinstance(info.relative_path, str)
+        )
         if not is_good or not _are_sizes(2, (info.offset, info.length)):
             raise ValueError(f"its place of {getattr(index, 'fqn', index)!r} is none")
 
@@ -86,7 +96,9 @@ def _check_form(metadata: Any) -> None:
 def _are_sizes(length: int, *rows: Sequence[int]) -> bool:
     """Whether these are tuples of so many integers, none of them negative."""
     return all(
-        isinstance(row, tuple) and len(row) == length and all(type(number) is int and number >= 0 for number in row)
+        isinstance(row, tuple)
+        and len(row) == length
+        and all(type(number) is int and number >= 0 for number in row)
         for row in rows
     )
 
@@ -118,7 +130,9 @@ class _Payload:
             self.start == 0
             and self.num_bytes == math.prod(self.size) * self.dtype.itemsize
             and all(
-                stride == math.prod(self.size[dim + 1 :]) for dim, stride in enumerate(self.stride) if self.size[dim] > 1
+                stride == math.prod(self.size[dim + 1 :])
+                for dim, stride in enumerate(self.stride)
+                if self.size[dim] > 1
             )
         )
 
@@ -145,10 +159,13 @@ class StoredCheckpoint:
         }
         self.objects = [key for key in entries if key not in self.tensors]
         self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
-            (index.fqn, tuple(index.offset or ())): info for index, info in self.metadata.storage_data.items()
+            (index.fqn, tuple(index.offset or ())): info
+            for index, info in self.metadata.storage_data.items()
         }
         self._chunks: dict[str, _Spans] = {}
-        self._scalars: dict[bytes, Any] = {}  # the fields of param groups: a few values, thousands of times
+        self._scalars: dict[
+            bytes, Any
+        ] = {}  # the fields of param groups: a few values, thousands of times
         self._payloads: dict[tuple[str, int], _Payload] = {}
         self._unchanged: set[tuple[str, int]] = set()
         self._check_files()
@@ -157,7 +174,9 @@ class StoredCheckpoint:
         needed: dict[str, int] = {}
         problems = []
         for info in self.metadata.storage_data.values():
-            needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+            needed[info.relative_path] = max(
+                needed.get(info.relative_path, 0), info.offset + info.length
+            )
         for name, length in sorted(needed.items()):
             path = self.directory / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -167,13 +186,24 @@ class StoredCheckpoint:
             elif path.stat().st_size < length:
                 problems.append(f"{name} is cut off: {path.stat().st_size} bytes of {length}")
         for key, entry in self.tensors.items():
-            absent = [tuple(chunk.offsets) for chunk in entry.chunks if (key, tuple(chunk.offsets)) not in self._places]
-            problems += [f"{key}: its chunks at {absent[:3]} are nowhere"] if absent and entry.size.numel() else []
+            absent = [
+                tuple(chunk.offsets)
+                for chunk in entry.chunks
+                if (key, tuple(chunk.offsets)) not in self._places
+            ]
+            problems += (
+                [f"{key}: its chunks at {absent[:3]} are nowhere"]
+                if absent and entry.size.numel()
+                else []
+            )
         problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._places]
         if problems:
-            raise DamagedCheckpoint("\n  ".join([f"{self.directory} is damaged or not complete:", *problems]))
+            raise DamagedCheckpoint(
+                "\n  ".join([f"{self.directory} is damaged or not complete:", *problems])
+            )
 
-    # ---- tensors ------------------------------------------------------------------------------------------------
+    # ---- tensors
+    # ------------------------------------------------------------------------------------------------
 
     def shape(self, key: str) -> tuple[int, ...]:
         return tuple(self.tensors[key].size)
@@ -189,7 +219,10 @@ class StoredCheckpoint:
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not rest:
                 return self.read_box(key, index, (1,) * len(index)).reshape(())
-            offsets, sizes = (*index, start, *(0,) * (len(rest) - 1)), (*(1,) * len(index), stop - start, *rest[1:])
+            offsets, sizes = (
+                (*index, start, *(0,) * (len(rest) - 1)),
+                (*(1,) * len(index), stop - start, *rest[1:]),
+            )
             return self.read_box(key, offsets, sizes).reshape(stop - start, *rest[1:])
 
         return LazyTensor(rest, self.dtype(key), read_rows)
@@ -200,7 +233,9 @@ class StoredCheckpoint:
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not sizes:
                 return self.read_box(key, (), ())
-            return self.read_box(key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:]))
+            return self.read_box(
+                key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:])
+            )
 
         return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
 
@@ -213,19 +248,26 @@ class StoredCheckpoint:
         found = list(self._chunks_in(key, offsets, sizes))
         missing = math.prod(sizes) - sum(math.prod(extent) for _, _, extent in found)
         if missing > 0:
-            raise DamagedCheckpoint(f"{self.directory}: no chunk of {key} has {missing} of its elements")
+            raise DamagedCheckpoint(
+                f"{self.directory}: no chunk of {key} has {missing} of its elements"
+            )
         if missing < 0 or overlap([(low, extent) for _, low, extent in found]):
             raise DamagedCheckpoint(f"{self.directory}: two chunks of {key} overlap")
         out = None
         for chunk, lowest, extent in found:
-            part = self._read_chunk(key, chunk, [low - first for low, first in zip(lowest, chunk.offsets)], extent)
+            part = self._read_chunk(
+                key, chunk, [low - first for low, first in zip(lowest, chunk.offsets)], extent
+            )
             if len(found) == 1:
                 return part
             if out is None:
                 out = torch.empty(tuple(sizes), dtype=self.dtype(key))
-            out[tuple(slice(low - first, low - first + length) for low, first, length in zip(lowest, offsets, extent))] = (
-                part
-            )
+            out[
+                tuple(
+                    slice(low - first, low - first + length)
+                    for low, first, length in zip(lowest, offsets, extent)
+                )
+            ] = part
         return out if out is not None else torch.empty(tuple(sizes), dtype=self.dtype(key))
 
     def _chunks_in(
@@ -234,12 +276,16 @@ class StoredCheckpoint:
         """The chunks that have some of a box, with offset and size of what they have, in the tensor."""
         for chunk in self._chunks_near(key, offsets, sizes):
             lowest = tuple(max(a, b) for a, b in zip(offsets, chunk.offsets))
-            highest = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)]
+            highest = [
+                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)
+            ]
             extent = [high - low for low, high in zip(lowest, highest)]
             if all(length > 0 for length in extent):
                 yield chunk, lowest, extent
 
-    def _chunks_near(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[ChunkStorageMetadata]:
+    def _chunks_near(
+        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Iterator[ChunkStorageMetadata]:
         """All chunks that overlap a box in the first two dims: of stacked layers and experts, thousands do not."""
         if key not in self._chunks:
             spans: _Spans = {}
@@ -253,7 +299,9 @@ class StoredCheckpoint:
                     if inner[0] < second[1] and second[0] < inner[1]:
                         yield from chunks
 
-    def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]) -> torch.Tensor:
+    def _read_chunk(
+        self, key: str, chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]
+    ) -> torch.Tensor:
         """A box of one chunk, by offsets in the chunk."""
         payload = self._payload(key, chunk)
         if not payload.is_plain:
@@ -264,11 +312,15 @@ class StoredCheckpoint:
             return self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
         # The rows of one dim, where all dims before it are at one index: one run of bytes.
         dim = next((d for d, n in enumerate(sizes) if n > 1), len(sizes) - 1)
-        strides = [math.prod(payload.size[d + 1 :]) * payload.dtype.itemsize for d in range(len(sizes))]
+        strides = [
+            math.prod(payload.size[d + 1 :]) * payload.dtype.itemsize for d in range(len(sizes))
+        ]
         start = sum(a * stride for a, stride in zip(offsets[: dim + 1], strides))
         run = self._read_bytes(payload, start, sizes[dim] * strides[dim]).view(payload.dtype)
         run = run.reshape(*(1,) * dim, sizes[dim], *payload.size[dim + 1 :])
-        box = (slice(None),) * (dim + 1) + tuple(slice(a, a + n) for a, n in zip(offsets[dim + 1 :], sizes[dim + 1 :]))
+        box = (slice(None),) * (dim + 1) + tuple(
+            slice(a, a + n) for a, n in zip(offsets[dim + 1 :], sizes[dim + 1 :])
+        )
         return run[box].contiguous()
 
     def _read_bytes(self, payload: _Payload, start: int, length: int) -> torch.Tensor:
@@ -302,7 +354,8 @@ class StoredCheckpoint:
     def _compare(self, payload: _Payload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
             raise DamagedCheckpoint(
-                f"{payload.file} has changed since it was written: the checksum of the tensor at {payload.offset} differs"
+                f"{payload.file} has changed since it was written: the checksum of the tensor at"
+                f" {payload.offset} differs"
             )
         self._unchanged.add((str(payload.file), payload.offset))
 
@@ -313,18 +366,22 @@ class StoredCheckpoint:
             payload = _read_header(self.directory / info.relative_path, info)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
                 raise DamagedCheckpoint(
-                    f"{self.directory}: {key} is {payload.dtype} {payload.size} in {info.relative_path}, and"
-                    f" {self.dtype(key)} {tuple(chunk.sizes)} in {METADATA}"
+                    f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
+                    f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
+                    f" {METADATA}"
                 )
             self._payloads[place] = payload
         return self._payloads[place]
 
-    # ---- everything else ----------------------------------------------------------------------------------------
+    # ---- everything else
+    # ----------------------------------------------------------------------------------------
 
     def num_bytes(self, key: str) -> int:
         """Of an entry in the files."""
         chunks = self.tensors[key].chunks if key in self.tensors else [None]
-        return sum(self._places[key, tuple(chunk.offsets) if chunk else ()].length for chunk in chunks)
+        return sum(
+            self._places[key, tuple(chunk.offsets) if chunk else ()].length for chunk in chunks
+        )
 
     def read_object(self, key: str) -> Any:
         """What is stored under the key of an object.
@@ -347,7 +404,9 @@ class StoredCheckpoint:
         except safe_pickle.RefusedPickle as error:
             raise safe_pickle.RefusedPickle(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
-            raise DamagedCheckpoint(f"{self.directory}: {key} in {info.relative_path} is damaged: {error}") from error
+            raise DamagedCheckpoint(
+                f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
+            ) from error
 
 
 _Spans = dict[tuple[int, int], dict[tuple[int, int], list[ChunkStorageMetadata]]]
@@ -355,35 +414,59 @@ _Spans = dict[tuple[int, int], dict[tuple[int, int], list[ChunkStorageMetadata]]
 
 
 def _span(chunk: ChunkStorageMetadata, dim: int) -> tuple[int, int]:
-    return (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) if dim < len(chunk.offsets) else (0, 1)
+    return (
+        (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim])
+        if dim < len(chunk.offsets)
+        else (0, 1)
+    )
 
 
 def _read_header(path: Path, info: _StorageInfo) -> _Payload:
     """Where a tensor that ``torch.save`` wrote at ``info`` lies in the file."""
     if getattr(info, "transform_descriptors", None):
-        raise NotImplementedError(f"{path} is encoded with {info.transform_descriptors}, which is not read here")
+        raise NotImplementedError(
+            f"{path} is encoded with {info.transform_descriptors}, which is not read here"
+        )
     try:
-        with open(path, "rb") as file, zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive:
+        with (
+            open(path, "rb") as file,
+            zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive,
+        ):
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             tensor = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
             record = archive.getinfo(names[f"data/{tensor.storage.key}"])
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its data is compressed")
-            file.seek(info.offset + record.header_offset + 26)  # past the fixed part of the local header
+            file.seek(
+                info.offset + record.header_offset + 26
+            )  # past the fixed part of the local header
             lengths = file.read(4)
             skip = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
             start = info.offset + record.header_offset + 30 + skip
             if start + record.file_size > info.offset + info.length:
                 raise ValueError("its data is longer than the file")
             if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
-                raise ValueError(f"its {record.file_size} bytes are not enough for the shape {tensor.size}")
+                raise ValueError(
+                    f"its {record.file_size} bytes are not enough for the shape {tensor.size}"
+                )
     except safe_pickle.RefusedPickle as error:
         raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
     except Exception as error:  # bytes that were changed or cut off fail in every possible way
-        raise DamagedCheckpoint(f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}") from error
+        raise DamagedCheckpoint(
+            f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
+        ) from error
     # `torch.serialization.set_crc32_options(False)` writes no checksum.
     checksum = record.CRC or (None if record.file_size else 0)
-    return _Payload(path, start, record.file_size, checksum, tensor.storage.dtype, tensor.size, tensor.stride, tensor.start)
+    return _Payload(
+        path,
+        start,
+        record.file_size,
+        checksum,
+        tensor.storage.dtype,
+        tensor.size,
+        tensor.stride,
+        tensor.start,
+    )
 
 
 class _Window(io.RawIOBase):
@@ -396,7 +479,10 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        position = (
+            offset
+            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        )
         if position < 0:
             raise OSError("seek before the start")
         self._position = position
@@ -429,8 +515,13 @@ class _TensorUnpickler(safe_pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, start, size, stride, *_: _Tensor(storage, start, tuple(size), tuple(stride))
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # of dtypes without a class of storages, such as FP8
+            return lambda storage, start, size, stride, *_: _Tensor(
+                storage, start, tuple(size), tuple(stride)
+            )
+        if (module, name) == (
+            "torch._utils",
+            "_rebuild_tensor_v3",
+        ):  # of dtypes without a class of storages, such as FP8
             return lambda storage, start, size, stride, grad, hooks, dtype, *_: _Tensor(
                 _Storage(dtype, storage.key), start, tuple(size), tuple(stride)
             )
@@ -446,10 +537,15 @@ class _TensorUnpickler(safe_pickle.Unpickler):
 
 
 def overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether two of some boxes, by offset and size, have an element in common. Swept along dim 0."""
+    """Whether two of some boxes, by offset and size, have an element in common.
+
+    Swept along dim 0.
+    """
     active: list[tuple[Sequence[int], Sequence[int]]] = []
     for offsets, sizes in sorted(boxes):
-        active = [other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]]
+        active = [
+            other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]
+        ]
         for start, extent in active:
             if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, start, extent)):
                 return True

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The torch_dist format: what Megatron-Core's ``dist_checkpointing`` writes in runs without FSDP, read and written.
 
-A DCP directory with flat keys, one for each tensor of the model without regard to any parallelism, with layers and experts
-stacked along leading axes. What is not sharded is in ``common.pt``, or from 0.19 on in an object of the directory. The
-optimizer's tensors have several layouts (:mod:`megatron.checkpoint.optimizer_layouts`); written is ``fully_reshardable``.
+A DCP directory with flat keys, one for each tensor of the model without regard to any parallelism,
+with layers and experts stacked along leading axes. What is not sharded is in ``common.pt``, or from
+0.19 on in an object of the directory. The optimizer's tensors have several layouts
+(:mod:`megatron.checkpoint.optimizer_layouts`); written is ``fully_reshardable``.
 """
 
 from __future__ import annotations
@@ -32,25 +33,38 @@ _OF_OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
 _RANDOM_STATE = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
 _EXTRA_STATE = re.compile(r"\._extra_state(/shard_|$)")
 _KNOWN_COMMON = (
-    *("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far", "optimizer", "opt_param_scheduler"),
+    *(
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "num_floating_point_operations_so_far",
+        "optimizer",
+        "opt_param_scheduler",
+    ),
     "content_metadata",
 )
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read(
-    stored: StoredCheckpoint, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
+    stored: StoredCheckpoint,
+    group_numbers: Mapping[str, Any] | None = None,
+    allow_unknown: bool = False,
 ) -> TrainingState:
     """What a torch_dist checkpoint says.
 
     Args:
-        group_numbers: a map of param groups that the run has dumped (``--dump-param-to-param-group-map``). Needed by nobody:
-            the rules say the same, but for groups that a run has made otherwise.
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a note, not an error.
+        group_numbers: a map of param groups that the run has dumped
+            (``--dump-param-to-param-group-map``). Needed by nobody: the rules say the same, but for
+            groups that a run has made otherwise.
+        allow_unknown: carry over parameters that no key rule knows under their own names, with a
+            note, not an error.
 
     Raises:
-        ValueError: for keys or shapes that the key rules do not know, all at once, and where parts contradict each other.
+        ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
+            contradict each other.
         DamagedCheckpoint: where files are missing or changed.
     """
     common = read_common(stored)
@@ -69,14 +83,26 @@ def read(
     )
     state.compute_dtype = {name: tensor.dtype for name, tensor in state.weights.items()}
     if unknown and not allow_unknown:
-        raise ValueError(listed("keys that no rule knows (--allow-unknown-keys carries them over as they are)", unknown))
+        raise ValueError(
+            listed(
+                "keys that no rule knows (--allow-unknown-keys carries them over as they are)",
+                unknown,
+            )
+        )
     state.notes += [f"{key}: no rule knows it; carried over as it is" for key in unknown]
     state.notes += [
-        f"{key}: not a part of training that is known here; left out" for key in _left_out(stored, optimizer.used_keys)
+        f"{key}: not a part of training that is known here; left out"
+        for key in _left_out(stored, optimizer.used_keys)
     ]
     if optimizer.layout is not None:
-        shapes = {name: tensor.shape for name, tensor in state.weights.items() if name in optimizer.moments}
-        numbers = param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
+        shapes = {
+            name: tensor.shape
+            for name, tensor in state.weights.items()
+            if name in optimizer.moments
+        }
+        numbers = (
+            param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
+        )
         state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
         state.grad_scaler = optimizer.grad_scaler or _grad_scaler(common)
         _put_exact_values(state, optimizer.main, optimizer.moments)
@@ -97,9 +123,13 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
         common = stored.read_object(COMMON_OBJECT)
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     else:
-        raise DamagedCheckpoint(f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}")
+        raise DamagedCheckpoint(
+            f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}"
+        )
     if not isinstance(common, dict):
-        raise DamagedCheckpoint(f"{stored.directory}: the common state is a {type(common).__name__}, not a dict")
+        raise DamagedCheckpoint(
+            f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
+        )
     return common
 
 
@@ -125,7 +155,9 @@ def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[
         place = _RANDOM_STATE.match(key)
         if place is not None:
             value = stored.read_object(key)[0]
-            found[int(place[1]), int(place[2]), int(place[3] or 0)] = value if isinstance(value, list) else [value]
+            found[int(place[1]), int(place[2]), int(place[3] or 0)] = (
+                value if isinstance(value, list) else [value]
+            )
     states: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for stage, slice_, data_rank in sorted(found):
         states.setdefault((stage, slice_), []).extend(found[stage, slice_, data_rank])
@@ -137,7 +169,10 @@ def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
     return [
         key
         for key in stored.objects
-        if key not in used and key != COMMON_OBJECT and not _EXTRA_STATE.search(key) and not _RANDOM_STATE.match(key)
+        if key not in used
+        and key != COMMON_OBJECT
+        and not _EXTRA_STATE.search(key)
+        and not _RANDOM_STATE.match(key)
     ]
 
 
@@ -150,12 +185,15 @@ def _grad_scaler(common: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _put_exact_values(
-    state: TrainingState, main: Mapping[str, LazyTensor], moments: Mapping[str, Mapping[str, LazyTensor]]
+    state: TrainingState,
+    main: Mapping[str, LazyTensor],
+    moments: Mapping[str, Mapping[str, LazyTensor]],
 ) -> None:
     """Main weights for the model's, and moments beside them, wherever both say the same about the weight.
 
-    Megatron-Core 0.16.1 to 0.19 can write a parameter's main weight and moments from the wrong place in the buffer. Its
-    weight in the model is right then. Which is known when the parameter is read.
+    Megatron-Core 0.16.1 to 0.19 can write a parameter's main weight and moments from the wrong
+    place in the buffer. Its weight in the model is right then. Which is known when the parameter is
+    read.
     """
     for name, slots in moments.items():
         if name not in state.weights:
@@ -171,7 +209,9 @@ class _Checked:
 
     def __init__(self, name: str, model: LazyTensor, main: LazyTensor | None, notes: list[str]):
         if main is not None and main.shape != model.shape:
-            raise ValueError(f"{name} has the shape {model.shape} in the model and {main.shape} in the optimizer")
+            raise ValueError(
+                f"{name} has the shape {model.shape} in the model and {main.shape} in the optimizer"
+            )
         self._name, self._model, self._main, self._notes = name, model, main, notes
         self._contradicts: bool | None = False if main is None else None
 
@@ -183,12 +223,14 @@ class _Checked:
 
     def _compare(self, main: torch.Tensor) -> None:
         cast, model = main.to(self._model.dtype), self._model.read()
-        same = torch.equal(cast, model) or torch.allclose(cast, model, rtol=0, atol=0, equal_nan=True)  # NaN is NaN
+        same = torch.equal(cast, model) or torch.allclose(
+            cast, model, rtol=0, atol=0, equal_nan=True
+        )  # NaN is NaN
         self._contradicts = not same
         if not same:
             self._notes.append(
-                f"{self._name}: its main weight in the optimizer is not its weight in the model. The model's is kept, and"
-                " the moments are dropped: they begin at zero, at step 0"
+                f"{self._name}: its main weight in the optimizer is not its weight in the model."
+                " The model's is kept, and the moments are dropped: they begin at zero, at step 0"
             )
 
     def weight(self) -> LazyTensor:
@@ -216,7 +258,8 @@ class _Checked:
         return LazyTensor(stored.shape, stored.dtype, read_rows)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
@@ -227,16 +270,26 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     with_optimizer = state.groups is not None
     state.notes += _other_steps(state)
     moments = {**_moments_of_frozen(state, places), **state.moments}
-    entries: list[Entry] = [*_random_state_objects(state), *_extra_state_objects(names, spelling, axes)]
+    entries: list[Entry] = [
+        *_random_state_objects(state),
+        *_extra_state_objects(names, spelling, axes),
+    ]
     for name in names:
         key, index = places[name]
         tensor = state.buffers[name] if name in state.buffers else state.weights[name]
-        entries.append(_at(key, index, axes[key], tensor.to(state.compute_dtype.get(name, tensor.dtype))))
+        entries.append(
+            _at(key, index, axes[key], tensor.to(state.compute_dtype.get(name, tensor.dtype)))
+        )
         slots = {"param": tensor.to(torch.float32), **moments[name]} if name in moments else {}
-        entries += [_at(f"optimizer.state.{slot}.{key}", index, axes[key], value) for slot, value in slots.items()]
+        entries += [
+            _at(f"optimizer.state.{slot}.{key}", index, axes[key], value)
+            for slot, value in slots.items()
+        ]
     files = {
         COMMON_FILE: lambda: safe_pickle.save_torch(_common(state, with_optimizer)),
-        MARKER: lambda: json.dumps(_MARKER_CONTENT).encode(),  # last: it says that all the rest is there
+        MARKER: (
+            lambda: json.dumps(_MARKER_CONTENT).encode()
+        ),  # last: it says that all the rest is there
     }
     return DcpTarget(entries, extra_files=files, notes=state.notes)
 
@@ -261,7 +314,12 @@ def _leading_axes(places: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str
     axes = {key: tuple(max(axis) + 1 for axis in zip(*found)) for key, found in indices.items()}
     holes = [key for key, found in indices.items() if len(found) != math.prod(axes[key])]
     if holes:
-        raise ValueError(listed("some layers or experts have these and others do not, so they cannot be stacked", holes))
+        raise ValueError(
+            listed(
+                "some layers or experts have these and others do not, so they cannot be stacked",
+                holes,
+            )
+        )
     return axes
 
 
@@ -274,19 +332,28 @@ def _moments_of_frozen(
 ) -> dict[str, dict[str, LazyTensor]]:
     """Zeros for parameters without state where others in the same stacked tensor have some: it can have no holes."""
     slots_of = {places[name][0]: slots for name, slots in state.moments.items()}
-    frozen = [name for name in state.weights if name not in state.moments and places[name][0] in slots_of]
+    frozen = [
+        name for name in state.weights if name not in state.moments and places[name][0] in slots_of
+    ]
     state.notes += [
-        f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are written" for name in frozen
+        f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are"
+        " written"
+        for name in frozen
     ]
     return {
-        name: {slot: _zeros(state.weights[name].shape, each.dtype) for slot, each in slots_of[places[name][0]].items()}
+        name: {
+            slot: _zeros(state.weights[name].shape, each.dtype)
+            for slot, each in slots_of[places[name][0]].items()
+        }
         for name in frozen
     }
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
     return LazyTensor(
-        shape, dtype, lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+        shape,
+        dtype,
+        lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype),
     )
 
 
@@ -294,17 +361,22 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
     if not state.random_states:
         return
     stages, slices = (max(axis) + 1 for axis in zip(*state.random_states))
-    # Megatron-Core has one entry for each data rank where experts are divided; else one list of them all.
+    # Megatron-Core has one entry for each data rank where experts are divided; else one list of
+    # them all.
     are_apart = (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
     for (stage, slice_), states in state.random_states.items():
         if not are_apart:
             yield ObjectEntry(f"rng_state/shard_{stage}.{slice_}_{stages}.{slices}", [states])
             continue
         for rank, each in enumerate(states):
-            yield ObjectEntry(f"rng_state/shard_{stage}.{slice_}.{rank}_{stages}.{slices}.{len(states)}", [[each]])
+            yield ObjectEntry(
+                f"rng_state/shard_{stage}.{slice_}.{rank}_{stages}.{slices}.{len(states)}", [[each]]
+            )
 
 
-def _extra_state_objects(names: list[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]) -> Iterator[ObjectEntry]:
+def _extra_state_objects(
+    names: list[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]
+) -> Iterator[ObjectEntry]:
     """What modules save beside their weights, which is nothing outside of FP8, but is asked for."""
     seen = set()
     for name in names:
@@ -330,7 +402,10 @@ def _common(state: TrainingState, with_optimizer: bool) -> dict[str, Any]:
     content |= {"checkpoint_version": state.version, "iteration": state.iteration or 0}
     if state.operations is not None:
         content["num_floating_point_operations_so_far"] = state.operations
-    content["content_metadata"] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    content["content_metadata"] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
     if with_optimizer:
         content["optimizer"] = _optimizer(state)
         content["content_metadata"] |= {
@@ -363,7 +438,11 @@ def _optimizer(state: TrainingState) -> dict[Any, Any]:
         parts.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
     scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
     optimizers = [
-        {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable", **scaler}
+        {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            **scaler,
+        }
         for _, groups in sorted(parts.items())
     ]
     return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))

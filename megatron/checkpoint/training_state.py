@@ -35,19 +35,26 @@ class ParamGroup:
 
 @dataclass
 class TrainingState:
-    """A run at one iteration. Names are canonical (:mod:`megatron.checkpoint.key_rules`): one entry for each parameter of
-    each layer and expert, counted over the whole model, with gated weights whole.
+    """A run at one iteration.
+
+    Names are canonical (:mod:`megatron.checkpoint.key_rules`): one entry for each parameter of each
+    layer and expert, counted over the whole model, with gated weights whole.
 
     Attributes:
         weights: name -> the most exact value there is, the fp32 main weight where the file has one.
-        compute_dtype: of name, where the model in the file computes in another dtype than ``weights`` has.
+        compute_dtype: of name, where the model in the file computes in another dtype than
+            ``weights`` has.
         buffers: name -> what the model stores beside parameters, without optimizer state.
-        moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for weights without state.
-        steps: name -> how many steps its moments have seen, where the file says so for each parameter.
-        is_fresh: name -> whether its moments had to be dropped and begin anew, which is known when the parameter is read.
+        moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for
+            weights without state.
+        steps: name -> how many steps its moments have seen, where the file says so for each
+            parameter.
+        is_fresh: name -> whether its moments had to be dropped and begin anew, which is known when
+            the parameter is read.
         groups: of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
-        random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each data rank that has one.
+        random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each
+            data rank that has one.
         args: the arguments of the run. Counters of samples are in it.
         iteration: steps done; None in a release of weights.
         operations: floating-point operations so far.
@@ -82,7 +89,9 @@ class TrainingState:
         """How many steps the moments of a parameter have seen: its own count, or that of its group."""
         if name in self.steps:
             return self.steps[name]
-        return next((group.fields.get("step") for group in self.groups or [] if name in group.members), None)
+        return next(
+            (group.fields.get("step") for group in self.groups or [] if name in group.members), None
+        )
 
     def tensors(self) -> Iterator[tuple[str, str, LazyTensor]]:
         """``weight``, ``buffer`` or a moment's slot, with name and tensor."""

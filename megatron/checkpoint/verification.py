@@ -22,8 +22,9 @@ def find_problems(
 ) -> list[str]:
     """Everything that is wrong with a checkpoint, in words; none for a good one.
 
-    Files, checksums, chunks, and objects that can be read safely; for one of a training run also the keys, the shapes that
-    its arguments promise, whether main weights are those of the model, the optimizer's state, and NaN or infinite values.
+    Files, checksums, chunks, and objects that can be read safely; for one of a training run also
+    the keys, the shapes that its arguments promise, whether main weights are those of the model,
+    the optimizer's state, and NaN or infinite values.
 
     Args:
         notes: gets what is no fault: entries that mean nothing to training.
@@ -33,7 +34,9 @@ def find_problems(
     if stored is not None:
         problems += _holes(stored)
         problems += _unreadable(
-            stored, progress if opened.format == PLAIN else lambda _: None, with_tensors=opened.format == PLAIN
+            stored,
+            progress if opened.format == PLAIN else lambda _: None,
+            with_tensors=opened.format == PLAIN,
         )
     if opened.format == PLAIN or problems:
         return problems
@@ -45,7 +48,9 @@ def find_problems(
     problems += _incomplete_state(state)
     problems += _incomplete_schedule(state)
     problems += _wrong_values(state, progress)
-    faults = state.unknown + [name for name, contradicts in state.is_fresh.items() if _is_fault(contradicts)]
+    faults = state.unknown + [
+        name for name, contradicts in state.is_fresh.items() if _is_fault(contradicts)
+    ]
     if notes is not None:
         notes += [note for note in state.notes if note.partition(":")[0] not in faults]
     return problems + [note for note in state.notes if note.partition(":")[0] in faults]
@@ -57,18 +62,28 @@ def _holes(stored: StoredCheckpoint) -> Iterator[str]:
         volume = 0
         boxes = []
         for chunk in entry.chunks:
-            if any(a < 0 or a + n > size for a, n, size in zip(chunk.offsets, chunk.sizes, entry.size)):
-                yield f"{key}: the chunk at {tuple(chunk.offsets)} sticks out of the shape {tuple(entry.size)}"
+            if any(
+                a < 0 or a + n > size for a, n, size in zip(chunk.offsets, chunk.sizes, entry.size)
+            ):
+                yield (
+                    f"{key}: the chunk at {tuple(chunk.offsets)} sticks out of the shape"
+                    f" {tuple(entry.size)}"
+                )
             if math.prod(chunk.sizes):
                 boxes.append((tuple(chunk.offsets), tuple(chunk.sizes)))
             volume += math.prod(chunk.sizes)
         if volume != math.prod(entry.size):
-            yield f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has {math.prod(entry.size)}"
+            yield (
+                f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"
+                f" {math.prod(entry.size)}"
+            )
         elif overlap(boxes):
             yield f"{key}: two of its chunks overlap"
 
 
-def _unreadable(stored: StoredCheckpoint, progress: Callable[[int], None], with_tensors: bool) -> Iterator[str]:
+def _unreadable(
+    stored: StoredCheckpoint, progress: Callable[[int], None], with_tensors: bool
+) -> Iterator[str]:
     for key in stored.objects:
         try:
             stored.read_object(key)
@@ -90,8 +105,12 @@ def _shapes(state: TrainingState) -> Iterator[str]:
         expected = key_rules.expected_shape(name, sizes)
         if expected is None:
             continue
-        if len(expected) != len(tensor.shape) or any(n is not None and n != m for n, m in zip(expected, tensor.shape)):
-            yield f"{name} has the shape {tensor.shape}; the arguments of the run make it {expected}"
+        if len(expected) != len(tensor.shape) or any(
+            n is not None and n != m for n, m in zip(expected, tensor.shape)
+        ):
+            yield (
+                f"{name} has the shape {tensor.shape}; the arguments of the run make it {expected}"
+            )
 
 
 def _incomplete_state(state: TrainingState) -> Iterator[str]:
@@ -105,7 +124,10 @@ def _incomplete_state(state: TrainingState) -> Iterator[str]:
             yield f"{name}: the optimizer lacks {', '.join(missing)}"
         for slot, tensor in slots.items():
             if tensor.shape != state.weights[name].shape:
-                yield f"{name}: {slot} has the shape {tensor.shape}, the weight {state.weights[name].shape}"
+                yield (
+                    f"{name}: {slot} has the shape {tensor.shape}, the weight"
+                    f" {state.weights[name].shape}"
+                )
 
 
 def _is_fault(contradicts: Callable[[], bool]) -> bool:
@@ -123,7 +145,10 @@ def _incomplete_schedule(state: TrainingState) -> Iterator[str]:
 
 
 def _wrong_values(state: TrainingState, progress: Callable[[int], None]) -> Iterator[str]:
-    """NaN and infinite values; negative second moments. Reading compares checksums, and main weights with the model's."""
+    """NaN and infinite values; negative second moments.
+
+    Reading compares checksums, and main weights with the model's.
+    """
     for kind, name, tensor in state.tensors():
         try:
             wrong = sum(_count_wrong(block, kind, progress) for block in _blocks(tensor))
@@ -131,7 +156,9 @@ def _wrong_values(state: TrainingState, progress: Callable[[int], None]) -> Iter
             yield f"{name} ({kind}): {error}"
             continue
         if wrong:
-            yield f"{name} ({kind}): {wrong} values are NaN or infinite" + (" or negative" if kind == "exp_avg_sq" else "")
+            yield f"{name} ({kind}): {wrong} values are NaN or infinite" + (
+                " or negative" if kind == "exp_avg_sq" else ""
+            )
 
 
 def _blocks(tensor: Any) -> Iterator[torch.Tensor]:

@@ -12,7 +12,8 @@ from megatron.fsdp.layout import Layout
 class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group, whose storage can come and go.
 
-    The views keep their identity while the storage is away, so modules and autograd may hold on to them.
+    The views keep their identity while the storage is away, so modules and autograd may hold on to
+    them.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):

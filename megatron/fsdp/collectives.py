@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only caller of torch.distributed collectives, and the one place where gradients are divided.
 
-[Note: the divisor] A reduced gradient is the sum over the ranks divided by ``divisor``. The division happens here and
-nowhere else: before the collective where the sum could overflow (fp16), inside it where the process group is asked to
-average, and otherwise on the result, which is the smallest tensor.
+[Note: the divisor] A reduced gradient is the sum over the ranks divided by ``divisor``. The
+division happens here and
+nowhere else: before the collective where the sum could overflow (fp16), inside it where the process
+group is asked to average, and otherwise on the result, which is the smallest tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,11 +28,14 @@ class Communicator:
 
     Args:
         inner: group of the ranks that divide the parameters.
-        outer: group of the ranks that replicate them or divide them further; None without such an axis.
+        outer: group of the ranks that replicate them or divide them further; None without such an
+            axis.
         gather: group of the inner ranks for gathers of weights; may be ``inner`` itself.
-        divisor: what a summed gradient is divided by: the number of data ranks for a mean, 1 for a sum.
-        average_in_collective: let the process groups divide. What their sizes leave of the divisor (expert parameters are
-            reduced over fewer ranks than there are data ranks) is divided here.
+        divisor: what a summed gradient is divided by: the number of data ranks for a mean, 1 for a
+            sum.
+        average_in_collective: let the process groups divide. What their sizes leave of the divisor
+            (expert parameters are reduced over fewer ranks than there are data ranks) is divided
+            here.
     """
 
     inner: dist.ProcessGroup
@@ -57,7 +61,9 @@ class Communicator:
     def outer_rank(self) -> int:
         return dist.get_rank(self.outer) if self.outer is not None else 0
 
-    def all_gather(self, full: torch.Tensor, shard: torch.Tensor, piece: torch.Tensor | None = None) -> Pending:
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, piece: torch.Tensor | None = None
+    ) -> Pending:
         """Fill ``full`` ``[inner * n]`` with the ``shard`` ``[n]`` of every inner rank; ``shard`` may be a slice of it.
 
         With ``piece`` ``[n / outer]`` ``shard`` is filled first, with those of the outer ranks.
@@ -66,12 +72,16 @@ class Communicator:
         if self.inner_size > 1:
             in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
             own_is_written = in_place and self.lanes.gathers_write_own_part
-            steps.append((_gather_others_step if own_is_written else _gather_step)(full, shard, self.gather))
+            steps.append(
+                (_gather_others_step if own_is_written else _gather_step)(full, shard, self.gather)
+            )
         return self.lanes.launch("gather", *steps)
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """``shard`` ``[n]``: this inner rank's slice of the reduced ``full`` ``[inner * n]``, which may be overwritten."""
-        return self._divide(full, shard, _reduce_scatter_step(full, shard, self.inner, self._operation))
+        return self._divide(
+            full, shard, _reduce_scatter_step(full, shard, self.inner, self._operation)
+        )
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """``full`` becomes the reduced tensor on every inner rank."""
@@ -79,7 +89,9 @@ class Communicator:
 
     def reduce_scatter_outer(self, shard: torch.Tensor, piece: torch.Tensor) -> Pending:
         """``piece`` ``[n]``: this outer rank's slice of what the outer ranks have of ``shard`` ``[outer * n]``, summed."""
-        return self.lanes.launch("reduce", _reduce_scatter_step(shard, piece, self.outer, self._operation))
+        return self.lanes.launch(
+            "reduce", _reduce_scatter_step(shard, piece, self.outer, self._operation)
+        )
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """``shard`` becomes the sum over the outer ranks, on all of them."""
@@ -91,7 +103,11 @@ class Communicator:
 
     def _divide(self, full: torch.Tensor, result: torch.Tensor, step: Collective) -> Pending:
         """The inner reduction, divided once: what the outer axis adds up later are parts of the mean."""
-        divisor = self.divisor / (self.inner_size * self.outer_size) if self.average_in_collective else self.divisor
+        divisor = (
+            self.divisor / (self.inner_size * self.outer_size)
+            if self.average_in_collective
+            else self.divisor
+        )
         before = full.dtype == torch.float16 and divisor > 1
         if before:
             full.div_(divisor)
@@ -105,7 +121,9 @@ class Communicator:
 
         return Pending(wait_and_divide)
 
-    def broadcast(self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True) -> None:
+    def broadcast(
+        self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
+    ) -> None:
         """``tensor`` of the first data rank, or of the first one along one of the axes, on all of them."""
         for group, wanted in ((self.inner, over_inner), (self.outer, over_outer)):
             if wanted and group is not None and dist.get_world_size(group) > 1:
@@ -116,26 +134,37 @@ def _gather_step(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGrou
     return lambda asynchronous: _all_gather_single(full, part, group=group, async_op=asynchronous)
 
 
-def _gather_others_step(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Collective:
+def _gather_others_step(
+    full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+) -> Collective:
     """In place, but this rank's own part, which others may write meanwhile, is left alone."""
     parts = list(full.chunk(dist.get_world_size(group)))
     parts[dist.get_rank(group)] = torch.empty_like(part)
     return lambda asynchronous: dist.all_gather(parts, part, group=group, async_op=asynchronous)
 
 
-def _reduce_scatter_step(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp) -> Collective:
-    return lambda asynchronous: _reduce_scatter_single(part, full, op=op, group=group, async_op=asynchronous)
+def _reduce_scatter_step(
+    full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
+) -> Collective:
+    return lambda asynchronous: _reduce_scatter_single(
+        part, full, op=op, group=group, async_op=asynchronous
+    )
 
 
-def _all_reduce_step(tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp) -> Collective:
+def _all_reduce_step(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
+) -> Collective:
     return lambda asynchronous: dist.all_reduce(tensor, op=op, group=group, async_op=asynchronous)
 
 
-def agree(problems: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)) -> list[str]:
+def agree(
+    problems: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)
+) -> list[str]:
     """The ``problems`` of every rank, on every rank, so that all raise the same error.
 
     Args:
-        groups: every rank is reached by one after the other: the axes of a mesh. None: all ranks there are.
+        groups: every rank is reached by one after the other: the axes of a mesh. None: all ranks
+            there are.
     """
     known = set(problems)
     for group in groups:
@@ -145,7 +174,9 @@ def agree(problems: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = 
     return sorted(known)
 
 
-def all_reduce_over(tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp) -> torch.Tensor:
+def all_reduce_over(
+    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp
+) -> torch.Tensor:
     """``tensor``, in place, reduced over the ranks of one group after the other: over a whole mesh."""
     for group in groups:
         if dist.get_world_size(group) > 1:

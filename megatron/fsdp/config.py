@@ -13,10 +13,12 @@ from megatron.fsdp.policy import MixedPrecisionPolicy
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Settings of a sharded model. Megatron-Core's class of this name serves as well: fields are read by name.
+    """Settings of a sharded model.
 
-    ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune another way of
-    communicating; there is nothing here for them to change.
+    Megatron-Core's class of this name serves as well: fields are read by name.
+
+    ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
+    another way of communicating; there is nothing here for them to change.
     """
 
     overlap_grad_reduce: bool = False
@@ -48,7 +50,9 @@ class DistributedDataParallelConfig:
     def fully_sharded(cls) -> DistributedDataParallelConfig:
         """Level 3, with overlap."""
         return cls(
-            data_parallel_sharding_strategy="optim_grads_params", overlap_grad_reduce=True, overlap_param_gather=True
+            data_parallel_sharding_strategy="optim_grads_params",
+            overlap_grad_reduce=True,
+            overlap_param_gather=True,
         )
 
 
@@ -79,7 +83,9 @@ def refuse_unbuilt(**arguments: Any) -> None:
     """Raise ``NotImplementedError`` naming every argument that asks for something that is not built yet."""
     given = [f"{name}={value!r}" for name, value in arguments.items() if value]
     if given:
-        raise NotImplementedError(f"not built yet: {', '.join(given)}; leave them at their defaults")
+        raise NotImplementedError(
+            f"not built yet: {', '.join(given)}; leave them at their defaults"
+        )
 
 
 def refuse_unbuilt_config(config: Any) -> None:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams, events and storage for cuda and cpu: the only file that knows the device.
 
-[Note: memory and streams] Storage is always taken and given back while the compute stream is current, so the caching
-allocator orders its reuse by compute. A collective runs on a stream of its own, which first waits for everything that
-compute has enqueued so far (the previous owner of the memory included); its :class:`Pending` makes the compute stream
-wait before anyone reads the result or frees an operand. On CPU a collective is an asynchronous work and waiting blocks.
+[Note: memory and streams] Storage is always taken and given back while the compute stream is
+current, so the caching allocator orders its reuse by compute. A collective runs on a stream of its
+own, which first waits for everything that compute has enqueued so far (the previous owner of the
+memory included); its :class:`Pending` makes the compute stream wait before anyone reads the result
+or frees an operand. On CPU a collective is an asynchronous work and waiting blocks.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -22,7 +24,10 @@ Collective = Callable[[bool], "Work | None"]  # whether to be asynchronous -> it
 
 
 class Pending:
-    """An operation under way. ``wait`` returns when compute may use its result; calling it again does nothing."""
+    """An operation under way.
+
+    ``wait`` returns when compute may use its result; calling it again does nothing.
+    """
 
     def __init__(self, wait: Callable[[], object] | None = None):
         self._wait = wait
@@ -30,7 +35,8 @@ class Pending:
     def wait(self) -> None:
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            # Copies that finish a gather write into a buffer with many views, which grad mode forbids.
+            # Copies that finish a gather write into a buffer with many views, which grad mode
+            # forbids.
             with torch.no_grad():
                 wait()
 
@@ -38,10 +44,15 @@ class Pending:
 class CpuLanes:
     """Collectives as asynchronous works of the process group."""
 
-    gathers_write_own_part = True  # gloo writes what a rank sends into what it receives, at any time before the end
+    gathers_write_own_part = (
+        True  # gloo writes what a rank sends into what it receives, at any time before the end
+    )
 
     def launch(self, lane: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another. Later ones need what earlier ones leave: they begin in ``wait``."""
+        """Run ``collectives`` one after another.
+
+        Later ones need what earlier ones leave: they begin in ``wait``.
+        """
         first, *others = collectives
         work = first(True)
 

@@ -12,8 +12,9 @@ import inspect
 import random
 import re
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +23,21 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 KNOWN = (
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad),
-    *(torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.SGD, torch.optim.ASGD),
+    *(
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+    ),
+    *(
+        torch.optim.Adadelta,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+        torch.optim.ASGD,
+    ),
 )
 """Optimizers of torch that are element-wise."""
 
@@ -37,9 +51,16 @@ LEARNING_RATE = 0.1  # one that moves weights, where a warm-up begins at 0
 class OnLocalParts(TorchFunctionMode):
     """Inside, operations that torch has not taught its DTensors run on this rank's pieces: element-wise, it is the same."""
 
-    OPERATIONS = {torch._fused_sgd_, torch._fused_adagrad_, torch._foreach_copy_, torch.Tensor.__setitem__}
+    OPERATIONS = {
+        torch._fused_sgd_,
+        torch._fused_adagrad_,
+        torch._foreach_copy_,
+        torch.Tensor.__setitem__,
+    }
 
-    def __torch_function__(self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if function in self.OPERATIONS:
             args, kwargs = tree_map_only(DTensor, _local, (args, kwargs))
         return function(*args, **(kwargs or {}))
@@ -91,17 +112,21 @@ def state_names(kind: type | None, group: dict[str, Any]) -> list[str]:
     }.get(kind, [])
 
 
-def why_not_elementwise(kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, Any]]) -> str | None:
+def why_not_elementwise(
+    kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, Any]]
+) -> str | None:
     """Why an optimizer cannot step on pieces of matrices; None if it can.
 
-    A class that is not torch's own is tried: it is built from ``defaults`` and the settings of ``groups`` over small
-    plain float64 tensors, on whole matrices and once more, by two others, on pieces of them as two ranks
-    would hold them: some rows, a flat run, nothing. After a few steps on the same gradients the weights must agree. The
-    user's optimizer, its tensors and all random number generators of torch and Python stay as they are, and nothing is
-    communicated.
+    A class that is not torch's own is tried: it is built from ``defaults`` and the settings of
+    ``groups`` over small plain float64 tensors, on whole matrices and once more, by two others, on
+    pieces of them as two ranks
+    would hold them: some rows, a flat run, nothing. After a few steps on the same gradients the
+    weights must agree. The user's optimizer, its tensors and all random number generators of torch
+    and Python stay as they are, and nothing is communicated.
 
-    A class that cannot be built or stepped that way (other arguments than its defaults, kernels for GPUs in another
-    dtype) is taken at its word, unless its name is one of those known to need whole matrices.
+    A class that cannot be built or stepped that way (other arguments than its defaults, kernels for
+    GPUs in another dtype) is taken at its word, unless its name is one of those known to need whole
+    matrices.
 
     Args:
         kind: the optimizer's class.
@@ -109,7 +134,9 @@ def why_not_elementwise(kind: type, defaults: dict[str, Any], groups: Sequence[d
         groups: its ``param_groups``; of their parameters only the device is used.
     """
     if any(NEED_THE_WHOLE.search(base.__name__) for base in kind.__mro__):
-        return "needs whole matrices or the whole model, but ranks hold pieces of them: not built yet"
+        return (
+            "needs whole matrices or the whole model, but ranks hold pieces of them: not built yet"
+        )
     if issubclass(kind, torch.optim.SparseAdam):
         return "is for sparse gradients, which are not built yet"
     if any(group.get("differentiable") for group in groups):
@@ -118,7 +145,9 @@ def why_not_elementwise(kind: type, defaults: dict[str, Any], groups: Sequence[d
 
 
 def _try_out(kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, Any]]) -> str | None:
-    device = next((parameter.device for group in groups for parameter in group["params"]), torch.device("cpu"))
+    device = next(
+        (parameter.device for group in groups for parameter in group["params"]), torch.device("cpu")
+    )
     python_state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:
@@ -129,7 +158,9 @@ def _try_out(kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, An
         random.setstate(python_state)
 
 
-def _compare(kind: type, defaults: dict[str, Any], settings: list[dict[str, Any]], device: torch.device) -> str | None:
+def _compare(
+    kind: type, defaults: dict[str, Any], settings: list[dict[str, Any]], device: torch.device
+) -> str | None:
     """Step on wholes and on pieces, and compare."""
     generator = torch.Generator().manual_seed(1)  # of its own
     wholes, ranks = [], ([], [])
@@ -146,13 +177,17 @@ def _compare(kind: type, defaults: dict[str, Any], settings: list[dict[str, Any]
     try:
         first, second = (_step(kind, defaults, settings, rank) for rank in ranks)
     except Exception as error:
-        return f"cannot step on pieces of a matrix, which is what ranks hold ({type(error).__name__}: {error})"
+        return (
+            f"cannot step on pieces of a matrix, which is what ranks hold ({type(error).__name__}:"
+            f" {error})"
+        )
     for whole, *pieces in zip(expected, first, second):
         together = torch.cat([piece.reshape(-1) for piece in pieces])
         if not torch.allclose(together, whole.reshape(-1), rtol=1e-9, atol=1e-12, equal_nan=True):
             return (
-                f"is not element-wise: {STEPS} steps on a matrix and on its pieces, which is what ranks hold, give other"
-                " weights (it looks at rows, whole matrices or the whole model, or draws random numbers): not built yet"
+                f"is not element-wise: {STEPS} steps on a matrix and on its pieces, which is what"
+                " ranks hold, give other weights (it looks at rows, whole matrices or the whole"
+                " model, or draws random numbers): not built yet"
             )
     return None
 
@@ -169,11 +204,16 @@ def _random_pair(shape: Sequence[int], generator: torch.Generator, device: torch
 def _cut(matrix: Pair, run: Pair, small: Pair) -> tuple[list[Pair], list[Pair]]:
     """What two ranks hold: rows, a flat run (with as many dims as the whole, since DTensors keep them), all or nothing.
 
-    The cuts hit no block of 64 or more elements, for optimizers that quantize their state by blocks.
+    The cuts hit no block of 64 or more elements, for optimizers that quantize their state by
+    blocks.
     """
     flat = tuple(tensor.reshape(-1, 1) for tensor in run)
     first = [tuple(tensor[:49] for tensor in matrix), tuple(tensor[:17] for tensor in flat), small]
-    second = [tuple(t[49:] for t in matrix), tuple(t[17:] for t in flat), tuple(t[5:] for t in small)]
+    second = [
+        tuple(t[49:] for t in matrix),
+        tuple(t[17:] for t in flat),
+        tuple(t[5:] for t in small),
+    ]
     return first, second
 
 
@@ -188,13 +228,19 @@ def _step(
     anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     optimizer = kind(
         [{**copy.deepcopy(setting), "params": group} for setting, group in zip(settings, weights)],
-        **{key: copy.deepcopy(value) for key, value in defaults.items() if anything or key in accepted},
+        **{
+            key: copy.deepcopy(value)
+            for key, value in defaults.items()
+            if anything or key in accepted
+        },
     )
 
     def closure() -> torch.Tensor:
         """An element-wise loss: gradients depend on the weights, for optimizers that look twice."""
         with torch.enable_grad():
-            loss = sum((slope * torch.sin(weight + slope)).sum() for weight, slope in zip(flat, slopes))
+            loss = sum(
+                (slope * torch.sin(weight + slope)).sum() for weight, slope in zip(flat, slopes)
+            )
             for weight, gradient in zip(flat, torch.autograd.grad(loss, flat)):
                 weight.grad = gradient
         return loss
@@ -212,7 +258,11 @@ def _different_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     """The settings of groups, each once, with a learning rate that moves weights."""
     found = {}
     for group in groups:
-        setting = {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+        setting = {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "param_names", "initial_lr")
+        }
         if isinstance(setting.get("lr"), torch.Tensor):
             setting["lr"] = torch.full_like(setting["lr"], LEARNING_RATE)
         elif "lr" in setting:

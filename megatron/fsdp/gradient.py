@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``param.grad`` holds: a DTensor whose norms count every element of the whole model once.
 
-torch takes the norm of DTensors mesh by mesh, and cannot put together norms of different meshes (expert parameters) or an
-infinity norm where a rank owns nothing. Here the pieces are measured locally and one collective for each kind of parameter
-puts the measures together; the norms are plain tensors, equal on all ranks.
+torch takes the norm of DTensors mesh by mesh, and cannot put together norms of different meshes
+(expert parameters) or an infinity norm where a rank owns nothing. Here the pieces are measured
+locally and one collective for each kind of parameter puts the measures together; the norms are
+plain tensors, equal on all ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,7 +41,9 @@ class ShardedGradient(UnevenDTensor):
     holders: Holders
 
     @classmethod
-    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         own = _OWN.get(func)
         if own is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -50,7 +54,9 @@ class ShardedGradient(UnevenDTensor):
 
 
 @torch.no_grad()
-def norms(gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+def norms(
+    gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
     """The norm of each whole gradient, 0-d, on every rank; a collective for each kind of ``holders``."""
     kinds: dict[Holders, list[int]] = {}
     for index, gradient in enumerate(gradients):
@@ -61,9 +67,13 @@ def norms(gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch
         if order == inf:
             whole = all_reduce_over(local, holders.groups, dist.ReduceOp.MAX)
         else:
-            whole = (all_reduce_over(local, holders.groups, dist.ReduceOp.SUM) / holders.copies) ** (1 / order)
+            whole = (
+                all_reduce_over(local, holders.groups, dist.ReduceOp.SUM) / holders.copies
+            ) ** (1 / order)
         for index, norm in zip(indices, whole):
-            result[index] = norm.to(dtype or torch.promote_types(gradients[index].dtype, torch.float32))
+            result[index] = norm.to(
+                dtype or torch.promote_types(gradients[index].dtype, torch.float32)
+            )
     return result
 
 
@@ -76,20 +86,31 @@ def _measure(piece: torch.Tensor, order: float) -> torch.Tensor:
     return norm if order == inf else norm**order
 
 
-def _foreach_norm(tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> Any:
+def _foreach_norm(
+    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> Any:
     if ord <= 0 or not all(isinstance(tensor, ShardedGradient) for tensor in tensors):
         return NotImplemented
     return norms(tensors, float(ord), dtype)
 
 
-def _vector_norm(x: torch.Tensor, ord: float | None = 2.0, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float | None = 2.0,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: Any = None,
+) -> Any:
     if dim is not None or keepdim or not isinstance(ord, (int, float)):
         return NotImplemented
     norm = _foreach_norm([x], ord, dtype)
     return norm if norm is NotImplemented else norm[0]
 
 
-def _norm(input: torch.Tensor, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+def _norm(
+    input: torch.Tensor, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Any:
     return _vector_norm(input, 2.0 if p == "fro" or p is None else p, dim, keepdim, dtype=dtype)
 
 
@@ -105,7 +126,9 @@ def _mul_(tensor: torch.Tensor, factor: Any) -> Any:
     return NotImplemented if _foreach_mul_([tensor], factor) is NotImplemented else tensor
 
 
-def _unscale_(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> Any:
+def _unscale_(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> Any:
     """What ``torch.amp.GradScaler`` does to gradients; what one rank finds, all have found."""
     if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
         return NotImplemented

@@ -2,21 +2,24 @@
 """Who tells the schedule: hooks on modules, on their inputs and outputs, and on compute parameters.
 
 [Note: one call of a unit]
-    before forward      hold the unit, those it shares parameters with others in, and any unit whose parameter is handed in
+    before forward      hold the unit, those it shares parameters with others in, and any unit whose
+    parameter is handed in
                         as an argument (tied output layers)
-    in forward          hold a unit whose parameter the code of this one reads by name (`self.embedding.weight`)
+    in forward          hold a unit whose parameter the code of this one reads by name
+    (`self.embedding.weight`)
     after forward       let go, except while autograd recomputes: the same unit's backward follows
     output gradient     hold again
-    input gradients     the call's backward is over; with leaves among them, once the unit's own are there too
-Hooks on tensors are attached to what produced them, so inputs and outputs are passed on as they are: they may be
-edited in place, freed or be of any type that holds tensors.
+    input gradients     the call's backward is over; with leaves among them, once the unit's own are
+    there too
+Hooks on tensors are attached to what produced them, so inputs and outputs are passed on as they
+are: they may be edited in place, freed or be of any type that holds tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +39,8 @@ class Call:
         self.borrowed = borrowed  # units that are not its own but whose parameters it uses
         self.awaited_inputs = 0  # gradients of inputs that will tell the end of the call's backward
         self.input_hooks: list[RemovableHandle] = []
-        # Autograd hurries to leaves: their gradients may come before those of parameters on paths of their own.
+        # Autograd hurries to leaves: their gradients may come before those of parameters on paths
+        # of their own.
         self.hurried = False
 
 
@@ -48,7 +52,8 @@ class UnitHooks:
     """Connects the modules of units to their schedule.
 
     Args:
-        sharded: the sharded parameters, by the module's own: what code outside of any forward finds where weights are away.
+        sharded: the sharded parameters, by the module's own: what code outside of any forward finds
+            where weights are away.
     """
 
     def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
@@ -56,20 +61,29 @@ class UnitHooks:
         self._sharded = sharded
         self._root = schedule.units[0]
         self._owner = {
-            parameter: unit for unit in schedule.units for group in unit.groups for parameter in group.parameters
+            parameter: unit
+            for unit in schedule.units
+            for group in unit.groups
+            for parameter in group.parameters
         }
         self._calls: list[Call] = []  # forwards under way, innermost last
         for unit in schedule.units:
             if unit.module is not None:
-                unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True, with_kwargs=True)
+                unit.module.register_forward_pre_hook(
+                    self._before_forward(unit), prepend=True, with_kwargs=True
+                )
                 unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
             self._watch_gradients(unit)
         for module in _not_compiled(self._root.module):
             if any(True for _ in module.parameters(recurse=False)):
-                module._parameters = WatchedParameters(module._parameters, self._read, self._present)
+                module._parameters = WatchedParameters(
+                    module._parameters, self._read, self._present
+                )
 
     def _watch_gradients(self, unit: Unit) -> None:
-        parameters = [parameter for group in unit.trainable_groups for parameter in group.parameters]
+        parameters = [
+            parameter for group in unit.trainable_groups for parameter in group.parameters
+        ]
         unit.awaited_grads = len(parameters)
 
         def arrived(parameter: nn.Parameter) -> None:
@@ -79,7 +93,8 @@ class UnitHooks:
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
 
-    # ---- forward -------------------------------------------------------------------------------------------------
+    # ---- forward
+    # -------------------------------------------------------------------------------------------------
 
     def _before_forward(self, unit: Unit) -> Callable[..., None]:
         @torch.compiler.disable
@@ -122,15 +137,25 @@ class UnitHooks:
         self._schedule.acquire(call.unit, call)
 
     def _borrowed(self, unit: Unit, arguments: tuple) -> list[Unit]:
-        owners = [self._owner.get(argument) for argument in arguments if isinstance(argument, nn.Parameter)]
-        return list(dict.fromkeys(owner for owner in owners if owner is not None and owner is not unit))
+        owners = [
+            self._owner.get(argument)
+            for argument in arguments
+            if isinstance(argument, nn.Parameter)
+        ]
+        return list(
+            dict.fromkeys(owner for owner in owners if owner is not None and owner is not unit)
+        )
 
     def _present(self, parameter: nn.Parameter) -> nn.Parameter:
         """What code gets that looks at ``parameter``: outside of forwards, where its weights are away, the sharded one."""
         owner = self._owner.get(parameter)
         if owner is not None and not self._calls:
             owner.wait_for_unshard()
-        return parameter if owner is None or self._calls or owner.is_readable else self._sharded[parameter]
+        return (
+            parameter
+            if owner is None or self._calls or owner.is_readable
+            else self._sharded[parameter]
+        )
 
     def _read(self, parameter: nn.Parameter) -> nn.Parameter:
         """The same for code that asks for it by name: inside a forward its unit is held as long as that call may need it."""
@@ -141,7 +166,8 @@ class UnitHooks:
                 self._schedule.hold(owner, self._calls[-1])
         return self._present(parameter)
 
-    # ---- backward ------------------------------------------------------------------------------------------------
+    # ---- backward
+    # ------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, call: Call, output: Any) -> None:
         def begin(gradient: torch.Tensor) -> None:
@@ -159,7 +185,9 @@ class UnitHooks:
 
     def _watch_inputs(self, call: Call, inputs: Any) -> None:
         tensors = [
-            tensor for tensor in tensors_in(inputs) if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
+            tensor
+            for tensor in tensors_in(inputs)
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
         ]
         leaves = [tensor for tensor in tensors if tensor.is_leaf]
         others = [tensor for tensor in tensors if not tensor.is_leaf]
@@ -171,14 +199,15 @@ class UnitHooks:
             if call.awaited_inputs == 0:
                 self._finish(call)
 
-        # torch's hook on several tensors knows which of them get no gradient, but refuses leaves in `autograd.grad`.
+        # torch's hook on several tensors knows which of them get no gradient, but refuses leaves in
+        # `autograd.grad`.
         call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
     def _finish(self, call: Call) -> None:
-        # The hooks refer to the graph and the graph to the hooks: unless taken off, the pass' activations would live
-        # until Python's garbage collector comes by.
+        # The hooks refer to the graph and the graph to the hooks: unless taken off, the pass'
+        # activations would live until Python's garbage collector comes by.
         for hook in call.input_hooks:
             hook.remove()
         if call in call.unit.open_calls:
@@ -212,7 +241,10 @@ class WatchedParameters(dict):
         return None if parameter is None else self._on_read(parameter)
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:
-        return [(name, None if value is None else self._present(value)) for name, value in super().items()]
+        return [
+            (name, None if value is None else self._present(value))
+            for name, value in super().items()
+        ]
 
     def values(self) -> list[nn.Parameter | None]:
         return [value for _, value in self.items()]

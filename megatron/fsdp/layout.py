@@ -1,34 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank owns which elements of which parameter: pure integers, the same on every rank.
 
-A group of parameters is one flat buffer of ``world_size * shard_size`` elements. Parameters lie in it whole and
-contiguous, in any order; rank r owns ``[r * shard_size, (r + 1) * shard_size)``, so the multiples of ``shard_size`` are
-where parameters are cut. A parameter's *grain* is the number of elements that no cut divides: by wish one row.
+A group of parameters is one flat buffer of ``world_size * shard_size`` elements. Parameters lie in
+it whole and contiguous, in any order; rank r owns ``[r * shard_size, (r + 1) * shard_size)``, so
+the multiples of ``shard_size`` are where parameters are cut. A parameter's *grain* is the number of
+elements that no cut divides: by wish one row.
 
-How :func:`plan` chooses. A parameter longer than two shards is cut where the shard size says, so its grain must divide
-the shard size; a shorter one can be moved until its cut falls between grains.
+How :func:`plan` chooses. A parameter longer than two shards is cut where the shard size says, so
+its grain must divide the shard size; a shorter one can be moved until its cut falls between grains.
 
-1. The smallest buffer is one where only requirements count and wishes are ignored. It cannot be refused, whatever it costs.
-2. The buffer may be larger than the elements by 1 % (``ROW_BUDGET``), by 8 elements a rank and 8 a parameter, or as large
-   as the smallest one: the largest of the three. Where nothing is required the smallest one is below the second.
-3. Within that, shard sizes are tried that are multiples of common multiples of the grains. The layout in which the fewest
-   parameters are cut inside a grain wins, then the one with the smallest shard.
+1. The smallest buffer is one where only requirements count and wishes are ignored. It cannot be
+   refused, whatever it costs.
+2. The buffer may be larger than the elements by 1 % (``ROW_BUDGET``), by 8 elements a rank and 8 a
+   parameter, or as large as the smallest one: the largest of the three. Where nothing is required
+   the smallest one is below the second.
+3. Within that, shard sizes are tried that are multiples of common multiples of the grains. The
+   layout in which the fewest parameters are cut inside a grain wins, then the one with the smallest
+   shard.
 
-For one shard size, parameters are laid one behind the other: always the one that leaves the smallest gap, and of equals
-the one with the largest grain, so that small and undemanding ones are left to fill gaps. Where even the smallest gap is
-more than the buffer has to spare, a parameter with only a wish is cut anywhere on the alignment: an element run.
+For one shard size, parameters are laid one behind the other: always the one that leaves the
+smallest gap, and of equals the one with the largest grain, so that small and undemanding ones are
+left to fill gaps. Where even the smallest gap is
+more than the buffer has to spare, a parameter with only a wish is cut anywhere on the alignment: an
+element run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import lcm, prod
-from typing import Iterator, Literal, Sequence
+from typing import Literal
 
 ALIGNMENT = 8  # elements: 16 bytes of a 2-byte dtype, what vector loads and matrix kernels want
 ROW_BUDGET = 0.01  # padding, as a share of the parameters, that wishes may cost
-MAX_STEPS = 32  # common multiples of grains worth trying; models have three or four grains, so this binds for random shapes only
+# Common multiples of grains worth trying; models have three or four grains, so this binds for
+# random shapes only
+MAX_STEPS = 32
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d tensor
 
@@ -37,8 +46,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d ten
 class Granularity:
     """The smallest piece of a parameter that no cut divides: ``count`` elements or rows, or the whole tensor.
 
-    A requirement is kept whatever the padding; a wish gives way to element runs where it does not fit the budget.
-    Elements are counted from the start of the parameter, and cuts also stay on ``ALIGNMENT``.
+    A requirement is kept whatever the padding; a wish gives way to element runs where it does not
+    fit the budget. Elements are counted from the start of the parameter, and cuts also stay on
+    ``ALIGNMENT``.
 
     Raises:
         ValueError: the unit is unknown or the count is below 1.
@@ -50,7 +60,10 @@ class Granularity:
 
     def __post_init__(self) -> None:
         if self.unit not in ("elements", "rows", "tensor") or self.count < 1:
-            raise ValueError(f"expects elements, rows or tensor and a count of at least 1 but got {self.unit!r}, {self.count}")
+            raise ValueError(
+                f"expects elements, rows or tensor and a count of at least 1 but got {self.unit!r},"
+                f" {self.count}"
+            )
 
     def grain(self, shape: Sequence[int]) -> int:
         """Elements of a piece of a tensor of ``shape``."""
@@ -140,7 +153,10 @@ class Run:
             return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
         size = prod(shape)
-        cuts = [(max(self.start, i * size) - i * size, min(self.stop, (i + 1) * size) - i * size) for i in range(count)]
+        cuts = [
+            (max(self.start, i * size) - i * size, min(self.stop, (i + 1) * size) - i * size)
+            for i in range(count)
+        ]
         return [Run(shape, *(cut if cut[0] < cut[1] else (0, 0)), self.by_rows) for cut in cuts]
 
     def boxes(self) -> list[Box]:
@@ -154,13 +170,16 @@ def row_size(shape: Sequence[int]) -> int:
 
 
 def plan(
-    shapes: Sequence[Sequence[int]], world_size: int, granularity: Granularity | Sequence[Granularity] = PREFER_ROWS
+    shapes: Sequence[Sequence[int]],
+    world_size: int,
+    granularity: Granularity | Sequence[Granularity] = PREFER_ROWS,
 ) -> Layout:
     """Lay parameters out for ``world_size`` ranks with little padding, cut between rows if that is cheap.
 
-    With wishes only, padding is at most 1 % of the elements, or ``ALIGNMENT * (world_size + len(shapes))`` if that is more.
-    Requirements are kept whatever they cost; wishes beside them add nothing beyond that bound. Equal arguments give the
-    same object; the result depends on nothing else.
+    With wishes only, padding is at most 1 % of the elements, or ``ALIGNMENT * (world_size +
+    len(shapes))`` if that is more. Requirements are kept whatever they cost; wishes beside them add
+    nothing beyond that bound. Equal arguments give the same object; the result depends on nothing
+    else.
 
     Args:
         shapes: logical shapes; ``slots`` of the result has the same order, the buffer need not.
@@ -168,22 +187,33 @@ def plan(
         granularity: of all parameters, or one for each.
 
     Raises:
-        ValueError: the world size is below 1, a dim is negative, or there are not as many granularities as shapes.
+        ValueError: the world size is below 1, a dim is negative, or there are not as many
+            granularities as shapes.
     """
     sizes = tuple(tuple(shape) for shape in shapes)
-    wanted = (granularity,) * len(sizes) if isinstance(granularity, Granularity) else tuple(granularity)
+    wanted = (
+        (granularity,) * len(sizes) if isinstance(granularity, Granularity) else tuple(granularity)
+    )
     if world_size < 1:
         raise ValueError(f"expects a world size of at least 1 but got {world_size}")
     if len(wanted) != len(sizes):
-        raise ValueError(f"expects one granularity for each of {len(sizes)} parameters but got {len(wanted)}")
+        raise ValueError(
+            f"expects one granularity for each of {len(sizes)} parameters but got {len(wanted)}"
+        )
     if any(dim < 0 for shape in sizes for dim in shape):
-        raise ValueError(f"expects dims of at least 0 but got {[shape for shape in sizes if min(shape, default=0) < 0]}")
+        raise ValueError(
+            "expects dims of at least 0 but got"
+            f" {[shape for shape in sizes if min(shape, default=0) < 0]}"
+        )
     return _plan(sizes, world_size, wanted)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Parameters that are alike to the planner. Its numbers are multiples of ``ALIGNMENT``, as all starts and cuts are."""
+    """Parameters that are alike to the planner.
+
+    Its numbers are multiples of ``ALIGNMENT``, as all starts and cuts are.
+    """
 
     room: int  # elements of one of them, rounded up
     grain: int
@@ -222,12 +252,19 @@ class _Placement:
 
 
 @lru_cache(maxsize=1024)  # most layers of a model are equal
-def _plan(shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]) -> Layout:
+def _plan(
+    shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]
+) -> Layout:
     kinds = _kinds(shapes, granularities)
     total = sum(kind.room * len(kind.indices) for kind in kinds)
     low = max(_round_up(-(-total // world_size), ALIGNMENT), ALIGNMENT)
     # With a shard for everything nothing is cut, so this search finds something.
-    best = _search([kind if kind.is_required else kind.without_grain() for kind in kinds], world_size, low, max(total, low))
+    best = _search(
+        [kind if kind.is_required else kind.without_grain() for kind in kinds],
+        world_size,
+        low,
+        max(total, low),
+    )
     assert best is not None
     if not all(kind.is_required for kind in kinds):
         elements = sum(prod(shape) for shape in shapes)
@@ -244,7 +281,10 @@ def _kinds(shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularit
             # A grain of more than the parameter says no more than that it is not cut.
             grain = min(lcm(granularity.grain(shape), ALIGNMENT), room)
             alike.setdefault((grain, room, granularity.is_required), []).append(index)
-    return [_Kind(room, grain, required, tuple(alike[grain, room, required])) for grain, room, required in sorted(alike)[::-1]]
+    return [
+        _Kind(room, grain, required, tuple(alike[grain, room, required]))
+        for grain, room, required in sorted(alike)[::-1]
+    ]
 
 
 def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Placement | None:
@@ -256,7 +296,8 @@ def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Pl
         for multiple in _ladder(-(-max([low, *required]) // step), high // step):
             shard = multiple * step
             if best and (best.broken, best.shard) <= (hopeless, shard):
-                break  # larger multiples are no better, but for those that are multiples of another step
+                # Larger multiples are no better, but for those that are multiples of another step
+                break
             found = _place(kinds, world_size, shard)
             if found and (best is None or found < best):
                 best = found
@@ -264,15 +305,22 @@ def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Pl
 
 
 def _steps(kinds: Sequence[_Kind], low: int, high: int) -> list[int]:
-    """Shard sizes worth trying are multiples of these. Grains of parameters that fit in a shard need not divide it."""
+    """Shard sizes worth trying are multiples of these.
+
+    Grains of parameters that fit in a shard need not divide it.
+    """
     count: dict[int, int] = {}
     for kind in kinds:
         if kind.room > low:
             count[kind.grain] = count.get(kind.grain, 0) + len(kind.indices)
     steps = [ALIGNMENT]
-    for grain in sorted(count, key=lambda grain: (-count[grain], grain)):  # the most frequent ones first: the list is cut off
+    for grain in sorted(
+        count, key=lambda grain: (-count[grain], grain)
+    ):  # the most frequent ones first: the list is cut off
         common = {lcm(step, grain) for step in steps}
-        steps = [*steps, *sorted(step for step in common.difference(steps) if step <= high)][:MAX_STEPS]
+        steps = [*steps, *sorted(step for step in common.difference(steps) if step <= high)][
+            :MAX_STEPS
+        ]
     return steps
 
 
@@ -290,7 +338,8 @@ def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | 
     """One parameter behind the other, for one shard size; None where the buffer is too small for the requirements."""
     if not all(kind.suits(shard) for kind in kinds if kind.is_required):
         return None
-    # Wishes that no start can grant are given up at once. These parameters can go anywhere: they come last, to fill gaps.
+    # Wishes that no start can grant are given up at once. These parameters can go anywhere: they
+    # come last, to fill gaps.
     waiting = [(kind, [*kind.indices]) for kind in kinds if kind.suits(shard)]
     waiting += [(kind.without_grain(), [*kind.indices]) for kind in kinds if not kind.suits(shard)]
     starts: list[tuple[int, int]] = []
@@ -298,7 +347,9 @@ def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | 
     while waiting:
         position, start = _smallest_gap(waiting, cursor, shard)
         if start - cursor > spare:
-            wishes = [position for position, (kind, _) in enumerate(waiting) if not kind.is_required]
+            wishes = [
+                position for position, (kind, _) in enumerate(waiting) if not kind.is_required
+            ]
             if not wishes:
                 return None
             position, start = wishes[0], cursor
@@ -311,7 +362,9 @@ def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | 
     return _Placement(_broken(kinds, dict(starts), shard), shard, tuple(starts))
 
 
-def _smallest_gap(waiting: Sequence[tuple[_Kind, list[int]]], cursor: int, shard: int) -> tuple[int, int]:
+def _smallest_gap(
+    waiting: Sequence[tuple[_Kind, list[int]]], cursor: int, shard: int
+) -> tuple[int, int]:
     """Which kind can start closest behind the cursor, the first of equals, and where."""
     best = (0, waiting[0][0].first_start(cursor, shard))
     for position, (kind, _) in enumerate(waiting):
@@ -325,7 +378,11 @@ def _smallest_gap(waiting: Sequence[tuple[_Kind, list[int]]], cursor: int, shard
 
 def _broken(kinds: Sequence[_Kind], starts: dict[int, int], shard: int) -> int:
     """How many parameters are cut inside a grain."""
-    return sum(not _cuts_fall_between(kind.grain, starts[i], kind.room, shard) for kind in kinds for i in kind.indices)
+    return sum(
+        not _cuts_fall_between(kind.grain, starts[i], kind.room, shard)
+        for kind in kinds
+        for i in kind.indices
+    )
 
 
 def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Placement) -> Layout:
@@ -336,7 +393,9 @@ def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Plac
     for index, shape in enumerate(shapes):
         start = starts.get(index, _round_up(end, ALIGNMENT))
         # A scalar has no dim 0: it is a run of one element.
-        by_rows = bool(shape) and _cuts_fall_between(row_size(shape), start, prod(shape), placement.shard)
+        by_rows = bool(shape) and _cuts_fall_between(
+            row_size(shape), start, prod(shape), placement.shard
+        )
         slots.append(Slot(shape, start, by_rows))
     return Layout(world_size, placement.shard, tuple(slots))
 
@@ -367,7 +426,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     if start < first * row:
         yield from _in_row(shape, first - 1, start, first * row)
     if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), (last - first,) + shape[1:]
+        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
     if last * row < stop:
         yield from _in_row(shape, last, last * row, stop)
 

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initialisation of modules that were built on the meta device: piece by piece, so that the whole never exists.
 
-A piece is a unit, or outside of units a module that owns parameters with everything inside it; modules that contain units are
-pieces without their children. In a piece children come before their parents, as their constructors would have run.
+A piece is a unit, or outside of units a module that owns parameters with everything inside it;
+modules that contain units are pieces without their children. In a piece children come before their
+parents, as their constructors would have run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
 
+
 class Initialiser:
     """Gives the parameters and buffers that a module owns itself their first values: torch's convention, a method
-    ``reset_parameters`` (in some of its modules ``_reset_parameters``)."""
+    ``reset_parameters`` (in some of its modules ``_reset_parameters``).
+    """
 
     def knows(self, module: nn.Module) -> bool:
         """Whether there is a way to initialise ``module``."""
@@ -25,7 +28,9 @@ class Initialiser:
         self._method_of(module)()
 
     def _method_of(self, module: nn.Module) -> Callable[[], object] | None:
-        methods = (getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters"))
+        methods = (
+            getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")
+        )
         return next((method for method in methods if callable(method)), None)
 
 
@@ -39,8 +44,8 @@ def problems_of(module: nn.Module, initialiser: Initialiser) -> list[str]:
     if not unknown:
         return []
     return [
-        "init_model_with_meta_device needs a method reset_parameters() in every module that owns parameters or buffers on the"
-        f" meta device; it is missing in {'; '.join(unknown)}"
+        "init_model_with_meta_device needs a method reset_parameters() in every module that owns"
+        f" parameters or buffers on the meta device; it is missing in {'; '.join(unknown)}"
     ]
 
 
@@ -61,7 +66,9 @@ def pieces(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Modu
     return visit(root)
 
 
-def materialize(modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser) -> None:
+def materialize(
+    modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
+) -> None:
     """Give the parameters and buffers that ``modules`` own themselves storage on ``device`` and their first values."""
     fresh = [module for module in modules if any(True for _ in _own_meta(module))]
     fresh_names = {module: {name for name, _ in _own_meta(module)} for module in fresh}
@@ -82,7 +89,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 @contextmanager
 def _others_put_aside(module: nn.Module, names: set[str], device: torch.device) -> Iterator[None]:
     """Within, everything of ``module`` but ``names`` is a stand-in: what has values, being tied to a parameter of an earlier
-    module (and away already) or given by the user, keeps them, and random numbers are drawn as ever."""
+    module (and away already) or given by the user, keeps them, and random numbers are drawn as
+    ever.
+    """
     own = {name: tensor for name, tensor in _own(module) if name not in names}
     for name, tensor in own.items():
         stand_in = torch.empty_like(tensor, device=device)
@@ -95,7 +104,9 @@ def _others_put_aside(module: nn.Module, names: set[str], device: torch.device) 
         yield
     finally:
         for name, tensor in own.items():
-            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = tensor
+            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = (
+                tensor
+            )
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -114,4 +125,6 @@ def _give_storage(module: nn.Module, name: str, tensor: torch.Tensor, device: to
         return
     parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     vars(parameter).update(vars(tensor))
-    torch.utils.swap_tensors(tensor, parameter)  # the object stays: other modules and optimizers may hold it
+    torch.utils.swap_tensors(
+        tensor, parameter
+    )  # the object stays: other modules and optimizers may hold it

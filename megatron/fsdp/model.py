@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Callable, Iterator, NoReturn, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -16,11 +16,21 @@ from megatron.fsdp import meta_init, model_state
 from megatron.fsdp.buffer import shard_view
 from megatron.fsdp.checks import check_agreement, check_module, device_of, outer_strategy
 from megatron.fsdp.collectives import agree
-from megatron.fsdp.config import DistributedDataParallelConfig, policy_of, refuse_unbuilt, refuse_unbuilt_config
+from megatron.fsdp.config import (
+    DistributedDataParallelConfig,
+    policy_of,
+    refuse_unbuilt,
+    refuse_unbuilt_config,
+)
 from megatron.fsdp.hooks import UnitHooks
 from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.param_group import ParamGroup
-from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, OverlapPolicy, ShardingStrategy
+from megatron.fsdp.policy import (
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    OverlapPolicy,
+    ShardingStrategy,
+)
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.schedule import Schedule
 from megatron.fsdp.sharded_param import ShardedParam
@@ -35,23 +45,29 @@ class GradientError(RuntimeError):
 class MegatronFSDP(nn.Module):
     """A module whose parameters, gradients and optimizer state are divided among the ranks of a mesh axis.
 
-    ``parameters()`` yields the main weights as DTensors, the same objects at every call; they are what an optimizer
-    steps. The user's module is ``module``; its own parameters hold values only while a unit computes.
+    ``parameters()`` yields the main weights as DTensors, the same objects at every call; they are
+    what an optimizer steps. The user's module is ``module``; its own parameters hold values only
+    while a unit computes.
 
     Args:
         module: initialised on every rank; the weights of the first data rank are taken.
         dist_index: the mesh.
-        ddp_config: strategy and overlap; of this package or Megatron-Core's. None: level 3 with overlap.
-        mixed_precision_policy: dtypes of main weights and gradients; the default takes those of ``ddp_config``.
-        fsdp_unit_modules: classes, instances or import paths of the modules that are gathered and freed as one. Outside
-            of them every module that owns parameters is gathered and freed by itself.
+        ddp_config: strategy and overlap; of this package or Megatron-Core's. None: level 3 with
+            overlap.
+        mixed_precision_policy: dtypes of main weights and gradients; the default takes those of
+            ``ddp_config``.
+        fsdp_unit_modules: classes, instances or import paths of the modules that are gathered and
+            freed as one. Outside of them every module that owns parameters is gathered and freed by
+            itself.
         disable_bucketing: no units at all: one group per dtype.
         device: where the module goes first; None: the mesh's.
         calculate_per_token_loss: gradients are summed, not averaged.
-        init_model_with_meta_device: parameters on the meta device get their values unit by unit, by ``reset_parameters``.
-        sync_model_each_microbatch: every backward outside ``no_sync`` ends with final gradients on ``param.grad``.
-        enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: both: inside of units too
-            every module that owns parameters is gathered and freed by itself.
+        init_model_with_meta_device: parameters on the meta device get their values unit by unit, by
+            ``reset_parameters``.
+        sync_model_each_microbatch: every backward outside ``no_sync`` ends with final gradients on
+            ``param.grad``.
+        enable_fine_grained_param_gather_hook, enable_fine_grained_param_gather_backward_hook: both:
+            inside of units too every module that owns parameters is gathered and freed by itself.
         report_nan_in_param_grad: raise and name the parameter and rank of a NaN or Inf gradient.
 
     Raises:
@@ -85,13 +101,23 @@ class MegatronFSDP(nn.Module):
         report_nan_in_param_grad: bool = False,
     ):
         super().__init__()
-        config = ddp_config if ddp_config is not None else DistributedDataParallelConfig.fully_sharded()
-        fine_grained = enable_fine_grained_param_gather_hook and enable_fine_grained_param_gather_backward_hook
-        fine_grained = fine_grained or getattr(config, "megatron_fsdp_enable_fine_grained_param_gather", False)
+        config = (
+            ddp_config if ddp_config is not None else DistributedDataParallelConfig.fully_sharded()
+        )
+        fine_grained = (
+            enable_fine_grained_param_gather_hook and enable_fine_grained_param_gather_backward_hook
+        )
+        fine_grained = fine_grained or getattr(
+            config, "megatron_fsdp_enable_fine_grained_param_gather", False
+        )
         if not isinstance(dist_index, FSDPDistributedIndex):
-            raise ValueError(f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}")
+            raise ValueError(
+                f"dist_index expects an FSDPDistributedIndex but got {type(dist_index).__name__}"
+            )
         if not hasattr(config, "data_parallel_sharding_strategy"):
-            raise ValueError(f"ddp_config expects a DistributedDataParallelConfig but got {config!r}")
+            raise ValueError(
+                f"ddp_config expects a DistributedDataParallelConfig but got {config!r}"
+            )
         problems = Problems()
         problems.check(device_of, device)
         problems.check(
@@ -101,18 +127,24 @@ class MegatronFSDP(nn.Module):
             fsdp_double_buffer=fsdp_double_buffer,
             fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
             disable_symmetric_registration=disable_symmetric_registration,
-            enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather_hook and not fine_grained,
-            enable_fine_grained_param_gather_backward_hook=enable_fine_grained_param_gather_backward_hook and not fine_grained,
+            enable_fine_grained_param_gather_hook=enable_fine_grained_param_gather_hook
+            and not fine_grained,
+            enable_fine_grained_param_gather_backward_hook=enable_fine_grained_param_gather_backward_hook
+            and not fine_grained,
             fine_grained_recurse_module_types=fine_grained_recurse_module_types,
         )
         problems.check(refuse_unbuilt_config, config)
         problems.check(resolve_unit_modules, fsdp_unit_modules)
         strategy = problems.check(
-            ShardingStrategy.parse, config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
+            ShardingStrategy.parse,
+            config.data_parallel_sharding_strategy,
+            "data_parallel_sharding_strategy",
         )
         outer = problems.check(outer_strategy, config, dist_index, strategy)
         gradients = problems.check(
-            GradientPolicy, calculate_per_token_loss, getattr(config, "average_in_collective", False)
+            GradientPolicy,
+            calculate_per_token_loss,
+            getattr(config, "average_in_collective", False),
         )
         initialiser = self.initialiser if init_model_with_meta_device else None
         problems.check(check_module, module, dist_index, strategy, initialiser)
@@ -123,7 +155,9 @@ class MegatronFSDP(nn.Module):
         self._index = dist_index
         self._auto_sync = sync_model_each_microbatch
         self.checkpoint_ready = True  # state dicts tell torch's checkpoint which chunks they hold
-        self._report_nan = report_nan_in_param_grad or getattr(config, "check_for_nan_in_grad", False)
+        self._report_nan = report_nan_in_param_grad or getattr(
+            config, "check_for_nan_in_grad", False
+        )
         self._use_decoupled_grad = getattr(config, "megatron_fsdp_use_decoupled_grad", False)
         self._grads_attached = False  # final gradients are on `param.grad`
         self._grads_final = True  # no backward since they were made final
@@ -133,13 +167,25 @@ class MegatronFSDP(nn.Module):
             strategy=strategy,
             outer_strategy=outer,
             gradients=gradients,
-            precision=policy_of(config) if mixed_precision_policy == MixedPrecisionPolicy() else mixed_precision_policy,
-            device=dist_index.device if device is None or initialiser is not None else torch.device(device),
+            precision=(
+                policy_of(config)
+                if mixed_precision_policy == MixedPrecisionPolicy()
+                else mixed_precision_policy
+            ),
+            device=(
+                dist_index.device
+                if device is None or initialiser is not None
+                else torch.device(device)
+            ),
             initialiser=initialiser,
         )
-        self._units = find_units(module, fsdp_unit_modules or (), only_root=disable_bucketing, fine_grained=fine_grained)
+        self._units = find_units(
+            module, fsdp_unit_modules or (), only_root=disable_bucketing, fine_grained=fine_grained
+        )
         # What has no values yet is materialised where it belongs.
-        self.module = module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(sharding.device))
+        self.module = module._apply(
+            lambda tensor: tensor if tensor.is_meta else tensor.to(sharding.device)
+        )
         self._shard(sharding)
         overlap = OverlapPolicy(config.overlap_grad_reduce, config.overlap_param_gather)
         self._schedule = Schedule(
@@ -164,7 +210,8 @@ class MegatronFSDP(nn.Module):
             self._present(member, compute)
         # In the module's own order, tied names included.
         self._by_name = {
-            name: sharded[parameter] for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            name: sharded[parameter]
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
         self._by_compute = sharded
         self._trainable: dict[ParamGroup, list[ShardedParam]] = defaultdict(list)
@@ -181,7 +228,8 @@ class MegatronFSDP(nn.Module):
         sharded.parameter._fsdp_model = self
         sharded.parameter._fsdp_sharded = sharded
 
-    # ---- module interface ----------------------------------------------------------------------------------------
+    # ---- module interface
+    # ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -195,7 +243,8 @@ class MegatronFSDP(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Names, as of any wrapper with a ``module``, and main weights as DTensors.
 
-        They are the wrapper's own, whether ``recurse`` or not: torch's ``set_state_dict`` asks module by module.
+        They are the wrapper's own, whether ``recurse`` or not: torch's ``set_state_dict`` asks
+        module by module.
         """
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
@@ -210,15 +259,18 @@ class MegatronFSDP(nn.Module):
     def __reduce_ex__(self, protocol: int) -> NoReturn:
         _refuse_copy()
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MegatronFSDP:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> MegatronFSDP:
         """``to``, ``cuda``, ``half`` and so on: nothing to do where the parameters are as asked for, else refused."""
         for group in self.groups:
             empty = group.main_shard.new_empty(0, dtype=group.precision.compute)
             changed = fn(empty)
             if (changed.dtype, changed.device) != (empty.dtype, empty.device):
                 raise NotImplementedError(
-                    f"a sharded model cannot be moved or converted ({empty.dtype} on {empty.device} to {changed.dtype} on"
-                    f" {changed.device}): convert the module before sharding it, or pass device="
+                    f"a sharded model cannot be moved or converted ({empty.dtype} on {empty.device}"
+                    f" to {changed.dtype} on {changed.device}): convert the module before sharding"
+                    " it, or pass device="
                 )
         return self
 
@@ -231,7 +283,9 @@ class MegatronFSDP(nn.Module):
     def groups(self) -> list[ParamGroup]:
         return [group for unit in self._units for group in unit.groups]
 
-    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+    def state_dict(
+        self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict:
         """Main weights as DTensors of full shape, ready for torch.distributed.checkpoint; buffers as they are."""
         state = super().state_dict(*args, destination=destination, prefix=prefix, keep_vars=True)
         for key in [key for key in state if key.startswith(prefix)]:
@@ -241,7 +295,11 @@ class MegatronFSDP(nn.Module):
     def _for_checkpoint(self, value: Any, keep_vars: bool) -> Any:
         sharded = self._member(value)
         if sharded is not None:
-            return sharded.parameter if keep_vars else sharded.checkpoint_tensor(with_chunks=self.checkpoint_ready)
+            return (
+                sharded.parameter
+                if keep_vars
+                else sharded.checkpoint_tensor(with_chunks=self.checkpoint_ready)
+            )
         return value.detach() if isinstance(value, torch.Tensor) and not keep_vars else value
 
     def _member(self, value: Any) -> ShardedParam | None:
@@ -250,18 +308,27 @@ class MegatronFSDP(nn.Module):
             self._by_compute.get(value) if isinstance(value, nn.Parameter) else None
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
+    ):
         """Load DTensors of the same layout, or full tensors, under the wrapper's names or the module's own.
 
-        The weights are active at once. Raises ``RuntimeError`` like any module, listing everything that does not fit,
-        and ``NotImplementedError`` for ``assign``: the weights lie in buffers that many views share.
+        The weights are active at once. Raises ``RuntimeError`` like any module, listing everything
+        that does not fit,
+        and ``NotImplementedError`` for ``assign``: the weights lie in buffers that many views
+            share.
         """
         refuse_unbuilt(assign=assign)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
-        # Wrappers inside (Float16Module) name keys as they like: ask the module, not its parameters' paths.
+        # Wrappers inside (Float16Module) name keys as they like: ask the module, not its
+        # parameters' paths.
         own = self.module.state_dict(keep_vars=True)
-        sharded = {key: self._member(value) for key, value in own.items() if isinstance(value, nn.Parameter)}
+        sharded = {
+            key: self._member(value)
+            for key, value in own.items()
+            if isinstance(value, nn.Parameter)
+        }
         result = model_state.load(self.module, sharded, set(own), state_dict, strict)
         for group in self.groups:
             group.install_main_weights()
@@ -274,7 +341,8 @@ class MegatronFSDP(nn.Module):
         if not set_to_none:
             self.attach_grad_to_optimizer_state()  # zeros
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
+    # ---- gradients
+    # -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -322,10 +390,13 @@ class MegatronFSDP(nn.Module):
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduce what is left, wait, and put the final gradients on ``param.grad``.
 
-        ``force_all_reduce`` asks for whole gradients on every rank, which no strategy here needs: not built.
+        ``force_all_reduce`` asks for whole gradients on every rank, which no strategy here needs:
+            not built.
         """
         if force_all_reduce and self.strategy.shards_optimizer:
-            raise NotImplementedError("force_all_reduce: gradients are reduced to the rank that owns them")
+            raise NotImplementedError(
+                "force_all_reduce: gradients are reduced to the rank that owns them"
+            )
         if self._grads_final and self._grads_attached:
             return
         self.start_grad_sync()
@@ -340,16 +411,23 @@ class MegatronFSDP(nn.Module):
             RuntimeError: for a parameter that was frozen when it was sharded
                 and is not any more.
         """
-        thawed = [each.name for each in self._frozen if each.parameter.requires_grad or each.compute.requires_grad]
+        thawed = [
+            each.name
+            for each in self._frozen
+            if each.parameter.requires_grad or each.compute.requires_grad
+        ]
         if thawed:
             raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no gradients; shard the model with"
-                " every parameter trainable that is to be trained, and freeze afterwards"
+                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
+                " gradients; shard the model with every parameter trainable that is to be trained,"
+                " and freeze afterwards"
             )
         for group, members in self._trainable.items():
             gradient = group.final_grad(in_main_dtype=not self._use_decoupled_grad)
             for sharded in members:
-                wanted = sharded.parameter.requires_grad and sharded.compute.requires_grad  # may have been frozen since
+                wanted = (
+                    sharded.parameter.requires_grad and sharded.compute.requires_grad
+                )  # may have been frozen since
                 self._set_grad(sharded.parameter, sharded.gradient(gradient) if wanted else None)
         self._grads_final = self._grads_attached = True
         if self._report_nan:
@@ -362,19 +440,32 @@ class MegatronFSDP(nn.Module):
             parameter.grad = gradient
 
     def _get_grad(self, parameter: nn.Parameter) -> DTensor | None:
-        return getattr(parameter, "decoupled_grad", None) if self._use_decoupled_grad else parameter.grad
+        return (
+            getattr(parameter, "decoupled_grad", None)
+            if self._use_decoupled_grad
+            else parameter.grad
+        )
 
     def _check_gradients(self) -> None:
         """Raise on every rank what any rank has found."""
         names = [
             self._shown_name(sharded)
             for group, members in self._trainable.items()
-            if not torch.isfinite(group.grad_shard.sum(dtype=torch.float32))  # one look at each group; names if need be
+            if not torch.isfinite(
+                group.grad_shard.sum(dtype=torch.float32)
+            )  # one look at each group; names if need be
             for sharded in members
             if (gradient := self._get_grad(sharded.parameter)) is not None
             and not torch.isfinite(gradient._local_tensor).all()
         ]
-        found = [f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of {', '.join(names)}"] if names else []
+        found = (
+            [
+                f"rank {torch.distributed.get_rank()}: NaN or Inf in the gradient of"
+                f" {', '.join(names)}"
+            ]
+            if names
+            else []
+        )
         found = agree(found, self._groups_that_end_together())
         if found:
             raise GradientError("\n".join(found))
@@ -414,19 +505,25 @@ class MegatronFSDP(nn.Module):
         self._grads_attached = False
         self._grads_final = True
 
-    # ---- weights -------------------------------------------------------------------------------------------------
+    # ---- weights
+    # -------------------------------------------------------------------------------------------------
 
-    def install_optimized_model_weights(self, only_shared: bool = False, only_trainable: bool = False) -> None:
+    def install_optimized_model_weights(
+        self, only_shared: bool = False, only_trainable: bool = False
+    ) -> None:
         """Put main weights into compute weights; the next forward uses them.
 
-        ``only_shared`` leaves those of another dtype alone; the others are the main weights, and what other ranks have
-        gathered of them is out of date. ``only_trainable`` leaves those alone that no optimizer updates.
+        ``only_shared`` leaves those of another dtype alone; the others are the main weights, and
+        what other ranks have gathered of them is out of date. ``only_trainable`` leaves those alone
+        that no optimizer updates.
         """
         for group in self._trainable if only_trainable else self.groups:
             if not only_shared or group.main_is_compute:
                 group.install_main_weights()
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         """Begin to gather weights that stay gathered (levels 1 and 2); level 3 gathers unit by unit in forward."""
         if self.strategy.shards_parameters and not force_dispatch:
             return
@@ -476,6 +573,6 @@ class MegatronFSDP(nn.Module):
 
 def _refuse_copy() -> NoReturn:
     raise NotImplementedError(
-        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this process. Copy or save"
-        " model.state_dict(), which works"
+        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
+        " process. Copy or save model.state_dict(), which works"
     )

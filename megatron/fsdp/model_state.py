@@ -48,17 +48,25 @@ def load(
     if strict and unexpected:
         problems.append(f"unexpected keys: {', '.join(sorted(unexpected))}")
     if problems:
-        raise RuntimeError("the state dict does not fit the sharded model:\n  " + "\n  ".join(problems))
+        raise RuntimeError(
+            "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
+        )
 
     with torch.no_grad():
         for name, piece in pieces.items():
             sharded_by_name[name].parameter._local_tensor.copy_(piece)
-    module.load_state_dict({name: value for name, value in own.items() if name in expected}, strict=False)
+    module.load_state_dict(
+        {name: value for name, value in own.items() if name in expected}, strict=False
+    )
     return _IncompatibleKeys(missing, unexpected)
 
 
 def _own_names(names: set[str], state: dict[str, Any]) -> dict[str, Any]:
     """Keys as the wrapped module names them: the wrapper's ``module.`` is taken off where all keys have it."""
-    if state and all(key.startswith("module.") for key in state) and not any(key in names for key in state):
+    if (
+        state
+        and all(key.startswith("module.") for key in state)
+        and not any(key in names for key in state)
+    ):
         return {key.removeprefix("module."): value for key, value in state.items()}
     return dict(state)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,8 +39,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             closure: as in torch; its gradients are reduced too.
             sync_grad_before_optimizer_step: reduce what is not reduced yet.
-            install_optimized_model_weights: False leaves compute weights of another dtype as they are until
-                ``model.install_optimized_model_weights()``. Where the dtypes agree they are the same tensors.
+            install_optimized_model_weights: False leaves compute weights of another dtype as they
+                are until ``model.install_optimized_model_weights()``. Where the dtypes agree they
+                are the same tensors.
         """
         parts = OnLocalParts()
 
@@ -54,11 +56,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with parts:
             loss = super().step() if closure is None else super().step(synchronised_closure)
         for model in self._fsdp_models:
-            model.install_optimized_model_weights(only_shared=not install_optimized_model_weights, only_trainable=True)
+            model.install_optimized_model_weights(
+                only_shared=not install_optimized_model_weights, only_trainable=True
+            )
             model.start_param_sync()
         return loss
 
-    step.hooked = True  # torch's hooks run in the wrapped step; it would put them around this one too
+    step.hooked = (
+        True  # torch's hooks run in the wrapped step; it would put them around this one too
+    )
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
         """Clear ``param.grad`` and, if ``zero_grad_buffer``, the accumulation buffers behind it.
@@ -88,7 +94,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: where a parameter belongs to no sharded model.
-            NotImplementedError: where the group's settings make the update one that is not element-wise.
+            NotImplementedError: where the group's settings make the update one that is not
+                element-wise.
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
@@ -102,19 +109,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_missing_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's structure with ``param_names`` in every group; tensors are DTensors that torch's checkpoint takes."""
+        """Torch's structure with ``param_names`` in every group; tensors are DTensors that torch's checkpoint takes."""
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
             members = self._members()
             state["state"] = {
-                position: _checkpoint_slots(members[position], slots) for position, slots in state["state"].items()
+                position: _checkpoint_slots(members[position], slots)
+                for position, slots in state["state"].items()
             }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer over parameters of the same names, full tensors or DTensors.
 
-        With names in it, groups and parameters may come in another order; without, positions count, as in torch.
+        With names in it, groups and parameters may come in another order; without, positions count,
+        as in torch.
 
         Raises:
             ValueError: where names, groups or shapes do not agree; nothing is changed then.
@@ -123,8 +132,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # Numbers, or the names that torch's `set_state_dict` puts in their place.
         saved = [key for group in groups for key in group["params"]]
         member_of = dict(zip(saved, self._members()))
-        pairs = [(member_of[key], slots) for key, slots in state_dict["state"].items() if key in member_of]
-        own = [(parameter._fsdp_sharded, slots) for parameter, slots in self.state.items() if isinstance(parameter, nn.Parameter)]
+        pairs = [
+            (member_of[key], slots)
+            for key, slots in state_dict["state"].items()
+            if key in member_of
+        ]
+        own = [
+            (parameter._fsdp_sharded, slots)
+            for parameter, slots in self.state.items()
+            if isinstance(parameter, nn.Parameter)
+        ]
         names = _elementwise_names(pairs + own)
         state = {
             key: _local_slots(member_of[key], slots, names) if key in member_of else slots
@@ -134,7 +151,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._make_missing_state()  # where the other had not stepped yet
 
     def _members(self) -> list[ShardedParam]:
-        return [parameter._fsdp_sharded for group in self.param_groups for parameter in group["params"]]
+        return [
+            parameter._fsdp_sharded for group in self.param_groups for parameter in group["params"]
+        ]
 
     def _look_at_models(self) -> None:
         """Find the models of the parameters, and which of them have no other parameters to train."""
@@ -151,39 +170,52 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
                     slots = initial_state(self, group, parameter)
-                    # An entry without state says that there is none: torch's `get_state_dict` would take a step to see.
-                    if slots or torch_class(_user_class(self)) is torch.optim.SGD and group["momentum"] == 0:
+                    # An entry without state says that there is none: torch's `get_state_dict` would
+                    # take a step to see.
+                    if slots or (
+                        torch_class(_user_class(self)) is torch.optim.SGD and group["momentum"] == 0
+                    ):
                         self.state[parameter] = slots
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
-            # A gather that is under way, of another optimizer's step or of an unused unit, writes the old weights back.
+            # A gather that is under way, of another optimizer's step or of an unused unit, writes
+            # the old weights back.
             model.synchronize_param_gather()
             if reduce:
                 model.finish_grad_sync()
 
 
-def shard_optimizer(optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True) -> torch.optim.Optimizer:
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
+) -> torch.optim.Optimizer:
     """Make an optimizer over a sharded model's ``parameters()`` reduce, install and save; in place.
 
-    Its class becomes a subclass of what it was. The state of torch's optimizers exists at once, so that a checkpoint can
-    be loaded into it; see :func:`initial_state` for those that make theirs at the first step.
+    Its class becomes a subclass of what it was. The state of torch's optimizers exists at once, so
+    that a checkpoint can be loaded into it; see :func:`initial_state` for those that make theirs at
+    the first step.
 
     Raises:
         ValueError: where a parameter belongs to no sharded model.
         NotImplementedError: for optimizers whose update is not element-wise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}")
+        raise ValueError(
+            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
+        )
     refuse_own_step(optimizer)
     kind = type(optimizer)
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
-    _refuse_strangers([parameter for group in optimizer.param_groups for parameter in group["params"]])
+    _refuse_strangers(
+        [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    )
     _keep_scheduler(optimizer)
     optimizer._fsdp_checkpoint_ready = checkpoint_ready
-    optimizer.__class__ = type(kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__})
+    optimizer.__class__ = type(
+        kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
+    )
     optimizer._look_at_models()
     for group in optimizer.param_groups:
         group["param_names"] = _names(group["params"])
@@ -193,7 +225,9 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, checkpoint_ready: bool = T
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise ``NotImplementedError`` for optimizers that cannot work on pieces of matrices."""
-    if isinstance(optimizer, torch.optim.Optimizer):  # what is none is refused with all other wrong arguments
+    if isinstance(
+        optimizer, torch.optim.Optimizer
+    ):  # what is none is refused with all other wrong arguments
         _refuse(_user_class(optimizer), optimizer.defaults, optimizer.param_groups)
 
 
@@ -201,7 +235,8 @@ def _refuse(kind: type, defaults: dict[str, Any], groups: list[dict[str, Any]]) 
     reason = why_not_elementwise(kind, defaults, groups)
     if reason:
         raise NotImplementedError(
-            f"{kind.__name__} {reason}. Use AdamW, Adam, SGD, RMSprop, Adagrad or another element-wise optimizer"
+            f"{kind.__name__} {reason}. Use AdamW, Adam, SGD, RMSprop, Adagrad or another"
+            " element-wise optimizer"
         )
 
 
@@ -209,8 +244,9 @@ def _refuse_strangers(parameters: list[nn.Parameter]) -> None:
     strangers = sum(1 for parameter in parameters if not hasattr(parameter, "_fsdp_model"))
     if strangers:
         raise ValueError(
-            f"{strangers} of the optimizer's {len(parameters)} parameters belong to no sharded model:"
-            " take them from model.parameters() after fully_shard_model, or hand both to fully_shard"
+            f"{strangers} of the optimizer's {len(parameters)} parameters belong to no sharded"
+            " model: take them from model.parameters() after fully_shard_model, or hand both to"
+            " fully_shard"
         )
 
 
@@ -227,28 +263,42 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> No
     """Replace the module's parameters in an optimizer by the sharded ones, with its groups and state.
 
     Raises:
-        ValueError: where a parameter of the optimizer is none of the module's; nothing is changed then.
+        ValueError: where a parameter of the optimizer is none of the module's; nothing is changed
+            then.
     """
     sharded = {member.compute: member for member in model.sharded_params}
     own = {member.parameter for member in sharded.values()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(1 for parameter in parameters if parameter not in sharded and parameter not in own)
+    strangers = sum(
+        1 for parameter in parameters if parameter not in sharded and parameter not in own
+    )
     if strangers:
-        raise ValueError(f"{strangers} of the optimizer's {len(parameters)} parameters are none of the module's")
+        raise ValueError(
+            f"{strangers} of the optimizer's {len(parameters)} parameters are none of the module's"
+        )
     for group in optimizer.param_groups:
-        group["params"] = [sharded[each].parameter if each in sharded else each for each in group["params"]]
+        group["params"] = [
+            sharded[each].parameter if each in sharded else each for each in group["params"]
+        ]
     unsharded = [parameter for parameter in optimizer.state if parameter in sharded]
-    names = _elementwise_names((sharded[parameter], optimizer.state[parameter]) for parameter in unsharded)
+    names = _elementwise_names(
+        (sharded[parameter], optimizer.state[parameter]) for parameter in unsharded
+    )
     for parameter in unsharded:  # one by one: whole state is freed as it is replaced by pieces
         member = sharded[parameter]
-        optimizer.state[member.parameter] = _local_slots(member, optimizer.state.pop(parameter), names)
+        optimizer.state[member.parameter] = _local_slots(
+            member, optimizer.state.pop(parameter), names
+        )
 
 
-def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
+def initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
     """The state that the optimizer's first step would make, before that step: zero moments, step 0.
 
-    Empty for those that make it at the first step: SGD with dampening, whose first step differs from one that finds
-    state; ASGD and Rprop, which keep the learning rate of the first step; and optimizers that are not torch's.
+    Empty for those that make it at the first step: SGD with dampening, whose first step differs
+    from one that finds state; ASGD and Rprop, which keep the learning rate of the first step; and
+    optimizers that are not torch's.
     """
     kind = torch_class(_user_class(optimizer))
     names = state_names(kind, group)
@@ -258,7 +308,10 @@ def initial_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], param
     if kind is not torch.optim.SGD:  # all others count steps
         on_device = group.get("capturable") or group.get("fused")
         double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-        place = {"dtype": torch.float64 if double else torch.float32, "device": parameter.device if on_device else "cpu"}
+        place = {
+            "dtype": torch.float64 if double else torch.float32,
+            "device": parameter.device if on_device else "cpu",
+        }
         state["step"] = torch.zeros((), **place)
         if kind is torch.optim.NAdam:
             state["mu_product"] = torch.ones((), **place)
@@ -272,7 +325,10 @@ def refuse_own_step(optimizer: Any) -> None:
     """``ValueError`` where the ``step`` of an instance has been replaced by anything but a learning-rate scheduler."""
     own = getattr(optimizer, "__dict__", {}).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise ValueError("the optimizer's step has been replaced on the instance: shard the optimizer before that")
+        raise ValueError(
+            "the optimizer's step has been replaced on the instance: shard the optimizer before"
+            " that"
+        )
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
@@ -297,7 +353,8 @@ def _elementwise_names(states: Iterable[tuple[ShardedParam, dict[str, Any]]]) ->
         for member, slots in states
         if prod(member.run.shape) > 1
         for name, value in slots.items()
-        if isinstance(value, DTensor) or isinstance(value, torch.Tensor) and tuple(value.shape) == member.run.shape
+        if isinstance(value, DTensor)
+        or (isinstance(value, torch.Tensor) and tuple(value.shape) == member.run.shape)
     }
 
 
@@ -310,17 +367,21 @@ def _is_slot(name: str, value: Any, member: ShardedParam, names: set[str]) -> bo
 
 def _local_slots(member: ShardedParam, slots: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {
-        name: member.sharded_like(value) if _is_slot(name, value, member, names) else value for name, value in slots.items()
+        name: member.sharded_like(value) if _is_slot(name, value, member, names) else value
+        for name, value in slots.items()
     }
 
 
 def _checkpoint_slots(member: ShardedParam, slots: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: member.checkpoint_tensor(value) if isinstance(value, DTensor) else value for name, value in slots.items()
+        name: member.checkpoint_tensor(value) if isinstance(value, DTensor) else value
+        for name, value in slots.items()
     }
 
 
-def _matched_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _matched_groups(
+    groups: list[dict[str, Any]], saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The saved groups and their parameters in the order of ``groups``, by name; as they are without names."""
     if any(group.get("param_names") is None for group in saved):
         return saved
@@ -333,20 +394,29 @@ def _matched_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -
     for number, names in enumerate(own):
         found = [place for place, keys in enumerate(key_of) if keys.keys() == set(names)]
         if len(found) != 1 or len(names) != len(key_of[found[0]]):
-            different = sorted({name for each in own for name in each} ^ {name for each in others for name in each})
+            different = sorted(
+                {name for each in own for name in each} ^ {name for each in others for name in each}
+            )
             raise ValueError(
                 f"param_groups[{number}] is over other parameters in the state dict: "
                 + (", ".join(different) or "the same names are grouped in another way")
             )
         matched.append(
-            {**saved[found[0]], "param_names": names, "params": [key_of[found[0]][name] for name in names]}
+            {
+                **saved[found[0]],
+                "param_names": names,
+                "params": [key_of[found[0]][name] for name in names],
+            }
         )
     return matched
 
 
 def _with_prefix(group: dict[str, Any], own: set[str]) -> list[str]:
     """A saved group's names as the wrapper has them; an optimizer over the unsharded model knows of no wrapper."""
-    # torch's `set_state_dict` puts names in the place of numbers, in the order of our group, and leaves `param_names`.
+    # torch's `set_state_dict` puts names in the place of numbers, in the order of our group, and
+    # leaves `param_names`.
     by_name = group["params"] and all(isinstance(key, str) for key in group["params"])
     names = group["params"] if by_name else group["param_names"]
-    return [name if name in own or "module." + name not in own else "module." + name for name in names]
+    return [
+        name if name in own or "module." + name not in own else "module." + name for name in names
+    ]

@@ -2,24 +2,28 @@
 """One communication unit: parameters of a unit that share dtype, trainability and mesh.
 
 [Note: the tensors of a group]
-    compute parameter  what the module's forward uses; a view into ``compute``, whose storage comes and goes at level 3
-    compute shard      this rank's slice of the compute weights, always there; what gathers send
-    compute piece      the part of the shard that this rank updates: all of it, unless the outer axis divides it further
-    main shard         what the optimizer updates; the compute piece itself where the dtypes agree
-    local gradient     what backward passes on this rank have left since the last reduction, whole, in ``grads``
-    inner sum          in hybrid sharding: the shard's gradient, reduced over the inner axis only, summed over reductions
-    gradient shard     the reduced gradient of this rank's piece, summed over reductions until ``zero_grad``
+    compute parameter  what the module's forward uses; a view into ``compute``, whose storage comes
+    and goes at level 3 compute shard      this rank's slice of the compute weights, always there;
+    what gathers send
+    compute piece      the part of the shard that this rank updates: all of it, unless the outer
+    axis divides it further main shard         what the optimizer updates; the compute piece itself
+    where the dtypes agree local gradient     what backward passes on this rank have left since the
+    last reduction, whole, in ``grads``
+    inner sum          in hybrid sharding: the shard's gradient, reduced over the inner axis only,
+    summed over reductions gradient shard     the reduced gradient of this rank's piece, summed over
+    reductions until ``zero_grad``
 
-[Note: pieces] The layout has one piece for every rank that updates something of its own: inner x outer of them where the
-outer axis divides optimizer state, and piece ``inner_rank * outer_size + outer_rank`` belongs to this rank. Pieces of the
-outer ranks make up a shard, and shards the whole, so that both gathers fill contiguous memory.
+[Note: pieces] The layout has one piece for every rank that updates something of its own: inner x
+outer of them where the outer axis divides optimizer state, and piece ``inner_rank * outer_size +
+outer_rank`` belongs to this rank. Pieces of the outer ranks make up a shard, and shards the whole,
+so that both gathers fill contiguous memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Iterator, Sequence
 
 import torch
 from torch import nn
@@ -43,8 +47,8 @@ class ParamGroup:
 
     Args:
         names: of the parameters, for messages and checkpoints.
-        parameters: compute parameters, whose values are handed over one by one by :meth:`take`. Of DTensors, split by
-            tensor parallelism, the local parts.
+        parameters: compute parameters, whose values are handed over one by one by :meth:`take`. Of
+            DTensors, split by tensor parallelism, the local parts.
         strategy: what the inner axis divides.
         shards_outer: whether the outer axis divides optimizer state; at level 3 only.
         precision: dtypes of main weights and gradients.
@@ -82,11 +86,14 @@ class ParamGroup:
         self._has_local_grad = False
         self._inner_sum = RunningSum(self.compute_shard.numel(), precision.main_grad, device)
         self._grad_sum = RunningSum(self.layout.shard_size, precision.main_grad, device)
-        self._optimizer_grad: torch.Tensor | None = None  # the gradient shard in the main dtype, where they differ
+        self._optimizer_grad: torch.Tensor | None = (
+            None  # the gradient shard in the main dtype, where they differ
+        )
         self._reduction: Iterator[Pending] = iter(())
         self._reducing: Pending | None = None
 
-    # ---- weights -------------------------------------------------------------------------------------------------
+    # ---- weights
+    # -------------------------------------------------------------------------------------------------
 
     def _make_weights(self, device: torch.device) -> None:
         self.compute = FlatBuffer(self.layout, self.precision.compute, device)
@@ -123,7 +130,8 @@ class ParamGroup:
             self.compute.view(index).copy_(whole)
         piece = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(whole.view(-1)[piece.start : piece.stop])
-        # `.data` gives a version counter of its own: gathers do not look like in-place edits to autograd.
+        # `.data` gives a version counter of its own: gathers do not look like in-place edits to
+        # autograd.
         _set_local_tensor(parameter, self.compute.view(index).data)
 
     def main_view(self, index: int) -> torch.Tensor:
@@ -135,7 +143,9 @@ class ParamGroup:
         if self.state is GatherState.SHARDED:
             self.compute.allocate()
             piece = self.compute_piece if self._shard_is_old else None
-            self._gather = self._communicator.all_gather(self.compute.flat, self.compute_shard, piece)
+            self._gather = self._communicator.all_gather(
+                self.compute.flat, self.compute_shard, piece
+            )
             self._shard_is_old = False
             self.state = GatherState.GATHERING
 
@@ -174,14 +184,20 @@ class ParamGroup:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Take the main weights of the first data rank. Where every piece has one owner there is nothing to take."""
+        """Take the main weights of the first data rank.
+
+        Where every piece has one owner there is nothing to take.
+        """
         if self.layout.world_size < self._communicator.inner_size * self._communicator.outer_size:
             self._communicator.broadcast(
-                self.main_shard, over_inner=self._num_shards == 1, over_outer=self._num_pieces_of_shard == 1
+                self.main_shard,
+                over_inner=self._num_shards == 1,
+                over_outer=self._num_pieces_of_shard == 1,
             )
             self.install_main_weights()
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
+    # ---- gradients
+    # -----------------------------------------------------------------------------------------------
 
     @property
     def grad_shard(self) -> torch.Tensor:
@@ -201,7 +217,9 @@ class ParamGroup:
     @torch.no_grad()
     def accumulate(self) -> None:
         """Move the gradients that autograd left on the compute parameters into the group's buffer."""
-        arrived = [index for index, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        arrived = [
+            index for index, parameter in enumerate(self.parameters) if parameter.grad is not None
+        ]
         if not arrived:
             return
         views = self._open_grads(complete=len(arrived) == len(self.parameters))
@@ -217,9 +235,11 @@ class ParamGroup:
 
     def _open_grads(self, complete: bool) -> list[torch.Tensor]:
         """Storage for local gradients, zero where nothing is about to be written."""
-        # Between reductions gradients add up in the main dtype. Where every backward is reduced, the buffer holds one
-        # contribution only and is in the dtype that travels.
-        dtype = self.precision.grad_comm if self.strategy.shards_gradients else self.precision.main_grad
+        # Between reductions gradients add up in the main dtype. Where every backward is reduced,
+        # the buffer holds one contribution only and is in the dtype that travels.
+        dtype = (
+            self.precision.grad_comm if self.strategy.shards_gradients else self.precision.main_grad
+        )
         if self._grads is None or (self._grads.flat.dtype != dtype and not self._has_local_grad):
             self._grads = FlatBuffer(self.layout, dtype, self.compute.flat.device)
             self._grad_views = [self._grads.view(index) for index in range(len(self.parameters))]
@@ -232,8 +252,10 @@ class ParamGroup:
     def reduce(self, over_inner: bool, over_outer: bool) -> None:
         """Begin to reduce.
 
-        ``over_inner``: the local gradients; without any, this rank adds zeros to what the others have.
-        ``over_outer``: everything that was reduced over the inner axis. Without an outer axis there is nothing to do.
+        ``over_inner``: the local gradients; without any, this rank adds zeros to what the others
+            have.
+        ``over_outer``: everything that was reduced over the inner axis. Without an outer axis there
+            is nothing to do.
         """
         self.wait_for_reduce()
         self._reduction = self._reduce(over_inner, over_outer)
@@ -290,7 +312,8 @@ class ParamGroup:
     def final_grad(self, in_main_dtype: bool = True) -> torch.Tensor:
         """The reduced gradient of this rank's piece, zero where nothing was used.
 
-        ``in_main_dtype``: in the dtype of the main weights, what torch's optimizers want; else in the one it is kept in.
+        ``in_main_dtype``: in the dtype of the main weights, what torch's optimizers want; else in
+            the one it is kept in.
         """
         shard = self._grad_sum.total
         if shard.dtype == self.main_shard.dtype or not in_main_dtype:
@@ -355,9 +378,13 @@ def _local_grad(parameter: nn.Parameter) -> torch.Tensor:
     return grad.to_dense() if grad.is_sparse else grad
 
 
-def _copy_overlap(source: torch.Tensor, source_start: int, target: torch.Tensor, target_start: int) -> None:
+def _copy_overlap(
+    source: torch.Tensor, source_start: int, target: torch.Tensor, target_start: int
+) -> None:
     """Copy what two ranges of one flat space, given by tensors and their starts, have in common."""
     low = max(source_start, target_start)
     high = min(source_start + source.numel(), target_start + target.numel())
     if low < high:
-        target[low - target_start : high - target_start].copy_(source[low - source_start : high - source_start])
+        target[low - target_start : high - target_start].copy_(
+            source[low - source_start : high - source_start]
+        )

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the local parts of any DTensor lie in the whole tensor.
 
-[Note: whose place is known] Sharded parameters and what our state dicts hold know their place in the whole tensor by the
-layout's arithmetic, and what is replicated needs none. Of other DTensors (gradients, raw optimizer state, a user's own) a
-rank sees only its local part; then the ranks of the mesh tell each other their sizes, once, and every rank works out all
-places: parts along dim 0 follow one another in the order of the ranks, and so do ranges of other dims. A flat local part
-of a tensor of more dims is a run of elements.
+[Note: whose place is known] Sharded parameters and what our state dicts hold know their place in
+the whole tensor by the layout's arithmetic, and what is replicated needs none. Of other DTensors
+(gradients, raw optimizer state, a user's own) a rank sees only its local part; then the ranks of
+the mesh tell each other their sizes, once, and every rank works out all
+places: parts along dim 0 follow one another in the order of the ranks, and so do ranges of other
+dims. A flat local part of a tensor of more dims is a run of elements.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
-from typing import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,9 @@ from megatron.fsdp.uneven import axes_of
 
 
 class BoxTensor(torch.Tensor):
-    """A local part that knows which boxes of the whole tensor it holds, in its own order. Operations give plain tensors.
+    """A local part that knows which boxes of the whole tensor it holds, in its own order.
+
+    Operations give plain tensors.
 
     Unlike a :class:`RunTensor` it says nothing of a layout, and may be one box of any strides.
     """
@@ -48,7 +51,11 @@ class BoxTensor(torch.Tensor):
         local, begin = self.detach(), 0
         for offsets, sizes in self.boxes:
             if index.offset is None or tuple(index.offset) == offsets:
-                return local if local.shape == sizes else local.view(-1)[begin : begin + prod(sizes)].view(sizes)
+                return (
+                    local
+                    if local.shape == sizes
+                    else local.view(-1)[begin : begin + prod(sizes)].view(sizes)
+                )
             begin += prod(sizes)
         raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {tuple(index.offset)}")
 
@@ -59,7 +66,9 @@ class BoxTensor(torch.Tensor):
         return with_boxes, (self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
 
 
-def with_boxes(local: torch.Tensor, boxes: list[Box], shape: Sequence[int], is_flat: bool = False) -> BoxTensor:
+def with_boxes(
+    local: torch.Tensor, boxes: list[Box], shape: Sequence[int], is_flat: bool = False
+) -> BoxTensor:
     """``local``, sharing storage, as these boxes of a tensor of ``shape``."""
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
@@ -94,10 +103,16 @@ class Places:
             return
         sliced = [dim for dim in range(1, len(shape)) if axes[dim]]
         if len(sliced) > 1:
-            raise NotImplementedError(f"runs of elements with dims {sliced} divided too: divide one of them at most")
+            raise NotImplementedError(
+                f"runs of elements with dims {sliced} divided too: divide one of them at most"
+            )
         self._dim = sliced[0] if sliced else 0
         self._starts = _starts(self._numel, axes[0])
-        slice_numel = self._numel.sum(axes[0], keepdim=True).expand_as(self._numel) if axes[0] else self._numel
+        slice_numel = (
+            self._numel.sum(axes[0], keepdim=True).expand_as(self._numel)
+            if axes[0]
+            else self._numel
+        )
         others = max(prod(shape) // max(shape[self._dim], 1), 1)
         self._width = -(-slice_numel // others)
         self._slice_starts = _starts(self._width, axes[self._dim])
@@ -107,7 +122,9 @@ class Places:
         if not self._numel[coordinate]:
             return []
         if not self.is_flat:
-            return [(tuple(self._starts[coordinate].tolist()), tuple(self._sizes[coordinate].tolist()))]
+            return [
+                (tuple(self._starts[coordinate].tolist()), tuple(self._sizes[coordinate].tolist()))
+            ]
         start, shape, slice_ = int(self._starts[coordinate]), self._shape, TensorSlice(self._shape)
         if self._dim:
             width = int(self._width[coordinate])
@@ -118,7 +135,11 @@ class Places:
 
     def row(self, coordinate: tuple[int, ...]) -> int:
         """Where that rank's part begins along dim 0."""
-        return int(self._starts[coordinate]) // row_size(self._shape) if self.is_flat else int(self._starts[coordinate][0])
+        return (
+            int(self._starts[coordinate]) // row_size(self._shape)
+            if self.is_flat
+            else int(self._starts[coordinate][0])
+        )
 
 
 def _starts(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
@@ -161,7 +182,9 @@ def known_place(dtensor: DTensor) -> RunTensor | BoxTensor | None:
     if member is not None and shape == member.slice.shape:
         return with_run(local.detach(), member.run, member.slice)
     if member is not None:  # a scalar, which the optimizer sees as a vector
-        return with_run(local.detach(), Run(shape, member.run.start, member.run.stop, by_rows=False))
+        return with_run(
+            local.detach(), Run(shape, member.run.start, member.run.stop, by_rows=False)
+        )
     if not shape or all(isinstance(placement, Replicate) for placement in dtensor.placements):
         whole = [((0,) * len(shape), shape)] if local.numel() else []
         return with_boxes(local.detach(), whole, shape)
@@ -177,7 +200,9 @@ def gathered_places(dtensors: Sequence[DTensor]) -> list[BoxTensor]:
     for dtensor, table in zip(dtensors, tables):
         places = Places(dtensor.shape, dtensor.placements, table)
         boxes = places.boxes(tuple(mesh.get_coordinate()))
-        result.append(with_boxes(dtensor._local_tensor.detach(), boxes, dtensor.shape, places.is_flat))
+        result.append(
+            with_boxes(dtensor._local_tensor.detach(), boxes, dtensor.shape, places.is_flat)
+        )
     return result
 
 
@@ -187,4 +212,7 @@ def has_places(dtensor: DTensor) -> bool:
 
 def refuse_without_places(dtensor: DTensor) -> None:
     if not has_places(dtensor):
-        raise NotImplementedError(f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute first")
+        raise NotImplementedError(
+            f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
+            " first"
+        )

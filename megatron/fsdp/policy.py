@@ -30,7 +30,9 @@ class ShardingStrategy(IntEnum):
         return self >= ShardingStrategy.OPTIM_GRADS_PARAMS
 
     @classmethod
-    def parse(cls, value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy") -> ShardingStrategy:
+    def parse(
+        cls, value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy"
+    ) -> ShardingStrategy:
         """The strategy of a number (0 to 3), a name ("optim_grads") or a member.
 
         Raises:
@@ -38,7 +40,11 @@ class ShardingStrategy(IntEnum):
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        if isinstance(value, int) and not isinstance(value, bool) and value in cls._value2member_map_:
+        if (
+            isinstance(value, int)
+            and not isinstance(value, bool)
+            and value in cls._value2member_map_
+        ):
             return cls(value)
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
@@ -61,12 +67,21 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise ValueError(f"{name} expects a floating-point torch.dtype or None but got {dtype!r}")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            ):
+                raise ValueError(
+                    f"{name} expects a floating-point torch.dtype or None but got {dtype!r}"
+                )
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """The dtypes of a group of parameters. Frozen ones need no main copy: nothing updates them."""
-        main_param = self.main_params_dtype if trainable and self.main_params_dtype else compute_dtype
+        """The dtypes of a group of parameters.
+
+        Frozen ones need no main copy: nothing updates them.
+        """
+        main_param = (
+            self.main_params_dtype if trainable and self.main_params_dtype else compute_dtype
+        )
         main_grad = self.main_grads_dtype or compute_dtype
         return Precision(compute_dtype, main_param, main_grad, self.grad_comm_dtype or main_grad)
 
@@ -110,4 +125,7 @@ class GradientPolicy:
 
     def __post_init__(self) -> None:
         if self.sum_only and self.average_in_collective:
-            raise ValueError("calculate_per_token_loss sums gradients: it cannot be combined with average_in_collective")
+            raise ValueError(
+                "calculate_per_token_loss sums gradients: it cannot be combined with"
+                " average_in_collective"
+            )

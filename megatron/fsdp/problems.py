@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -49,4 +50,8 @@ def agree_on(settings: dict[str, Any], groups: Sequence[dist.ProcessGroup]) -> l
     """What of ``settings`` differs between ranks, as problems; the same list on every rank."""
     everybodys = agree([(name, str(value)) for name, value in settings.items()], groups)
     values = {name: [value for other, value in everybodys if other == name] for name in settings}
-    return [f"{name} differs between ranks: {'; '.join(each)}" for name, each in values.items() if len(each) > 1]
+    return [
+        f"{name} differs between ranks: {'; '.join(each)}"
+        for name, each in values.items()
+        if len(each) > 1
+    ]

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """When units are gathered, freed and reduced.
 
-A unit is held by the calls that need its weights and freed when the last of them lets go. While one unit computes, the
-next ones of the recorded order are gathered, no more than the window allows, and the reduction of the previous one
-runs. Everything that communicates happens in the same order on every rank, because it follows the order of calls.
+A unit is held by the calls that need its weights and freed when the last of them lets go. While one
+unit computes, the next ones of the recorded order are gathered, no more than the window allows, and
+the reduction of the previous one runs. Everything that communicates happens in the same order on
+every rank, because it follows the order of calls.
 """
 
 from __future__ import annotations
 
-from typing import Callable, Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from torch import nn
 from megatron.fsdp.device import current_pass, in_backward
 from megatron.fsdp.param_group import ParamGroup
 from megatron.fsdp.policy import OverlapPolicy, ShardingStrategy
+import itertools
 
 
 class Unit:
@@ -33,11 +35,17 @@ class Unit:
         self.is_automatic = is_automatic
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one has in common with others
-        self.holders: dict[Hashable, int] = {}  # who needs the weights, and the backward pass since which
-        self.open_calls: dict[Hashable, bool] = {}  # calls in backward -> whether their inputs will tell the end
+        self.holders: dict[
+            Hashable, int
+        ] = {}  # who needs the weights, and the backward pass since which
+        self.open_calls: dict[
+            Hashable, bool
+        ] = {}  # calls in backward -> whether their inputs will tell the end
         self.awaited_grads = 0  # trainable compute parameters
         self.arrived: set[int] = set()  # ids of those whose gradient is there
-        self.may_arrive_again = False  # a pass inside of the one that the unit is held for has brought gradients
+        self.may_arrive_again = (
+            False  # a pass inside of the one that the unit is held for has brought gradients
+        )
 
     def unshard(self) -> None:
         for group in self.groups:
@@ -95,7 +103,9 @@ class Schedule:
         self.units = units  # root first, then in the order of registration
         self.is_last_microbatch = True
         self.backward_active = False
-        self._keeps_graph = False  # this backward pass is recorded itself: its graph needs the weights later
+        self._keeps_graph = (
+            False  # this backward pass is recorded itself: its graph needs the weights later
+        )
         self._strategy = strategy
         self._overlap = overlap
         self._on_backward_begin = on_backward_begin
@@ -107,7 +117,8 @@ class Schedule:
         self._current: Unit = units[0]  # the last one that was needed
         self._reducing: list[ParamGroup] = []
 
-    # ---- weights -------------------------------------------------------------------------------------------------
+    # ---- weights
+    # -------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
         """The root's forward begins: forget a backward that died, start to record the order."""
@@ -139,17 +150,21 @@ class Schedule:
 
     def _free(self, unit: Unit) -> None:
         if self._keeps_graph:
-            unit.holders[GRAPH] = max(current_pass(), 0)  # until the end of the next backward pass that is not recorded
+            unit.holders[GRAPH] = max(
+                current_pass(), 0
+            )  # until the end of the next backward pass that is not recorded
         else:
             unit.reshard()
 
     def end_forward(self) -> None:
         """The root's forward is over: keep its order, free what was gathered for nothing."""
         order = self._recording
-        self._after = dict(zip(order, order[1:]))
+        self._after = dict(itertools.pairwise(order))
         self._before = dict(zip(order[1:], order))
         if order:
-            self._before[order[0]] = order[-1]  # the root's backward begins first and leads to the last unit
+            self._before[order[0]] = order[
+                -1
+            ]  # the root's backward begins first and leads to the last unit
         self._free_ahead(keep=set())
 
     def _prefetch(self) -> None:
@@ -168,7 +183,10 @@ class Schedule:
                 self._ahead.add(unit)
 
     def _room(self) -> int:
-        """How many units may be gathered ahead. In backward a unit begins before the one above it is freed."""
+        """How many units may be gathered ahead.
+
+        In backward a unit begins before the one above it is freed.
+        """
         if not in_backward():
             return self._overlap.prefetch_units
         held = sum(1 for unit in self.units[1:] if unit.holders and unit is not self._current)
@@ -180,7 +198,8 @@ class Schedule:
             if not unit.holders:
                 unit.reshard()
 
-    # ---- gradients -----------------------------------------------------------------------------------------------
+    # ---- gradients
+    # -----------------------------------------------------------------------------------------------
 
     def enter_backward(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
         """Something of this backward pass has reached us: be told when it ends."""
@@ -193,7 +212,8 @@ class Schedule:
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Autograd has put the gradient of one compute parameter on it."""
         unit.arrived.add(id(parameter))
-        # What is recomputed has a pass of its own, and the pass around it may use the same parameter again.
+        # What is recomputed has a pass of its own, and the pass around it may use the same
+        # parameter again.
         unit.may_arrive_again |= any(since != current_pass() for since in unit.holders.values())
         if unit.all_arrived and not any(unit.open_calls.values()):
             self.finish_unit(unit)
@@ -225,7 +245,11 @@ class Schedule:
         """The backward pass is over: finish what did not finish by itself."""
         self.backward_active = False
         for unit in reversed(self.units):
-            if unit.arrived or unit.open_calls or any(since != FORWARD for since in unit.holders.values()):
+            if (
+                unit.arrived
+                or unit.open_calls
+                or any(since != FORWARD for since in unit.holders.values())
+            ):
                 self.finish_unit(unit)
         self._keeps_graph = False
         self._free_ahead(keep=set())
@@ -252,7 +276,8 @@ class Schedule:
 
     def _advance_reductions(self) -> None:
         """Reductions over the inner axis give their buffers back, so that one unit's are alive at a time; those over
-        the outer axis begin."""
+        the outer axis begin.
+        """
         self._reducing = [group for group in self._reducing if group.advance_reduce()]
 
     def _abandon_backward(self) -> None:
@@ -260,7 +285,8 @@ class Schedule:
         self.wait_for_reductions()
         for unit in self.units:
             for group in unit.trainable_groups:
-                group.zero_grad()  # how much of the dead pass is in the sums differs from group to group
+                # How much of the dead pass is in the sums differs from group to group
+                group.zero_grad()
             unit.forget_backward()
             unit.holders.clear()
             unit.reshard()

@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parameters the optimizer sees: DTensors over main weights, and their form in checkpoints.
 
-[Note: uneven DTensors] The local part of a sharded parameter is what :mod:`megatron.fsdp.layout` says this rank owns,
-not what torch would choose: some rows, or a flat run of elements. Element-wise operations do not mind. torch's
-checkpoint asks a tensor for its chunks; :class:`RunTensor` answers.
+[Note: uneven DTensors] The local part of a sharded parameter is what :mod:`megatron.fsdp.layout`
+says this rank owns,
+not what torch would choose: some rows, or a flat run of elements. Element-wise operations do not
+mind. torch's checkpoint asks a tensor for its chunks; :class:`RunTensor` answers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -28,14 +34,20 @@ from megatron.fsdp.uneven import UnevenDTensor, dtensor_over
 
 
 class RunTensor(torch.Tensor):
-    """A local piece that knows which boxes of the global tensor it holds. Operations on it give plain tensors."""
+    """A local piece that knows which boxes of the global tensor it holds.
+
+    Operations on it give plain tensors.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
     run: Run
     slice: TensorSlice
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._boxes()
+        ]
 
     def _boxes(self) -> list[Box]:
         return [(self.slice.in_whole(offsets), sizes) for offsets, sizes in self.run.boxes()]
@@ -46,7 +58,9 @@ class RunTensor(torch.Tensor):
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.slice.shape)),
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=properties, size=torch.Size(self.slice.shape)
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]
@@ -84,7 +98,9 @@ class TensorSlice:
 
     def in_whole(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
         """Offsets within the slice as offsets within the whole tensor."""
-        return tuple(offset + self.start if dim == self.dim else offset for dim, offset in enumerate(offsets))
+        return tuple(
+            offset + self.start if dim == self.dim else offset for dim, offset in enumerate(offsets)
+        )
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
         """This rank's part, ``size`` long along ``dim``, of the whole tensor."""
@@ -99,7 +115,9 @@ def with_run(local: torch.Tensor, run: Run, slice_: TensorSlice | None = None) -
     return tensor
 
 
-torch.serialization.add_safe_globals([with_run, Run, TensorSlice])  # so that `torch.load` takes a saved state dict
+torch.serialization.add_safe_globals(
+    [with_run, Run, TensorSlice]
+)  # so that `torch.load` takes a saved state dict
 
 
 @dataclass(frozen=True)
@@ -108,8 +126,10 @@ class Place:
 
     Args:
         axes: their mesh axes.
-        mesh: of their DTensors: tensor axis if there is one, inner axis, outer axis if it divides them.
-        holders: for norms, of parameters that tensor parallelism divides, and of those that it copies.
+        mesh: of their DTensors: tensor axis if there is one, inner axis, outer axis if it divides
+            them.
+        holders: for norms, of parameters that tensor parallelism divides, and of those that it
+            copies.
     """
 
     axes: Axes
@@ -134,13 +154,19 @@ class ShardedParam:
         self.slice = tensor_slice(group.parameters[index], place.axes.tensor)
         self._mesh = place.mesh
         self._placements = self._placements_on(place)
-        self._holders = place.holders_of_copies if self.slice.dim is None else place.holders_of_slices
+        self._holders = (
+            place.holders_of_copies if self.slice.dim is None else place.holders_of_slices
+        )
         self.parameter = self._dtensor(group.main_view(index)).requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
         self._grad: ShardedGradient | None = None
 
     def _placements_on(self, place: Place) -> list[Placement]:
-        tensor = [] if place.axes.tensor is None else [Replicate() if self.slice.dim is None else Shard(self.slice.dim)]
+        tensor = (
+            []
+            if place.axes.tensor is None
+            else [Replicate() if self.slice.dim is None else Shard(self.slice.dim)]
+        )
         data = place.mesh.ndim - len(tensor)
         return tensor + [Shard(0) if self.group.strategy.shards_optimizer else Replicate()] * data
 
@@ -164,13 +190,17 @@ class ShardedParam:
         Without ``with_chunks`` nothing tells it which part of the whole this rank holds.
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
-        return self._in_checkpoint(with_run(local, self.run, self.slice) if with_chunks else local, self.slice.shape)
+        return self._in_checkpoint(
+            with_run(local, self.run, self.slice) if with_chunks else local, self.slice.shape
+        )
 
     def checkpoint_tensors(self, parts: int, value: DTensor | None = None) -> list[DTensor]:
         """The same, cut into ``parts`` equal tensors along dim 0, each an entry of its own."""
         whole, dim, start = self.slice.shape, self.slice.dim, self.slice.start
         # Every tensor-parallel rank has its part of each of them, one after the other.
-        slice_ = TensorSlice((whole[0] // parts, *whole[1:]), dim, start // parts if dim == 0 else start)
+        slice_ = TensorSlice(
+            (whole[0] // parts, *whole[1:]), dim, start // parts if dim == 0 else start
+        )
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
         tensors, begin = [], 0
         for run in self.run.parts(parts):
@@ -180,7 +210,9 @@ class ShardedParam:
         return tensors
 
     def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
-        placements = self._placements if shape else [Replicate()] * self._mesh.ndim  # torch has no sharded scalars
+        placements = (
+            self._placements if shape else [Replicate()] * self._mesh.ndim
+        )  # torch has no sharded scalars
         return dtensor_over(local, self._mesh, placements, shape)
 
     def local_part(self, value: torch.Tensor) -> torch.Tensor:
@@ -192,12 +224,16 @@ class ShardedParam:
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
         if tuple(value.shape) not in (self.slice.shape, self.slice.shape or (1,)):
-            raise ValueError(f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}")
+            raise ValueError(
+                f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
+            )
         if not isinstance(value, DTensor):
             whole = self.slice.of(value.detach(), self._size_of_slice)
         elif isinstance(value, UnevenDTensor) or isinstance(value._local_tensor, RunTensor):
             return self._piece_of(value)
-        elif value.device_mesh.ndim < self._mesh.ndim and value._local_tensor.shape == self.run.shape:
+        elif (
+            value.device_mesh.ndim < self._mesh.ndim and value._local_tensor.shape == self.run.shape
+        ):
             whole = value._local_tensor.detach()  # of the tensor-parallel model before sharding
         else:  # cut as torch does
             whole = self.slice.of(value.full_tensor().detach(), self._size_of_slice)
@@ -209,11 +245,16 @@ class ShardedParam:
 
     def _piece_of(self, value: DTensor) -> torch.Tensor:
         local = value._local_tensor
-        same_run = local.run == self.run if isinstance(local, RunTensor) else local.numel() == self.run.numel
+        same_run = (
+            local.run == self.run
+            if isinstance(local, RunTensor)
+            else local.numel() == self.run.numel
+        )
         if not same_run:
             raise ValueError(
-                f"{self.name}: the state was sharded for another layout ({local.numel()} elements on this rank, not the"
-                f" {self.run.numel} of this one); load it with torch.distributed.checkpoint, which reshards"
+                f"{self.name}: the state was sharded for another layout ({local.numel()} elements"
+                f" on this rank, not the {self.run.numel} of this one); load it with"
+                " torch.distributed.checkpoint, which reshards"
             )
         return local.reshape(self.run.local_shape)
 
@@ -226,7 +267,9 @@ class ShardedParam:
         """This rank's piece of a full tensor of the parameter's shape (optimizer state), as a DTensor of its own."""
         return self._dtensor(self.local_part(value).to(self.parameter.device).clone())
 
-    def _dtensor(self, local: torch.Tensor, kind: type[UnevenDTensor] = UnevenDTensor) -> UnevenDTensor:
+    def _dtensor(
+        self, local: torch.Tensor, kind: type[UnevenDTensor] = UnevenDTensor
+    ) -> UnevenDTensor:
         # The optimizer sees a scalar as a vector of one element, which can be sharded.
         return dtensor_over(local, self._mesh, self._placements, self.slice.shape or (1,), kind)
 
@@ -240,7 +283,9 @@ def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlic
         (placement,) = parameter.placements
         if not isinstance(placement, Shard):
             return TensorSlice(local)
-        _, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        _, start = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
         return TensorSlice(tuple(parameter.shape), placement.dim, start[placement.dim])
     dim = getattr(parameter, "partition_dim", -1)
     if not getattr(parameter, "tensor_model_parallel", False) or dim < 0:

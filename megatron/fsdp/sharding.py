@@ -40,7 +40,9 @@ class Sharding:
     device: torch.device
     initialiser: meta_init.Initialiser | None = None
 
-    def shard(self, units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> dict[nn.Parameter, ShardedParam]:
+    def shard(
+        self, units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]]
+    ) -> dict[nn.Parameter, ShardedParam]:
         """Give every unit its groups; the sharded parameters, by the module's own."""
         lanes = lanes_for(self.device)
         communicators, places = {}, {}
@@ -69,12 +71,15 @@ class Sharding:
             self._initialise(units, sharded)
         return sharded
 
-    def _kinds(self, parameters: dict[str, nn.Parameter]) -> dict[tuple[torch.dtype, bool, bool, str | None], list[str]]:
+    def _kinds(
+        self, parameters: dict[str, nn.Parameter]
+    ) -> dict[tuple[torch.dtype, bool, bool, str | None], list[str]]:
         """Names of the parameters that can be one group."""
         kinds: dict[tuple[torch.dtype, bool, bool, str | None], list[str]] = defaultdict(list)
         for name, parameter in parameters.items():
             expert = self.index.expert is not None and is_expert_parameter(name, parameter)
-            # A weight that pipeline stages share is cut alike on all of them, whatever else is in their units.
+            # A weight that pipeline stages share is cut alike on all of them, whatever else is in
+            # their units.
             alone = name if getattr(parameter, "shared_embedding", False) else None
             kinds[parameter.dtype, parameter.requires_grad, expert, alone].append(name)
         return kinds
@@ -84,7 +89,8 @@ class Sharding:
             inner=axes.inner.get_group(),
             outer=axes.outer.get_group() if axes.outer is not None else None,
             gather=axes.gather,
-            # Expert gradients are summed over fewer ranks, but the loss is the mean over all data ranks.
+            # Expert gradients are summed over fewer ranks, but the loss is the mean over all data
+            # ranks.
             divisor=1 if self.gradients.sum_only else self.index.dense.num_data_ranks,
             average_in_collective=self.gradients.average_in_collective,
             lanes=lanes,
@@ -103,7 +109,10 @@ class Sharding:
         return Holders((*groups, *tensor)), Holders(tuple(groups))
 
     def _expert_holders(self, axes: Axes) -> tuple[Holders, Holders]:
-        """The same for experts. Other ranks hold other experts of the same name: their norm is over all of them."""
+        """The same for experts.
+
+        Other ranks hold other experts of the same name: their norm is over all of them.
+        """
         dense = self.index.dense
         groups = [dense.inner.get_group()]
         if self.outer_strategy.shards_optimizer:
@@ -111,12 +120,18 @@ class Sharding:
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
         copies = 1 if self.strategy.shards_optimizer else axes.inner.size()
-        return Holders(tuple(groups), copies), Holders(tuple(groups), copies * (axes.tensor.size() if axes.tensor else 1))
+        return Holders(tuple(groups), copies), Holders(
+            tuple(groups), copies * (axes.tensor.size() if axes.tensor else 1)
+        )
 
     def _initialise(self, units: list[Unit], sharded: dict[nn.Parameter, ShardedParam]) -> None:
-        wanted = [unit.module for unit in units if unit.module is not None and not unit.is_automatic]
+        wanted = [
+            unit.module for unit in units if unit.module is not None and not unit.is_automatic
+        ]
         for modules in meta_init.pieces(units[0].module, wanted):
-            waiting = [p for module in modules for p in module.parameters(recurse=False) if p.is_meta]
+            waiting = [
+                p for module in modules for p in module.parameters(recurse=False) if p.is_meta
+            ]
             meta_init.materialize(modules, self.device, self.initialiser)
             for parameter in dict.fromkeys(waiting):
                 member = sharded[parameter]

@@ -41,9 +41,13 @@ def mesh_axes(
     dense = _mesh(kind, tensor if is_sliced else None, groups["intra_dp_cp_group"], outer)
     expert, gather = None, None
     if has_experts:
-        expert = _mesh(kind, tensor_of_experts if is_sliced else None, groups["intra_expt_dp_group"], outer)
+        expert = _mesh(
+            kind, tensor_of_experts if is_sliced else None, groups["intra_expt_dp_group"], outer
+        )
     if own_gather_group:
-        gather = parallel_state.get_data_parallel_group(with_context_parallel=True, independent_all_gather=True)
+        gather = parallel_state.get_data_parallel_group(
+            with_context_parallel=True, independent_all_gather=True
+        )
     is_hybrid = outer is not None
     return FSDPDistributedIndex(
         dense,
@@ -61,7 +65,9 @@ def mesh_axes(
 def _device_type(device: torch.device | str | None) -> str:
     if device is not None:
         return torch.device(device).type
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     return accelerator.type if accelerator else "cpu"
 
 
@@ -73,7 +79,10 @@ def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.Pr
 
 
 def _mesh(
-    kind: str, tensor: dist.ProcessGroup | None, inner: dist.ProcessGroup, outer: dist.ProcessGroup | None
+    kind: str,
+    tensor: dist.ProcessGroup | None,
+    inner: dist.ProcessGroup,
+    outer: dist.ProcessGroup | None,
 ) -> DeviceMesh:
     """The axes that there are: tensor, inner, outer."""
     named = {TENSOR_AXIS: tensor, SHARD_AXIS: inner, OUTER_AXIS: outer}
@@ -81,7 +90,9 @@ def _mesh(
     if len(named) == 1:
         return DeviceMesh.from_group(inner, kind, mesh_dim_names=(SHARD_AXIS,))
     groups = list(named.values())
-    return DeviceMesh.from_group(groups, kind, mesh=_ranks(groups, kind), mesh_dim_names=tuple(named))
+    return DeviceMesh.from_group(
+        groups, kind, mesh=_ranks(groups, kind), mesh_dim_names=tuple(named)
+    )
 
 
 def _ranks(groups: list[dist.ProcessGroup], kind: str) -> torch.Tensor:

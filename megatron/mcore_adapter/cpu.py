@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core on machines without CUDA: replacements for its CUDA-only call sites. Nothing here is active on a GPU.
+"""Megatron-Core on machines without CUDA: replacements for its CUDA-only call sites.
 
-Megatron-Core 0.16 names the device "cuda" in a few dozen places, all of which go through the functions below, which it
-looks up at call time. Beside them a run needs the settings of a CPU (local layers, no fusions that need a kernel), which
-the arguments choose.
+Nothing here is active on a GPU.
+
+Megatron-Core 0.16 names the device "cuda" in a few dozen places, all of which go through the
+functions below, which it looks up at call time. Beside them a run needs the settings of a CPU
+(local layers, no fusions that need a kernel), which the arguments choose.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from torch.utils import _device as torch_device_context  # not loaded by `import torch`
@@ -19,7 +22,10 @@ _installed = False
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine; returns whether anything had to be replaced. Calling it twice is fine."""
+    """Make Megatron-Core run on this machine; returns whether anything had to be replaced.
+
+    Calling it twice is fine.
+    """
     global _installed
     if torch.cuda.is_available():
         return False
@@ -38,8 +44,12 @@ def install() -> bool:
 def _replace_device() -> None:
     cpu = torch.device("cpu")
     torch.cuda.current_device = lambda: cpu  # buffers, masks and rotary embeddings are made there
-    torch.cuda.synchronize = lambda device=None: None  # timers, point-to-point communication, checkpoint staging
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # losses and masks are moved to where they are already
+    torch.cuda.synchronize = lambda device=None: (
+        None
+    )  # timers, point-to-point communication, checkpoint staging
+    torch.Tensor.cuda = lambda self, *args, **kwargs: (
+        self
+    )  # losses and masks are moved to where they are already
     torch.cuda.memory_allocated = lambda device=None: 0  # logs
     torch.cuda.max_memory_allocated = lambda device=None: 0
 
@@ -58,7 +68,8 @@ def _replace_factories() -> None:
 
         return make
 
-    # `with torch.device(...)` acts on the functions that it finds when it is first used: those below call them.
+    # `with torch.device(...)` acts on the functions that it finds when it is first used: those
+    # below call them.
     torch_device_context._device_constructors()
     for name in ("tensor", "zeros", "ones", "empty", "empty_like"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -90,12 +101,19 @@ def _replace_random_state() -> None:
     torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed
     # These two bypass torch.cuda's public functions.
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
 
 
 class InertStream:
-    """A stream on which everything has happened already. All streams are equal: there is one order of execution."""
+    """A stream on which everything has happened already.
+
+    All streams are equal: there is one order of execution.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -148,14 +166,23 @@ def _replace_streams() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Gloo gathers and scatters equal sizes only. Where tensor ranks divide experts, each brings another number of tokens."""
+    """Gloo gathers and scatters equal sizes only.
+
+    Where tensor ranks divide experts, each brings another number of tokens.
+    """
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    gather, reduce_scatter = (
+        mappings._gather_along_first_dim,
+        mappings._reduce_scatter_along_first_dim,
+    )
 
     @functools.wraps(gather)
     def gather_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        tensor: torch.Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return gather(tensor, group, sizes, use_global_buffer)
@@ -165,7 +192,10 @@ def _replace_uneven_collectives() -> None:
 
     @functools.wraps(reduce_scatter)
     def reduce_scatter_along_first_dim(
-        tensor: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+        tensor: torch.Tensor,
+        group: Any,
+        sizes: Sequence[int] | None = None,
+        use_global_buffer: bool = False,
     ) -> torch.Tensor:
         if sizes is None or group.size() == 1:
             return reduce_scatter(tensor, group, sizes, use_global_buffer)
@@ -188,13 +218,19 @@ def _repair_moe() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # a guarded import without its fallback: NameError in the router
+        moe_utils.te_general_gemm = (
+            None  # a guarded import without its fallback: NameError in the router
+        )
     multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
-            return tensor.numpy()  # the original converts CUDA tensors only and hands tensors on as split sizes
+            return (
+                tensor.numpy()
+            )  # the original converts CUDA tensors only and hands tensors on as split sizes
         return original(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

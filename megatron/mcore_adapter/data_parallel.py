@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,8 @@ from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 class CoreEngine(MegatronFSDP):
     """The engine with Megatron-Core's names and initialisation.
 
-    Layers are numbered across pipeline stages and experts across expert ranks, in ``named_parameters()`` and state dicts.
+    Layers are numbered across pipeline stages and experts across expert ranks, in
+    ``named_parameters()`` and state dicts.
 
     Args:
         use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
@@ -63,20 +64,32 @@ class CoreEngine(MegatronFSDP):
         return self._global_names.to_global(super()._shown_name(sharded))
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        return super()._groups_that_end_together() + ([self._pipeline] if self._pipeline is not None else [])
+        return super()._groups_that_end_together() + (
+            [self._pipeline] if self._pipeline is not None else []
+        )
 
-    def state_dict(self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False) -> dict:
+    def state_dict(
+        self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict:
         state = {} if destination is None else destination
         own = super().state_dict(*args, prefix="", keep_vars=keep_vars)
-        state.update({prefix + self._global_names.to_global(key): value for key, value in own.items()})
+        state.update(
+            {prefix + self._global_names.to_global(key): value for key, value in own.items()}
+        )
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False):
+    def load_state_dict(
+        self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
+    ):
         if isinstance(state_dict, Mapping):
-            state_dict = {self._global_names.to_local(key): value for key, value in state_dict.items()}
+            state_dict = {
+                self._global_names.to_local(key): value for key, value in state_dict.items()
+            }
         return super().load_state_dict(state_dict, strict, assign)
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """What code that has taken the outer wrapper off asks for."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
@@ -84,16 +97,20 @@ class CoreEngine(MegatronFSDP):
 class FullyShardedDataParallel(_BaseDataParallel):
     """Shards a Megatron-Core model over its data-parallel ranks; the unmodified optimizer and schedules drive it.
 
-    ``named_parameters()`` yields the main weights as DTensors; they are what Megatron-Core's optimizer steps, in its
-    branch for ``ddp_config.use_megatron_fsdp``, which needs ``use_distributed_optimizer`` too.
+    ``named_parameters()`` yields the main weights as DTensors; they are what Megatron-Core's
+    optimizer steps, in its branch for ``ddp_config.use_megatron_fsdp``, which needs
+    ``use_distributed_optimizer`` too.
 
     Args:
         config: of the model.
-        ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates and reduces in fp32,
-            ``preserve_fp32_weights`` keeps fp32 main weights; the fields ``megatron_fsdp_{main_params,main_grads,
-            grad_comm}_dtype`` of newer releases come first where present.
-        module: the model, also inside Float16Module; on the meta device with ``config.init_model_with_meta_device``.
-        fsdp_unit_modules: classes or import paths of units. None: transformer layers, the embedding, the output layer.
+        ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates
+            and reduces in fp32, ``preserve_fp32_weights`` keeps fp32 main weights; the fields
+            ``megatron_fsdp_{main_params,main_grads, grad_comm}_dtype`` of newer releases come first
+            where present.
+        module: the model, also inside Float16Module; on the meta device with
+            ``config.init_model_with_meta_device``.
+        fsdp_unit_modules: classes or import paths of units. None: transformer layers, the
+            embedding, the output layer.
         disable_bucketing: one group per dtype instead of per unit.
         device: where the model goes first. None: the accelerator there is, else cpu.
         pg_collection: process groups. None: those of ``parallel_state``.
@@ -114,13 +131,27 @@ class FullyShardedDataParallel(_BaseDataParallel):
         pg_collection: ProcessGroupCollection | None = None,
     ):
         _check_configs(ddp_config, pg_collection)
-        groups = ProcessGroupCollection.setup_process_groups_for_ddp(pg_collection, config, ddp_config)
-        strategy = ShardingStrategy.parse(ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
-        outer_is_sharded = groups["inter_dist_opt_group"] is not None and ddp_config.outer_dp_sharding_strategy != "no_shard"
+        groups = ProcessGroupCollection.setup_process_groups_for_ddp(
+            pg_collection, config, ddp_config
+        )
+        strategy = ShardingStrategy.parse(
+            ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
+        )
+        outer_is_sharded = (
+            groups["inter_dist_opt_group"] is not None
+            and ddp_config.outer_dp_sharding_strategy != "no_shard"
+        )
         _check_experts(config, groups, pg_collection)
-        has_experts = any(is_expert_parameter(name, parameter) for name, parameter in module.named_parameters())
+        has_experts = any(
+            is_expert_parameter(name, parameter) for name, parameter in module.named_parameters()
+        )
         index = mesh_axes(
-            groups, pg_collection, device, has_experts, outer_is_sharded, getattr(ddp_config, "create_all_gather_group", False)
+            groups,
+            pg_collection,
+            device,
+            has_experts,
+            outer_is_sharded,
+            getattr(ddp_config, "create_all_gather_group", False),
         )
         _mark_parameters(module, index, strategy)
         engine = CoreEngine(
@@ -128,7 +159,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             index,
             ddp_config,
             mixed_precision_policy=precision_policy(ddp_config),
-            fsdp_unit_modules=default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules,
+            fsdp_unit_modules=(
+                default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
+            ),
             disable_bucketing=disable_bucketing,
             device=device,
             pipeline=groups["pp_group"],
@@ -137,7 +170,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
         if config.gradient_accumulation_fusion:
-            accept_fused_gradients(each.compute for each in engine.sharded_params if each.group.requires_grad)
+            accept_fused_gradients(
+                each.compute for each in engine.sharded_params if each.group.requires_grad
+            )
         if outer_is_sharded:
             count_over_all_instances()
         super().__init__(config=config, module=engine)
@@ -150,7 +185,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
             if getattr(each.compute, "shared_embedding", False) and each.group.requires_grad
         ]
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True):
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ):
         prefix = f"{prefix}.module" if prefix else "module"
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
@@ -170,8 +207,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """Final gradients on the ``.grad`` of every parameter that the optimizer steps."""
         self.module.finish_grad_sync(force_all_reduce)
         for sharded in self._tied_across_stages:
-            # Megatron-Core asks the model for the weight, sums this over the first and the last stage in place, and then
-            # assigns the local tensor, which ``grad`` would not take.
+            # Megatron-Core asks the model for the weight, sums this over the first and the last
+            # stage in place, and then assigns the local tensor, which ``grad`` would not take.
             sharded.parameter.main_grad = sharded.compute.main_grad = sharded.parameter.grad
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -181,7 +218,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         self.module.zero_grad_buffer()
         self.module.is_last_microbatch = True
 
-    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+    def start_param_sync(
+        self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
+    ) -> None:
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def broadcast_params(self) -> None:
@@ -194,7 +233,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
         """The wrapped module's, with keys ``module.…``."""
         return self.module.state_dict(*args, **kwargs)
 
-    def state_dict_for_save_checkpoint(self, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True):
@@ -213,7 +254,9 @@ class MainWeights:
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
     """Transformer layers, the embedding, and the output layer, which is no class of its own."""
-    outputs = [child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"]
+    outputs = [
+        child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
+    ]
     return [TransformerLayer, LanguageModelEmbedding, *outputs]
 
 
@@ -229,17 +272,21 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
     )
 
 
-def _check_configs(ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection | None) -> None:
+def _check_configs(
+    ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection | None
+) -> None:
     if not (ddp_config.use_megatron_fsdp and ddp_config.use_distributed_optimizer):
         raise ValueError(
-            "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp and ddp_config.use_distributed_optimizer (and the"
-            " latter in OptimizerConfig): Megatron-Core would build an optimizer that trains on stale weights"
+            "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp and"
+            " ddp_config.use_distributed_optimizer (and the latter in OptimizerConfig):"
+            " Megatron-Core would build an optimizer that trains on stale weights"
         )
     instances = ddp_config.num_distributed_optimizer_instances
     groups = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
     if instances > 1 and pg_collection is None and (groups is None or groups.size() != instances):
         raise ValueError(
-            f"num_distributed_optimizer_instances is {instances} in ddp_config, but not in the process groups: call"
+            f"num_distributed_optimizer_instances is {instances} in ddp_config, but not in the"
+            " process groups: call"
             f" parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={instances})"
         )
 
@@ -253,20 +300,27 @@ def _check_experts(
     tensor, tensor_of_experts = groups["tp_group"].size(), expert_tensor_group(pg_collection).size()
     if tensor != tensor_of_experts:
         raise ValueError(
-            f"experts with expert tensor parallelism {tensor_of_experts} beside tensor parallelism {tensor} need expert parallelism"
-            " of at least 2: their gradients would be reduced over the wrong ranks"
+            f"experts with expert tensor parallelism {tensor_of_experts} beside tensor parallelism"
+            f" {tensor} need expert parallelism of at least 2: their gradients would be reduced"
+            " over the wrong ranks"
         )
 
 
-def _mark_parameters(module: nn.Module, index: FSDPDistributedIndex, strategy: ShardingStrategy) -> None:
+def _mark_parameters(
+    module: nn.Module, index: FSDPDistributedIndex, strategy: ShardingStrategy
+) -> None:
     """Attributes that Megatron-Core reads; the engine carries them over to the optimizer's parameters."""
-    for embedding in (child for child in module.modules() if isinstance(child, LanguageModelEmbedding)):
+    for embedding in (
+        child for child in module.modules() if isinstance(child, LanguageModelEmbedding)
+    ):
         for parameter in embedding.parameters():
-            setattr(parameter, PASSED_ON, True)  # the model reads the weight to hand it to a tied output layer
+            setattr(
+                parameter, PASSED_ON, True
+            )  # the model reads the weight to hand it to a tied output layer
     for name, parameter in module.named_parameters():
         parameter.__fsdp_param__ = True
         axes = index.axes(index.expert is not None and is_expert_parameter(name, parameter))
         if not strategy.shards_optimizer and axes.inner.get_local_rank() > 0:
-            # The optimizer sums squared norms over all ranks. Replicas of the first rank's gradient must not be
-            # counted again; "shared" is the attribute that its filter knows.
+            # The optimizer sums squared norms over all ranks. Replicas of the first rank's gradient
+            # must not be counted again; "shared" is the attribute that its filter knows.
             parameter.shared = True

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients that layers write themselves (``gradient_accumulation_fusion``), brought back to autograd's way.
 
-A layer asks the weight for a buffer by ``get_main_grad()``, writes its product there, or adds it, says so by
-``grad_added_to_main_grad``, and hands autograd a gradient of the right shape that means nothing. Every call gets a buffer
-of its own here: a weight that is used twice in one backward (tied embeddings, multi-token prediction) keeps both products.
+A layer asks the weight for a buffer by ``get_main_grad()``, writes its product there, or adds it,
+says so by ``grad_added_to_main_grad``, and hands autograd a gradient of the right shape that means
+nothing. Every call gets a buffer
+of its own here: a weight that is used twice in one backward (tied embeddings, multi-token
+prediction) keeps both products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
-from typing import Iterable
 
 import torch
 from torch import nn
@@ -30,11 +32,14 @@ def _new_product(parameter: nn.Parameter, products: list[torch.Tensor]) -> torch
     return products[-1]
 
 
-def _real_gradient(parameter: nn.Parameter, products: list[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
+def _real_gradient(
+    parameter: nn.Parameter, products: list[torch.Tensor], gradient: torch.Tensor
+) -> torch.Tensor:
     """What autograd is to accumulate instead of ``gradient``."""
     if not products:
         return gradient
-    # Without this mark the gradient is uninitialised memory; with it, zeros and what others than the layer have added.
+    # Without this mark the gradient is uninitialised memory; with it, zeros and what others than
+    # the layer have added.
     parts = [*products, gradient] if getattr(parameter, "zero_out_wgrad", False) else list(products)
     products.clear()
     parameter.grad_added_to_main_grad = False

@@ -15,18 +15,22 @@ _OF_GROUPED_EXPERT = re.compile(r"^(weight|bias)(\d+)$")
 class GlobalNames:
     """Translates keys of one model chunk, as its ``state_dict`` has them, to names that are the same under every layout.
 
-    Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank; where embedding and output
-    layer are tied but lie in different stages, the last one has a copy of the first one's weight. Leading ``module.``, one
-    for each wrapper, stay as they are.
+    Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank;
+    where embedding and output layer are tied but lie in different stages, the last one has a copy
+    of the first one's weight. Leading ``module.``, one for each wrapper, stay as they are.
     """
 
     def __init__(self, model: nn.Module):
         self._global_path: dict[str, str] = {}
-        self._first_expert: dict[str, int] = {}  # by the path of a module that holds the weights of several experts
+        self._first_expert: dict[
+            str, int
+        ] = {}  # by the path of a module that holds the weights of several experts
         self._visit(_unwrapped(model), "", "")
         output_weight = getattr(getattr(_unwrapped(model), "output_layer", None), "weight", None)
         is_copy = getattr(output_weight, "shared_embedding", False)  # of the first stage's weight
-        self._global_key = {"output_layer.weight": "embedding.word_embeddings.weight"} if is_copy else {}
+        self._global_key = (
+            {"output_layer.weight": "embedding.word_embeddings.weight"} if is_copy else {}
+        )
         self._local_path = {path: local for local, path in self._global_path.items()}
         self._local_key = {key: local for local, key in self._global_key.items()}
 
@@ -36,11 +40,19 @@ class GlobalNames:
         for name, child in module.named_children():
             if isinstance(module, SequentialMLP) and name == "local_experts":
                 for number, expert in child.named_children():
-                    self._visit(expert, f"{path}{name}.{number}.", f"{global_path}{name}.{offset + int(number)}.")
+                    self._visit(
+                        expert,
+                        f"{path}{name}.{number}.",
+                        f"{global_path}{name}.{offset + int(number)}.",
+                    )
                 continue
             if offset and _holds_grouped_weights(child):
                 self._first_expert[f"{path}{name}."] = offset
-            number = str(child.layer_number - 1) if name.isdigit() and hasattr(child, "layer_number") else name
+            number = (
+                str(child.layer_number - 1)
+                if name.isdigit() and hasattr(child, "layer_number")
+                else name
+            )
             self._visit(child, f"{path}{name}.", f"{global_path}{number}.")
 
     def to_global(self, key: str) -> str:

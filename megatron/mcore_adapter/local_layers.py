@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers for models without Transformer Engine, where Megatron-Core's own stop short.
 
-Its plain norm refuses sequence parallelism, its plain attention refuses context parallelism and heads of two widths, and its
-latent attention with plain layers loses gradients under tensor parallelism. Those here have the same numbers, parameter names
-and first values, so checkpoints do not tell which were used.
+Its plain norm refuses sequence parallelism, its plain attention refuses context parallelism and
+heads of two widths, and its latent attention with plain layers loses gradients under tensor
+parallelism. Those here have the same numbers, parameter names and first values, so checkpoints do
+not tell which were used.
 """
 
 from __future__ import annotations
@@ -34,30 +35,39 @@ MASKED = -10000.0
 class LocalNorm:
     """Makes ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` over the last dimension, as ``config.normalization`` says.
 
-    A class, not a function, because layer specs take classes only. The parameters (``weight``, for LayerNorm ``bias``) are of
-    torch's default dtype. Under sequence parallelism each rank sees a part of the sequence, so they carry the attribute
-    ``sequence_parallel``, by which Megatron-Core sums their gradients over the tensor-parallel ranks.
+    A class, not a function, because layer specs take classes only. The parameters (``weight``, for
+    LayerNorm ``bias``) are of torch's default dtype. Under sequence parallelism each rank sees a
+    part of the sequence, so they carry the attribute ``sequence_parallel``, by which Megatron-Core
+    sums their gradients over the tensor-parallel ranks.
 
     Args:
         config: with ``normalization``, ``layernorm_epsilon`` and ``sequence_parallel``.
         hidden_size: of the last dimension.
         eps: default ``config.layernorm_epsilon``.
 
-    Raises NotImplementedError for another normalization, a zero-centred weight, or memory_efficient_layer_norm. What
-    persist_layer_norm chooses is a faster kernel of other norms; it changes nothing here.
+    Raises NotImplementedError for another normalization, a zero-centred weight, or
+    memory_efficient_layer_norm. What persist_layer_norm chooses is a faster kernel of other norms;
+    it changes nothing here.
     """
 
-    def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float | None = None) -> nn.Module:  # type: ignore[misc]
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
+    ) -> nn.Module:  # type: ignore[misc]
         kinds: dict[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
         problems = []
         if config.normalization not in kinds:
             problems.append(f"normalization {config.normalization!r}: use {' or '.join(kinds)}")
         if config.layernorm_zero_centered_gamma:
-            problems.append("a zero-centred weight (layernorm_zero_centered_gamma): use Transformer Engine's layers")
+            problems.append(
+                "a zero-centred weight (layernorm_zero_centered_gamma): use Transformer Engine's"
+                " layers"
+            )
         if config.memory_efficient_layer_norm:
             problems.append("memory_efficient_layer_norm: leave it out, results are the same")
         _refuse("the local norm", problems)
-        norm = kinds[config.normalization](hidden_size, eps=config.layernorm_epsilon if eps is None else eps)
+        norm = kinds[config.normalization](
+            hidden_size, eps=config.layernorm_epsilon if eps is None else eps
+        )
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return norm
@@ -66,21 +76,24 @@ class LocalNorm:
 class LocalAttention(MegatronModule):
     """Softmax attention in plain PyTorch, for a ``core_attention`` of a layer spec.
 
-    Under context parallelism each rank of the group holds the queries, keys and values of two of 2*CP chunks of the sequence,
-    those that Megatron-Core gives it: rank r holds chunks r and 2*CP-1-r. It gathers keys and values of the whole sequence.
-    Tensor parallelism divides the heads, which needs nothing here. With CP = 1 the numbers are those of Megatron-Core's
+    Under context parallelism each rank of the group holds the queries, keys and values of two of
+    2*CP chunks of the sequence, those that Megatron-Core gives it: rank r holds chunks r and
+    2*CP-1-r. It gathers keys and values of the whole sequence. Tensor parallelism divides the
+    heads, which needs nothing here. With CP = 1 the numbers are those of Megatron-Core's
     DotProductAttention.
 
     Args:
         config: of the model.
-        layer_number: from 1; query-key layer scaling divides the scores by it before they are rounded.
+        layer_number: from 1; query-key layer scaling divides the scores by it before they are
+            rounded.
         attn_mask_type: causal, or another type with an explicit mask (or none at all).
         attention_type: "self".
         attention_dropout: default ``config.attention_dropout``.
         softmax_scale: what the scores are multiplied by; default 1 / sqrt(width of a key).
-        k_channels: width of a key's head, default ``config.kv_channels``. That of values (`v_channels`) may be another.
-        v_channels, cp_comm_type: part of Megatron-Core's call. The values' shape tells the first; the second, Transformer
-            Engine's way to communicate, does not change results.
+        k_channels: width of a key's head, default ``config.kv_channels``. That of values
+            (`v_channels`) may be another.
+        v_channels, cp_comm_type: part of Megatron-Core's call. The values' shape tells the first;
+            the second, Transformer Engine's way to communicate, does not change results.
         pg_collection: with the group ``cp``; default Megatron-Core's global groups.
 
     Raises NotImplementedError for what it cannot do, in one message.
@@ -105,14 +118,22 @@ class LocalAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.attn_mask_type = attn_mask_type
         self._check(layer_number, attention_type)
-        self.softmax_scale = 1 / math.sqrt(k_channels or config.kv_channels) if softmax_scale is None else softmax_scale
+        self.softmax_scale = (
+            1 / math.sqrt(k_channels or config.kv_channels)
+            if softmax_scale is None
+            else softmax_scale
+        )
         # The scores of deep layers are large: they are computed small, and scaled back in float32.
         self.score_scale = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
-        self.attention_dropout = nn.Dropout(config.attention_dropout if attention_dropout is None else attention_dropout)
+        self.attention_dropout = nn.Dropout(
+            config.attention_dropout if attention_dropout is None else attention_dropout
+        )
 
     def _check(self, layer_number: int, attention_type: str) -> None:
         config, problems = self.config, []
-        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
             problems.append(f"a sliding window (window_size {config.window_size})")
         if config.softmax_type != "vanilla":
             problems.append(f"softmax_type {config.softmax_type!r}")
@@ -120,7 +141,10 @@ class LocalAttention(MegatronModule):
             problems.append(f"the mask type {self.attn_mask_type.name}")
         if attention_type != "self":
             problems.append(f"{attention_type} attention")
-        _refuse("the local attention", [f"{it}: leave it out, or use Transformer Engine's layers" for it in problems])
+        _refuse(
+            "the local attention",
+            [f"{it}: leave it out, or use Transformer Engine's layers" for it in problems],
+        )
 
     def forward(
         self,
@@ -136,28 +160,42 @@ class LocalAttention(MegatronModule):
 
         Args:
             query: [sequence / CP, batch, heads / TP, key width].
-            key: [sequence / CP, batch, groups / TP, key width]; the number of groups divides that of heads.
+            key: [sequence / CP, batch, groups / TP, key width]; the number of groups divides that
+                of heads.
             value: [sequence / CP, batch, groups / TP, value width].
-            attention_mask: bool, True where a key is hidden, broadcast to [batch, heads / TP, sequence / CP, sequence]: rows
-                are this rank's queries, columns all keys in the order of the sequence. None: causal if that is the type that
-                the layer was built with, else nothing is hidden.
-            attn_mask_type: as in Megatron-Core's own attention without effect: the type is that of the constructor.
+            attention_mask: bool, True where a key is hidden, broadcast to [batch, heads / TP,
+                sequence / CP, sequence]: rows are this rank's queries, columns all keys in the
+                order of the sequence. None: causal if that is the type that the layer was built
+                    with, else nothing is hidden.
+            attn_mask_type: as in Megatron-Core's own attention without effect: the type is that of
+                the constructor.
 
         Returns:
             [sequence / CP, batch, heads / TP * value width], in the dtype of the queries.
 
-        Raises NotImplementedError for an attention bias or packed sequences, ValueError for a mask of another width.
+        Raises NotImplementedError for an attention bias or packed sequences, ValueError for a mask
+        of another width.
         """
         extras = {"an attention bias": attention_bias, "packed sequences": packed_seq_params}
-        given = [f"{name}: use Transformer Engine's layers" for name, extra in extras.items() if extra is not None]
+        given = [
+            f"{name}: use Transformer Engine's layers"
+            for name, extra in extras.items()
+            if extra is not None
+        ]
         _refuse("the local attention", given)
-        key, value = (gather_from_sequence_parallel_region(each, True, self.cp_group) for each in (key, value))
+        key, value = (
+            gather_from_sequence_parallel_region(each, True, self.cp_group) for each in (key, value)
+        )
         positions = self._positions(key.shape[0], key.device)
         mask = self._mask(attention_mask, query.shape[0], positions)
 
         batch_and_heads = query.shape[1:3]
-        key, value = (each.repeat_interleave(query.shape[2] // each.shape[2], dim=2) for each in (key, value))
-        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query, key, value))  # [batch * heads, ...]
+        key, value = (
+            each.repeat_interleave(query.shape[2] // each.shape[2], dim=2) for each in (key, value)
+        )
+        query, key, value = (
+            each.flatten(1, 2).transpose(0, 1) for each in (query, key, value)
+        )  # [batch * heads, ...]
         scale = self.softmax_scale / self.score_scale
         scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
         scores = scores.unflatten(0, batch_and_heads).float() * self.score_scale
@@ -171,14 +209,21 @@ class LocalAttention(MegatronModule):
         """Where the gathered keys are in the sequence: rank after rank, each with an early and a late chunk."""
         num_ranks = self.cp_group.size()
         chunks = torch.arange(length, device=device).chunk(2 * num_ranks)
-        return torch.cat([chunks[place] for rank in range(num_ranks) for place in (rank, 2 * num_ranks - 1 - rank)])
+        return torch.cat(
+            [
+                chunks[place]
+                for rank in range(num_ranks)
+                for place in (rank, 2 * num_ranks - 1 - rank)
+            ]
+        )
 
     def _mask(self, given: Tensor | None, num_queries: int, positions: Tensor) -> Tensor | None:
         """The mask with its columns in the order of the gathered keys."""
         if given is not None:
             if given.shape[-1] != len(positions):
                 raise ValueError(
-                    f"expects an attention mask over all {len(positions)} keys but got the shape {tuple(given.shape)}"
+                    f"expects an attention mask over all {len(positions)} keys but got the shape"
+                    f" {tuple(given.shape)}"
                 )
             return given if self.cp_group.size() == 1 else given[..., positions]
         if self.attn_mask_type is not AttnMaskType.causal:
@@ -189,16 +234,20 @@ class LocalAttention(MegatronModule):
     def _dropped(self, probabilities: Tensor) -> Tensor:
         if self.config.sequence_parallel:  # the layers run in a fork of the random state already
             return self.attention_dropout(probabilities)
-        with get_cuda_rng_tracker().fork():  # heads of other tensor-parallel ranks must lose other values
+        with (
+            get_cuda_rng_tracker().fork()
+        ):  # heads of other tensor-parallel ranks must lose other values
             return self.attention_dropout(probabilities)
 
 
 class LocalLatentAttention(MLASelfAttention):
     """Megatron-Core's latent attention with gradients that are right under tensor parallelism with plain linears.
 
-    The projection down to the latents is divided by columns, and gathered. The gather gives each rank the gradient of its own
-    columns, in the belief that all ranks computed the same. For the part of the keys with positions that is not so: each rank
-    knows the gradient from its own heads only, and they must be summed. The norm of the compressed queries has the opposite
+    The projection down to the latents is divided by columns, and gathered. The gather gives each
+    rank the gradient of its own
+    columns, in the belief that all ranks computed the same. For the part of the keys with positions
+    that is not so: each rank knows the gradient from its own heads only, and they must be summed.
+    The norm of the compressed queries has the opposite
     fault: its gradients are whole on each rank, but summed by name when training steps end.
     """
 
@@ -210,23 +259,29 @@ class LocalLatentAttention(MLASelfAttention):
             for parameter in self.q_layernorm.parameters():
                 parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
-    def _whole_latents(self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]) -> tuple[Tensor, None]:
+    def _whole_latents(
+        self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]
+    ) -> tuple[Tensor, None]:
         """Latents and position keys in all columns, as a projection that is not divided returns them.
 
-        With sequence parallelism on this rank's part of the sequence: the caller gathers the position keys again, and that
-        gather sums their gradients."""
+        With sequence parallelism on this rank's part of the sequence: the caller gathers the
+        position keys again, and that gather sums their gradients.
+        """
         latents = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
         if self.config.sequence_parallel:
             return scatter_to_sequence_parallel_region(latents, group=self.tp_group), None
-        shared, positions = latents.split([self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1)
+        shared, positions = latents.split(
+            [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim], dim=-1
+        )
         return torch.cat([shared, SumOfGradients.apply(positions, self.tp_group)], dim=-1), None
 
 
 class SumOfGradients(torch.autograd.Function):
     """The same tensor; its gradient is summed over the ranks of a group.
 
-    Megatron-Core's ``copy_to_tensor_model_parallel_region`` means this too, but reduces a copy of a gradient that is not
-    contiguous, and returns the gradient without the sum."""
+    Megatron-Core's ``copy_to_tensor_model_parallel_region`` means this too, but reduces a copy of a
+    gradient that is not contiguous, and returns the gradient without the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

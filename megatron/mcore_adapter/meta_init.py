@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """First values for Megatron-Core's local layers that were built on the meta device.
 
-They initialise themselves in their constructors and have no ``reset_parameters``. What a constructor does follows from the
-config and from the place of a layer in the model; :class:`MegatronCoreInitialiser` does the same again, draw for draw:
-the weights are those of a model built on a real device from the same seeds.
+They initialise themselves in their constructors and have no ``reset_parameters``. What a
+constructor does follows from the config and from the place of a layer in the model;
+:class:`MegatronCoreInitialiser` does the same again, draw for draw: the weights are those of a
+model built on a real device from the same seeds.
 """
 
 from __future__ import annotations
 
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    get_expert_parallel_rng_tracker_name,
+)
 from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
@@ -31,11 +39,12 @@ class MegatronCoreInitialiser(Initialiser):
     """Initialises the layers of one model.
 
     Args:
-        model: with layers on the meta device. Modules that it does not find in there are initialised by
-            ``reset_parameters``, as Transformer Engine's are.
-        use_cpu_initialization: as in the config of the model, which is the default. Only with it do Megatron-Core's
-            constructors leave the device to torch, so a model for a GPU is built on meta with True, and either passes here
-            what the user wants, or has it in its config again by now.
+        model: with layers on the meta device. Modules that it does not find in there are
+            initialised by ``reset_parameters``, as Transformer Engine's are.
+        use_cpu_initialization: as in the config of the model, which is the default. Only with it do
+            Megatron-Core's constructors leave the device to torch, so a model for a GPU is built on
+            meta with True, and either passes here what the user wants, or has it in its config
+            again by now.
 
     Raises:
         ValueError: for an embedding that two pipeline stages share.
@@ -44,16 +53,20 @@ class MegatronCoreInitialiser(Initialiser):
     def __init__(self, model: nn.Module, use_cpu_initialization: bool | None = None):
         _refuse_shared_embedding(model)
         if use_cpu_initialization is None:
-            # Not the config of each layer: some have copies, which keep the value of the time they were built.
-            use_cpu_initialization = getattr(getattr(model, "config", None), "use_cpu_initialization", None)
+            # Not the config of each layer: some have copies, which keep the value of the time they
+            # were built.
+            use_cpu_initialization = getattr(
+                getattr(model, "config", None), "use_cpu_initialization", None
+            )
         self._on_cpu = use_cpu_initialization
         self._embedding_configs: dict[nn.Module, TransformerConfig] = {}
         self._replaced_widths: dict[nn.Module, int] = {}
         for module in model.modules():
             if isinstance(module, LanguageModelEmbedding):
-                self._embedding_configs |= {child: module.config for child in module.children()}
+                self._embedding_configs |= dict.fromkeys(module.children(), module.config)
             if isinstance(module, MultiLatentAttention):
-                # The output projection that its base class makes first, of other heads, which it then replaces.
+                # The output projection that its base class makes first, of other heads, which it
+                # then replaces.
                 width = module.config.kv_channels * module.config.num_attention_heads
                 self._replaced_widths[module.linear_proj] = width
 
@@ -75,20 +88,29 @@ class MegatronCoreInitialiser(Initialiser):
             ways = {VocabParallelEmbedding: self._vocab_embedding, nn.Embedding: self._embedding}
         return next((way for kind, way in ways.items() if isinstance(module, kind)), None)
 
-    # ---- one method for each constructor -------------------------------------------------------------------------
+    # ---- one method for each constructor
+    # -------------------------------------------------------------------------
 
     def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
         config = self._embedding_configs[module]
         shape = (module.num_embeddings, module.embedding_dim)
         method = config.embedding_init_method
-        self._parallel_weight(module, module.weight, config, method, shape, dim=0, rounded_to=config.params_dtype)
+        self._parallel_weight(
+            module, module.weight, config, method, shape, dim=0, rounded_to=config.params_dtype
+        )
 
     def _column_parallel(self, module: ColumnParallelLinear) -> None:
         config = module.config
         shape = (module.output_size, module.input_size)
         if module.weight is not None:
             self._parallel_weight(
-                module, module.weight, config, config.init_method, shape, dim=0, rounded_to=torch.float32
+                module,
+                module.weight,
+                config,
+                config.init_method,
+                shape,
+                dim=0,
+                rounded_to=torch.float32,
             )
         _zero_bias(module, config)
 
@@ -101,7 +123,9 @@ class MegatronCoreInitialiser(Initialiser):
             weights.insert(0, (width, replaced))
         for width, weight in weights:
             shape, method = (module.output_size, width), config.output_layer_init_method
-            self._parallel_weight(module, weight, config, method, shape, dim=1, rounded_to=config.params_dtype)
+            self._parallel_weight(
+                module, weight, config, method, shape, dim=1, rounded_to=config.params_dtype
+            )
         _zero_bias(module, config)
 
     def _embedding(self, module: nn.Embedding) -> None:
@@ -135,7 +159,8 @@ class MegatronCoreInitialiser(Initialiser):
         if not config.perform_initialization:
             return  # a checkpoint will
         if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
-            # Every rank draws the whole weight and takes its part, so that the weights do not depend on their number.
+            # Every rank draws the whole weight and takes its part, so that the weights do not
+            # depend on their number.
             _initialize_affine_weight_cpu(
                 weight,
                 *shape,
@@ -156,16 +181,22 @@ class MegatronCoreInitialiser(Initialiser):
 
 
 def _refuse_shared_embedding(model: nn.Module) -> None:
-    """Constructors copy its values from the first stage to the last, but there are none yet. All stages raise this."""
+    """Constructors copy its values from the first stage to the last, but there are none yet.
+
+    All stages raise this.
+    """
     for module in model.modules():
-        if not isinstance(module, LanguageModule) or not any(parameter.is_meta for parameter in module.parameters()):
+        if not isinstance(module, LanguageModule) or not any(
+            parameter.is_meta for parameter in module.parameters()
+        ):
             continue
         config = module.config
         is_shared = module.share_embeddings_and_output_weights or config.mtp_num_layers
         if is_shared and config.pipeline_model_parallel_size > 1:
             raise ValueError(
-                "the meta device has no values for an embedding that two pipeline stages share: build the model on a real"
-                " device, or without tied embeddings and without multi-token prediction"
+                "the meta device has no values for an embedding that two pipeline stages share:"
+                " build the model on a real device, or without tied embeddings and without"
+                " multi-token prediction"
             )
 
 

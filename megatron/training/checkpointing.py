@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save and load a run: weights, optimizer, schedule, random state, position in the data.
 
-A checkpoint is complete or absent: it is written beside its place, renamed, and then named by the tracker file.
+A checkpoint is complete or absent: it is written beside its place, renamed, and then named by the
+tracker file.
 """
 
 from __future__ import annotations
@@ -64,27 +65,45 @@ def save(
     Raises:
         RunError: on every rank, where any rank could not write; nothing is left behind then.
     """
-    state = run_state(args, None if args.no_save_optim else scheduler, with_rng=not args.no_save_rng)
+    state = run_state(
+        args, None if args.no_save_optim else scheduler, with_rng=not args.no_save_rng
+    )
     content = (model, None if args.no_save_optim else optimizer)
-    _on_first_rank(lambda: directory.prepare(args.save, args.iteration), "cannot prepare the checkpoint")
+    _on_first_rank(
+        lambda: directory.prepare(args.save, args.iteration), "cannot prepare the checkpoint"
+    )
     staging = directory.staging_directory(args.save, args.iteration)
     problem = None
     try:
         FORMATS[args.ckpt_format].save(args, state, *content, staging)
-    except CheckpointException as error:  # raised on every rank (and no Exception): each tells its own part
+    except (
+        CheckpointException
+    ) as error:  # raised on every rank (and no Exception): each tells its own part
         problem = _cause(error, dist.get_rank())
-    except Exception as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
+    except (
+        Exception
+    ) as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     problems = agree([problem] if problem else [])
     if problems:
         _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")
-        raise RunError(f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems))
-    _on_first_rank(lambda: directory.publish(args.save, args.iteration), "cannot publish the checkpoint")
+        raise RunError(
+            f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems)
+        )
+    _on_first_rank(
+        lambda: directory.publish(args.save, args.iteration), "cannot publish the checkpoint"
+    )
     if args.save_retain_interval:
-        _on_first_rank(lambda: directory.retain(args.save, args.save_retain_interval, args.iteration), "cannot clean up")
+        _on_first_rank(
+            lambda: directory.retain(args.save, args.save_retain_interval, args.iteration),
+            "cannot clean up",
+        )
     if args.log_progress:
         _on_first_rank(lambda: _note_progress(args), "cannot write progress.txt")
-    say(f"saved checkpoint of iteration {args.iteration} to {directory.iteration_directory(args.save, args.iteration)}")
+    say(
+        f"saved checkpoint of iteration {args.iteration} to"
+        f" {directory.iteration_directory(args.save, args.iteration)}"
+    )
 
 
 def load(
@@ -124,27 +143,40 @@ def load(
         args.iteration = loaded["iteration"]
         for name in COUNTERS:
             setattr(args, name, getattr(loaded["args"], name, 0))
-        args.num_floating_point_operations_so_far = loaded.get("num_floating_point_operations_so_far", 0.0)
+        args.num_floating_point_operations_so_far = loaded.get(
+            "num_floating_point_operations_so_far", 0.0
+        )
     if with_optimizer:
         _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng and agree([] if "rng_state" in loaded else ["no random state"]):
-        say(f"{source} has no random state for some of this run's ranks: their generators begin anew")
+        say(
+            f"{source} has no random state for some of this run's ranks: their generators begin"
+            " anew"
+        )
     elif with_rng:
         _restore_rng(loaded["rng_state"])
     rows = getattr(loaded["args"], "padded_vocab_size", None)
     if rows is not None and rows != args.padded_vocab_size:
         say(
-            f"{source} has {rows} rows of vocabulary, this run {args.padded_vocab_size}: rows of padding take part in the loss, "
-            f"which is another one now; --padded-vocab-size {rows} keeps it"
+            f"{source} has {rows} rows of vocabulary, this run {args.padded_vocab_size}: rows of"
+            f" padding take part in the loss, which is another one now; --padded-vocab-size {rows}"
+            " keeps it"
         )
-    say(f"loaded the weights of {source}" if weights_only else f"loaded {source}, iteration {args.iteration}")
+    say(
+        f"loaded the weights of {source}"
+        if weights_only
+        else f"loaded {source}, iteration {args.iteration}"
+    )
 
 
-def run_state(args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool) -> dict[str, Any]:
+def run_state(
+    args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool
+) -> dict[str, Any]:
     """Everything but weights and optimizer, in the structure that both formats share."""
     for value in vars(args).values():
         if isinstance(value, enum.Enum):
-            # Early releases of Python 3.11 pickle members by `getattr`, which careful readers refuse to call.
+            # Early releases of Python 3.11 pickle members by `getattr`, which careful readers
+            # refuse to call.
             copyreg.pickle(type(value), _pickle_by_value)
     state: dict[str, Any] = {
         "args": args,
@@ -194,15 +226,23 @@ def _find(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Path, b
     for root, weights_only in ((args.load, args.finetune), (args.pretrained_checkpoint, True)):
         if not root:
             continue
-        iteration = args.ckpt_step if args.ckpt_step is not None and root == args.load else directory.read_tracker(root)
+        iteration = (
+            args.ckpt_step
+            if args.ckpt_step is not None and root == args.load
+            else directory.read_tracker(root)
+        )
         if iteration is not None:
             source = directory.find(root, iteration)
             if source is None:
                 missing = directory.iteration_directory(root, iteration)
-                raise ValueError(f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}")
+                raise ValueError(
+                    f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}"
+                )
             return source, weights_only or iteration == directory.RELEASE
     if args.pretrained_checkpoint:
-        raise ValueError(f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}")
+        raise ValueError(
+            f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}"
+        )
     if args.load and (args.exit_on_missing_checkpoint or args.finetune):
         flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
         raise ValueError(f"{flag}: {args.load} has no {directory.TRACKER}")
@@ -223,7 +263,8 @@ def _check_format(source: Path, expected: str) -> None:
     if actual != expected:
         flag = "with" if actual == "fsdp_dtensor" else "without"
         raise ValueError(
-            f"{source} is in the format {actual}, but this run reads {expected}: it was written {flag} --use-megatron-fsdp"
+            f"{source} is in the format {actual}, but this run reads {expected}: it was written"
+            f" {flag} --use-megatron-fsdp"
         )
 
 
@@ -237,11 +278,18 @@ def _cause(error: CheckpointException, rank: int) -> str | None:
 
 def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
     """The highest and lowest learning rate of every param group."""
-    return [{name: group.get(name) for name in ("max_lr", "min_lr")} for group in scheduler.optimizer.param_groups]
+    return [
+        {name: group.get(name) for name in ("max_lr", "min_lr")}
+        for group in scheduler.optimizer.param_groups
+    ]
 
 
-def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]) -> None:
-    """Go on where the saved schedule was. ``rates`` are those of this run; the groups have the file's already.
+def _load_schedule(
+    scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]
+) -> None:
+    """Go on where the saved schedule was.
+
+    ``rates`` are those of this run; the groups have the file's already.
 
     Raises:
         ValueError: listing the settings that differ, unless a flag says which ones count.
@@ -256,9 +304,11 @@ def _load_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, Any], ra
         different = agree(different)  # groups that are empty on a rank know nothing
         if different:
             raise ValueError(
-                "the checkpoint has another schedule of learning rate and weight decay (steps count samples):\n  "
+                "the checkpoint has another schedule of learning rate and weight decay (steps count"
+                " samples):\n  "
                 + "\n  ".join(different)
-                + "\n--use-checkpoint-opt-param-scheduler takes the file's, --override-opt-param-scheduler this run's"
+                + "\n--use-checkpoint-opt-param-scheduler takes the file's,"
+                " --override-opt-param-scheduler this run's"
             )
     scheduler.load_state_dict(saved)
 
@@ -274,7 +324,10 @@ def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
 def _note_progress(args: argparse.Namespace) -> None:
     with open(Path(args.save) / "progress.txt", "a") as file:
         operations = args.num_floating_point_operations_so_far
-        file.write(f"iteration {args.iteration}\tsamples {args.consumed_train_samples}\toperations {operations:.4e}\n")
+        file.write(
+            f"iteration {args.iteration}\tsamples {args.consumed_train_samples}\toperations"
+            f" {operations:.4e}\n"
+        )
 
 
 def _on_first_rank(action: Callable[[], Any], problem: str) -> None:

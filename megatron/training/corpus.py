@@ -28,7 +28,14 @@ from megatron.training.tokenizer import Tokenizer
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Installed packages are not the library, and its tests are mostly tables of odd data.
-SKIPPED_LIBRARY_FOLDERS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
+SKIPPED_LIBRARY_FOLDERS = {
+    "__pycache__",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+}
 LIBRARY_SHUFFLE_SEED = 1234
 
 
@@ -52,21 +59,24 @@ def write_corpus(
 ) -> CorpusSummary:
     """Tokenize files and write them as one indexed dataset, `<output_prefix>.bin` and `<output_prefix>.idx`.
 
-    Both files appear complete or not at all: they are written beside under another name and then renamed.
-    Documents without any token are left out.
+    Both files appear complete or not at all: they are written beside under another name and then
+    renamed. Documents without any token are left out.
 
     Args:
-        inputs: files and folders, in the order in which their documents are written. A folder stands for all files
-            below it, sorted, hidden ones left out. A file whose name ends in .jsonl, .ndjson or .json holds one JSON
-            object per line, each a document; any other file is one document of text.
+        inputs: files and folders, in the order in which their documents are written. A folder
+            stands for all files below it, sorted, hidden ones left out. A file whose name ends in
+            .jsonl, .ndjson or .json holds one JSON object per line, each a document; any other file
+            is one document of text.
         output_prefix: path without suffix; missing folders are made.
-        tokenizer: its vocabulary decides the width of a stored token (2 bytes below 65500 ids, else 4).
+        tokenizer: its vocabulary decides the width of a stored token (2 bytes below 65500 ids, else
+            4).
         json_key: the member of a JSON line that holds the text.
         append_eod: end every document with `tokenizer.eod`.
         progress: show a bar on stderr where that is a terminal.
 
     Raises:
-        ValueError: an input is missing or malformed (with file and line), or there is no text in any of them.
+        ValueError: an input is missing or malformed (with file and line), or there is no text in
+            any of them.
         OSError: a file cannot be read or written.
     """
     files = _expand(inputs)
@@ -84,19 +94,23 @@ def write_corpus(
         try:
             summary = _add_documents(builder, files, tokenizer, json_key, append_eod, bar)
             if not summary.documents:
-                raise ValueError(f"there is no text in {', '.join(map(str, inputs))}: nothing to write")
+                raise ValueError(
+                    f"there is no text in {', '.join(map(str, inputs))}: nothing to write"
+                )
             builder.finalize(idx_path)
         finally:
             builder.data_file.close()
     return summary
 
 
-def standard_library_corpus(directory: str | Path, tokenizer: Tokenizer, *, library: str | Path | None = None) -> str:
+def standard_library_corpus(
+    directory: str | Path, tokenizer: Tokenizer, *, library: str | Path | None = None
+) -> str:
     """Write the Python standard library as a corpus, about 10 MB of text that every machine has, and return its prefix.
 
-    A complete corpus that is already there is used again. What it was made from (version of Python, tokenizer, files
-    and sizes) is in `<prefix>.json` and, as a digest, in the name, so that a changed library never meets the index
-    caches of another one.
+    A complete corpus that is already there is used again. What it was made from (version of Python,
+    tokenizer, files and sizes) is in `<prefix>.json` and, as a digest, in the name, so that a
+    changed library never meets the index caches of another one.
 
     Args:
         directory: where the corpus lies; made if missing.
@@ -129,8 +143,8 @@ def standard_library_corpus(directory: str | Path, tokenizer: Tokenizer, *, libr
 def standard_library_files(library: str | Path | None = None) -> list[Path]:
     """Return the standard library's Python files (or those below `library`), shuffled in the same way every time.
 
-    Training and validation data are cut from a corpus by document; in the order of names, validation would be a few
-    packages late in the alphabet.
+    Training and validation data are cut from a corpus by document; in the order of names,
+    validation would be a few packages late in the alphabet.
 
     Raises:
         ValueError: there are none, as in a Python that keeps its library in an archive.
@@ -139,10 +153,13 @@ def standard_library_files(library: str | Path | None = None) -> list[Path]:
     files = sorted(
         file
         for file in root.rglob("*.py")
-        if not SKIPPED_LIBRARY_FOLDERS.intersection(file.relative_to(root).parent.parts) and file.is_file()
+        if not SKIPPED_LIBRARY_FOLDERS.intersection(file.relative_to(root).parent.parts)
+        and file.is_file()
     )
     if not files:
-        raise ValueError(f"{root} holds no Python files to train on: give --data-path or --mock-data")
+        raise ValueError(
+            f"{root} holds no Python files to train on: give --data-path or --mock-data"
+        )
     random.Random(LIBRARY_SHUFFLE_SEED).shuffle(files)
     return files
 
@@ -161,7 +178,8 @@ def _files_below(folder: Path) -> list[Path]:
     visible = (
         file
         for file in folder.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
     return sorted(visible)
 
@@ -209,13 +227,21 @@ def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"{where}: not a JSON value ({error}); the file must hold one JSON object per line") from error
+        raise ValueError(
+            f"{where}: not a JSON value ({error}); the file must hold one JSON object per line"
+        ) from error
     if not isinstance(record, dict) or json_key not in record:
-        found = f"the keys {', '.join(map(repr, record))}" if isinstance(record, dict) else f"a {type(record).__name__}"
+        found = (
+            f"the keys {', '.join(map(repr, record))}"
+            if isinstance(record, dict)
+            else f"a {type(record).__name__}"
+        )
         raise ValueError(f"{where}: expects an object with the key {json_key!r}, but got {found}")
     text = record[json_key]
     if not isinstance(text, str):
-        raise ValueError(f"{where}: expects a string under {json_key!r}, but got a {type(text).__name__}")
+        raise ValueError(
+            f"{where}: expects a string under {json_key!r}, but got a {type(text).__name__}"
+        )
     return text
 
 
@@ -226,10 +252,11 @@ def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
     bin_path, idx_path = _temporary(prefix, ".bin"), _temporary(prefix, ".idx")
     try:
         yield bin_path, idx_path
-        # Without its index a dataset does not exist: taking the old one away first, no reader ever sees the
-        # index of one corpus with the tokens of another.
+        # Without its index a dataset does not exist: taking the old one away first, no reader ever
+        # sees the index of one corpus with the tokens of another.
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
-        # Megatron-Core keeps sample indices here by name alone; they would describe the corpus that is replaced.
+        # Megatron-Core keeps sample indices here by name alone; they would describe the corpus that
+        # is replaced.
         shutil.rmtree(Path(prefix) / "cache" / "GPTDataset_indices", ignore_errors=True)
         os.replace(bin_path, get_bin_path(prefix))
         os.replace(idx_path, get_idx_path(prefix))

@@ -39,8 +39,8 @@ Result = TypeVar("Result")
 class DataSource:
     """Where the samples come from: one blend cut by `bookends`, a blend per split, or neither (mock data).
 
-    `bookends[i]` is the part of the documents, between 0 and 1, that split i (training, validation, test) takes,
-    None for a split that is not built.
+    `bookends[i]` is the part of the documents, between 0 and 1, that split i (training, validation,
+    test) takes, None for a split that is not built.
     """
 
     bookends: list[Bookends | None]
@@ -54,12 +54,14 @@ def build_datasets(
 ) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
     """Build the training, validation and test datasets; None for one that is not wanted or has no documents.
 
-    Every rank calls it and gets the same datasets. Rank 0 checks the data, writes the default corpus where no data is
-    named, and builds the index caches that the other ranks then read, so all ranks must see the same file system.
+    Every rank calls it and gets the same datasets. Rank 0 checks the data, writes the default
+    corpus where no data is named, and builds the index caches that the other ranks then read, so
+    all ranks must see the same file system.
 
     Args:
-        args: one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`, `valid_data_path` and
-            `test_data_path`; without any, the Python standard library, in `data_cache_path` or the folder "data".
+        args: one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
+            `valid_data_path` and `test_data_path`; without any, the Python standard library, in
+            `data_cache_path` or the folder "data".
         tokenizer: must be the one the data was written with.
 
     Raises:
@@ -85,12 +87,15 @@ def build_datasets(
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
     if source.blend_per_split is None:
-        # The config derives these from the split alone (from a fixed one for mock data). A split without documents
-        # must not be built: the number of epochs is found by adding its tokens up until there are enough.
+        # The config derives these from the split alone (from a fixed one for mock data). A split
+        # without documents must not be built: the number of epochs is found by adding its tokens up
+        # until there are enough.
         config.split_matrix = source.bookends
         config.split = source.split
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    train, valid, test = BlendedMegatronDatasetBuilder(dataset_class, list(sizes), lambda: True, config).build()
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        dataset_class, list(sizes), lambda: True, config
+    ).build()
     return train, valid, test
 
 
@@ -98,10 +103,13 @@ def wanted_samples(args: argparse.Namespace) -> tuple[int, int, int]:
     """Return how many samples the run takes from the training, validation and test data.
 
     Args:
-        args: `train_samples` or `train_iters`, `global_batch_size`, `eval_iters` and `eval_interval` (None: never).
+        args: `train_samples` or `train_iters`, `global_batch_size`, `eval_iters` and
+            `eval_interval` (None: never).
     """
     batch, eval_iters = args.global_batch_size, args.eval_iters or 0
-    train = args.train_samples if args.train_samples is not None else (args.train_iters or 0) * batch
+    train = (
+        args.train_samples if args.train_samples is not None else (args.train_iters or 0) * batch
+    )
     iterations = args.train_iters if args.train_iters is not None else train // batch
     evaluations = iterations // args.eval_interval + 1 if args.eval_interval else 0
     return train, evaluations * eval_iters * batch, eval_iters * batch
@@ -117,21 +125,25 @@ def build_iterator(
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     """Iterate over this rank's microbatches, from the sample after `consumed_samples` on.
 
-    All ranks together read one sequence of samples: microbatch m of rank r takes the `micro_batch_size` samples from
-    position `consumed_samples + (m * data_parallel_size + r) * micro_batch_size` on. So a run that resumes on another
-    number of ranks sees the same global batches. Worker processes change neither the order nor any random state.
+    All ranks together read one sequence of samples: microbatch m of rank r takes the
+    `micro_batch_size` samples from position `consumed_samples + (m * data_parallel_size + r) *
+    micro_batch_size` on. So a run that resumes on another number of ranks sees the same global
+    batches. Worker processes change neither the order nor any random state.
 
     Args:
         dataset: a map-style dataset of samples as GPTDataset gives them.
-        args: `micro_batch_size`, `num_workers` (0: read in this process), `seed` and `dataloader_type`: single (or
-            None), in the dataset's order until it ends; cyclic, for ever, shuffled anew in every epoch.
-        consumed_samples: number of samples of the sequence that were used before, by all ranks together.
+        args: `micro_batch_size`, `num_workers` (0: read in this process), `seed` and
+            `dataloader_type`: single (or None), in the dataset's order until it ends; cyclic, for
+                ever, shuffled anew in every epoch.
+        consumed_samples: number of samples of the sequence that were used before, by all ranks
+            together.
 
     Returns:
-        Dictionaries of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each of shape
-        `[micro_batch_size, seq_length]`, and, where the dataset makes it, `attention_mask`
+        Dictionaries of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each
+        of shape `[micro_batch_size, seq_length]`, and, where the dataset makes it, `attention_mask`
         (bool, `[micro_batch_size, 1, seq_length, seq_length]`, True where attention is forbidden).
-        In pinned memory where there is CUDA. A single pass that has used all samples up raises RunError.
+        In pinned memory where there is CUDA. A single pass that has used all samples up raises
+        RunError.
 
     Raises:
         ValueError: a number out of range, an empty dataset, or an unknown `dataloader_type`.
@@ -153,8 +165,8 @@ def build_iterator(
         num_workers=args.num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_outlive_termination,
-        # Its own generator: otherwise starting the loader draws from the global one, and dropout would differ
-        # between a run that stopped and resumed and one that did not.
+        # Its own generator: otherwise starting the loader draws from the global one, and dropout
+        # would differ between a run that stopped and resumed and one that did not.
         generator=torch.Generator().manual_seed(args.seed),
     )
     return _until_exhausted(iter(loader), len(dataset), consumed_samples)
@@ -173,8 +185,8 @@ class MicrobatchSampler:
         consumed_samples: position in the sequence at which to start.
         micro_batch_size: samples per microbatch.
         rank, num_ranks: this data-parallel rank, and how many there are.
-        shuffle_seed: None for one pass in the dataset's order; a number for endless epochs, each with a permutation
-            that follows from the seed and the number of the epoch.
+        shuffle_seed: None for one pass in the dataset's order; a number for endless epochs, each
+            with a permutation that follows from the seed and the number of the epoch.
     """
 
     def __init__(
@@ -202,7 +214,10 @@ class MicrobatchSampler:
         # A last stride that is not full would leave ranks with different numbers of microbatches.
         while self.shuffle_seed is not None or start + stride <= self.num_samples:
             first = start + self.rank * self.micro_batch_size
-            yield [self._sample_at(position) for position in range(first, first + self.micro_batch_size)]
+            yield [
+                self._sample_at(position)
+                for position in range(first, first + self.micro_batch_size)
+            ]
             start += stride
 
     def _sample_at(self, position: int) -> int:
@@ -232,7 +247,8 @@ def parse_blend(values: Sequence[str]) -> Blend:
     numbers = [weight for weight in weights if weight is not None and 0 < weight < float("inf")]
     if len(numbers) < len(weights):
         raise ValueError(
-            f"a data path expects prefixes, or a positive weight before every prefix, but got {' '.join(values)}"
+            "a data path expects prefixes, or a positive weight before every prefix, but got"
+            f" {' '.join(values)}"
         )
     return prefixes[1::2], numbers
 
@@ -247,7 +263,9 @@ def _on_rank_zero(action: Callable[[], Result]) -> Result:
             outcome = [action()]
         except (ValueError, OSError) as error:
             outcome = [error]
-        except Exception as error:  # the others wait, whatever went wrong; not every error can be pickled
+        except (
+            Exception
+        ) as error:  # the others wait, whatever went wrong; not every error can be pickled
             outcome = [RunError(f"{type(error).__name__}: {error}")]
     torch.distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):
@@ -255,23 +273,33 @@ def _on_rank_zero(action: Callable[[], Result]) -> Result:
     return cast(Result, outcome[0])
 
 
-def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sequence[int]) -> DataSource:
+def _find_source(
+    args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sequence[int]
+) -> DataSource:
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     problems = _source_problems(args, per_split)
     if problems:
         raise ValueError("; ".join(problems))
     if any(per_split):
         whole: Bookends = (0.0, 1.0)
-        blends = [parse_blend(values) if values and size else None for values, size in zip(per_split, sizes)]
+        blends = [
+            parse_blend(values) if values and size else None
+            for values, size in zip(per_split, sizes)
+        ]
         source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
         if sizes[0] and blends[0] is None:
-            raise ValueError("--valid-data-path and --test-data-path need --train-data-path too, or --train-iters 0")
+            raise ValueError(
+                "--valid-data-path and --test-data-path need --train-data-path too, or"
+                " --train-iters 0"
+            )
     else:
         split = args.split or ("1,1,1" if args.mock_data else DEFAULT_SPLIT)
         source = DataSource(_bookends(split, sizes), split)
         if not args.mock_data:
             directory = args.data_cache_path or DEFAULT_CORPUS_DIRECTORY
-            source.blend = parse_blend(args.data_path or [standard_library_corpus(directory, tokenizer)])
+            source.blend = parse_blend(
+                args.data_path or [standard_library_corpus(directory, tokenizer)]
+            )
     _drop_or_refuse_empty_splits(source)
     return source
 
@@ -289,7 +317,9 @@ def _source_problems(args: argparse.Namespace, per_split: Sequence[list[str] | N
     if any(per_split) and args.split is not None:
         problems.append("--split cuts --data-path; leave it out where every split has its own path")
     if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        problems.append("--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader")
+        problems.append(
+            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
+        )
     return problems
 
 
@@ -298,7 +328,8 @@ def _bookends(split: str, sizes: Sequence[int]) -> list[Bookends | None]:
     valid = [weight for weight in weights if weight is not None and 0 <= weight < float("inf")]
     if len(valid) < len(weights) or len(weights) > len(SPLIT_NAMES) or sum(valid) == 0:
         raise ValueError(
-            f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation, test), but got {split}"
+            f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation,"
+            f" test), but got {split}"
         )
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
@@ -309,13 +340,21 @@ def _bookends(split: str, sizes: Sequence[int]) -> list[Bookends | None]:
 def _drop_or_refuse_empty_splits(source: DataSource) -> None:
     """Check that every split that will be built has tokens in every dataset of its blend.
 
-    An empty test split is dropped with a warning: small corpora have no thousandth part, and nobody asked for it.
+    An empty test split is dropped with a warning: small corpora have no thousandth part, and nobody
+    asked for it.
 
     Raises:
         ValueError: listing the datasets that do not exist, or else the splits without documents.
     """
     blends = source.blend_per_split or [source.blend] * len(SPLIT_NAMES)
-    prefixes = sorted({prefix for blend, ends in zip(blends, source.bookends) if blend and ends for prefix in blend[0]})
+    prefixes = sorted(
+        {
+            prefix
+            for blend, ends in zip(blends, source.bookends)
+            if blend and ends
+            for prefix in blend[0]
+        }
+    )
     missing = [prefix for prefix in prefixes if not IndexedDataset.exists(prefix)]
     if missing:
         raise ValueError(
@@ -333,7 +372,10 @@ def _drop_or_refuse_empty_splits(source: DataSource) -> None:
             first, last = (round(end * len(lengths[prefix])) for end in ends)
             if lengths[prefix][first:last].sum() == 0:
                 total = len(lengths[prefix])
-                problem = f"the {name} split of {prefix} is empty: it gets {last - first} of {total} documents"
+                problem = (
+                    f"the {name} split of {prefix} is empty: it gets {last - first} of {total}"
+                    " documents"
+                )
                 if name == "test":
                     logger.warning("%s; there will be no test", problem)
                     source.bookends[i] = None
@@ -342,12 +384,15 @@ def _drop_or_refuse_empty_splits(source: DataSource) -> None:
                 else:
                     problems.append(problem)
     if problems:
-        raise ValueError("; ".join(problems) + f"; give more documents or another --split than {source.split}")
+        raise ValueError(
+            "; ".join(problems) + f"; give more documents or another --split than {source.split}"
+        )
 
 
 def _document_lengths(prefix: str) -> np.ndarray:
     dataset = IndexedDataset(prefix)
-    # A copy: the lengths lie in the mapped index file, and the mapping ends with the dataset object.
+    # A copy: the lengths lie in the mapped index file, and the mapping ends with the dataset
+    # object.
     return dataset.sequence_lengths.copy()
 
 
@@ -355,14 +400,20 @@ def _check_iterator(
     dataset: Dataset, args: argparse.Namespace, consumed_samples: int, rank: int, num_ranks: int
 ) -> None:
     if args.dataloader_type == "external":
-        raise NotImplementedError("--dataloader-type external: pass your own iterator to the training loop instead")
+        raise NotImplementedError(
+            "--dataloader-type external: pass your own iterator to the training loop instead"
+        )
     problems = []
     if args.dataloader_type not in (None, "single", "cyclic"):
-        problems.append(f"--dataloader-type expects single or cyclic, but got {args.dataloader_type}")
+        problems.append(
+            f"--dataloader-type expects single or cyclic, but got {args.dataloader_type}"
+        )
     if consumed_samples < 0:
         problems.append(f"consumed_samples expects a number from 0 on, but got {consumed_samples}")
     if args.micro_batch_size < 1:
-        problems.append(f"--micro-batch-size expects a positive number, but got {args.micro_batch_size}")
+        problems.append(
+            f"--micro-batch-size expects a positive number, but got {args.micro_batch_size}"
+        )
     if not 0 <= rank < num_ranks:
         problems.append(f"data_parallel_rank expects 0 to {num_ranks - 1}, but got {rank}")
     if len(dataset) == 0:
@@ -373,7 +424,9 @@ def _check_iterator(
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     # Blended datasets add the number of the dataset to each sample; a model has no use for it.
-    return default_collate([{key: sample[key] for key in BATCH_KEYS if key in sample} for sample in samples])
+    return default_collate(
+        [{key: sample[key] for key in BATCH_KEYS if key in sample} for sample in samples]
+    )
 
 
 def _until_exhausted(
@@ -381,8 +434,9 @@ def _until_exhausted(
 ) -> Generator[dict[str, torch.Tensor], None, None]:
     yield from batches
     raise RunError(
-        f"the data is used up: the dataset has {num_samples} samples and this run began after {consumed_samples}; "
-        "train for fewer iterations, give more data, or use --dataloader-type cyclic"
+        f"the data is used up: the dataset has {num_samples} samples and this run began after"
+        f" {consumed_samples}; train for fewer iterations, give more data, or use --dataloader-type"
+        " cyclic"
     )
 
 

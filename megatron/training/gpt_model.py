@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Iterator
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -20,7 +20,9 @@ from megatron.training.arguments.configs import ddp_config, transformer_config
 from megatron.training.layer_specs import layer_spec, mtp_block_spec
 
 
-def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.device) -> list[MegatronModule]:
+def build_model(
+    args: argparse.Namespace, padded_vocab_size: int, device: torch.device
+) -> list[MegatronModule]:
     """The model of ``args`` on ``device``, in the dtype of the run, wrapped for data parallelism.
 
     This rank's pipeline stage of it: one chunk, or one for each virtual stage.
@@ -29,7 +31,10 @@ def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.
     num_chunks = args.virtual_pipeline_model_parallel_size
     stages = range(num_chunks) if num_chunks is not None else [None]
     chunks = [build_chunk(args, config, padded_vocab_size, device, stage) for stage in stages]
-    model = [wrap(args, config, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)]
+    model = [
+        wrap(args, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
     if args.data_parallel_random_init:
         for chunk in model:
             chunk.broadcast_params()
@@ -37,7 +42,11 @@ def build_model(args: argparse.Namespace, padded_vocab_size: int, device: torch.
 
 
 def build_chunk(
-    args: argparse.Namespace, config: TransformerConfig, padded_vocab_size: int, device: torch.device, vp_stage: int | None
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    padded_vocab_size: int,
+    device: torch.device,
+    vp_stage: int | None,
 ) -> MegatronModule:
     """The layers of one (virtual) pipeline stage, in the dtype of the run; without values if they are to be made later."""
     spec = layer_spec(args, config, vp_stage)
@@ -67,7 +76,10 @@ def build_chunk(
 
 @contextmanager
 def on_meta(config: TransformerConfig) -> Iterator[None]:
-    """Layers built inside have no storage. Only as for the CPU do their constructors leave the device to torch."""
+    """Layers built inside have no storage.
+
+    Only as for the CPU do their constructors leave the device to torch.
+    """
     asked, config.use_cpu_initialization = config.use_cpu_initialization, True
     try:
         with torch.device("meta"):
@@ -77,13 +89,19 @@ def on_meta(config: TransformerConfig) -> Iterator[None]:
 
 
 def wrap(
-    args: argparse.Namespace, config: TransformerConfig, model: MegatronModule, disable_bucketing: bool = False
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    model: MegatronModule,
+    disable_bucketing: bool = False,
 ) -> MegatronModule:
     """Fully sharded with --use-megatron-fsdp, else Megatron-Core's own data parallelism.
 
-    ``disable_bucketing`` is for the latter: gradients of later chunks are complete too early to gain from buckets.
+    ``disable_bucketing`` is for the latter: gradients of later chunks are complete too early to
+    gain from buckets.
     """
-    num_parameters = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    num_parameters = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     settings = ddp_config(args, num_parameters=num_parameters)
     if not args.use_megatron_fsdp:
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)

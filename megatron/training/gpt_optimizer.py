@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint import save
@@ -32,11 +36,13 @@ def build_optimizer(
     return optimizer, build_scheduler(args, optimizer)
 
 
-def write_group_numbers(optimizer: MegatronOptimizer, model: list[MegatronModule], directory: str) -> None:
+def write_group_numbers(
+    optimizer: MegatronOptimizer, model: list[MegatronModule], directory: str
+) -> None:
     """A checkpoint in ``directory`` that has the number of its param group for every parameter; a collective.
 
-    Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an optimizer, and so numbers, after
-    all others, and names have one ``module.`` less.
+    Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an
+    optimizer, and so numbers, after all others, and names have one ``module.`` less.
     """
     number_of: dict[str, int] = {}
     experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])
@@ -48,7 +54,9 @@ def write_group_numbers(optimizer: MegatronOptimizer, model: list[MegatronModule
     save(number_of, checkpoint_id=directory)
 
 
-def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+def build_scheduler(
+    args: argparse.Namespace, optimizer: MegatronOptimizer
+) -> OptimizerParamScheduler:
     """The schedule, which counts in samples."""
     samples = args.train_samples is not None
 

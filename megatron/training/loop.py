@@ -22,7 +22,10 @@ from megatron.core.num_microbatches_calculator import (
     update_num_microbatches,
 )
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
+from megatron.core.optimizer_param_scheduler import (
+    OptimizerParamScheduler,
+    get_canonical_lr_for_logging,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_batch_on_this_cp_rank, get_model_config
@@ -61,7 +64,8 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     """Build everything, load, train, evaluate, save.
 
     Raises:
-        ValueError, RunError, OSError: with a message for the user, the same on every rank where the cause is.
+        ValueError, RunError, OSError: with a message for the user, the same on every rank where the
+            cause is.
     """
     checkpointing.check_target(args)
     tokenizer = build_tokenizer(args)
@@ -69,11 +73,17 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = Run(args, device, model, optimizer, scheduler, Report(args), started=time.monotonic())
-    run.report.say(f"{number_of_parameters(model) / 1e6:.2f} M parameters on {args.world_size} ranks")
+    run.report.say(
+        f"{number_of_parameters(model) / 1e6:.2f} M parameters on {args.world_size} ranks"
+    )
     checkpointing.load(args, model, optimizer, scheduler, run.report.say)
     train_data, valid_data, test_data = build_datasets(args, tokenizer)
     init_num_microbatches_calculator(
-        dist.get_rank(), args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        dist.get_rank(),
+        args.rampup_batch_size,
+        args.global_batch_size,
+        args.micro_batch_size,
+        args.data_parallel_size,
     )
     connect(run)
     update_num_microbatches(args.consumed_train_samples, consistency_check=False)
@@ -82,7 +92,10 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
             train(run, data, valid_data)
     # A run that was told to stop has no time for this.
     finished = args.skip_train or args.iteration >= args.train_iters
-    for name, dataset in (("validation", valid_data if args.skip_train else None), ("test", test_data)):
+    for name, dataset in (
+        ("validation", valid_data if args.skip_train else None),
+        ("test", test_data),
+    ):
         if dataset is not None and finished:
             with batches(args, dataset, 0) as data:
                 run.report.evaluation(evaluate(run, data), name)
@@ -90,10 +103,13 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> None:
 
 
 @contextmanager
-def batches(args: argparse.Namespace, data: Any, consumed: int) -> Iterator[Batches | list[Batches]]:
+def batches(
+    args: argparse.Namespace, data: Any, consumed: int
+) -> Iterator[Batches | list[Batches]]:
     """This rank's microbatches, for every model chunk anew: virtual stages read the same ones at different times.
 
-    Closed at the end: after an error its frames, and with them the loader's workers, would live on, and exit wait for them.
+    Closed at the end: after an error its frames, and with them the loader's workers, would live on,
+    and exit wait for them.
     """
     with ExitStack() as stack:
         chunks = [
@@ -149,12 +165,20 @@ def train(run: Run, data: Batches | list[Batches], valid_data: Any) -> None:
             if profile is not None:
                 profile.step()
             report.stop_clock()
-            if valid_data is not None and args.eval_interval and args.iteration % args.eval_interval == 0:
+            if (
+                valid_data is not None
+                and args.eval_interval
+                and args.iteration % args.eval_interval == 0
+            ):
                 evaluate_in_training(run, valid_data)
             if args.save and args.iteration % args.save_interval == 0:
                 save(run)
                 saved_at = args.iteration
-            if args.manual_gc and args.manual_gc_interval and args.iteration % args.manual_gc_interval == 0:
+            if (
+                args.manual_gc
+                and args.manual_gc_interval
+                and args.iteration % args.manual_gc_interval == 0
+            ):
                 gc.collect()
             if should_stop(run):
                 break
@@ -174,7 +198,9 @@ def train_step(run: Run, data: Batches | list[Batches]) -> None:
         chunk.zero_grad_buffer()
     run.optimizer.zero_grad()
     losses = forward_backward(run, data, get_num_microbatches(), forward_only=False)
-    zeros = count_zeros(run.model) if args.log_num_zeros_in_grad and args.use_megatron_fsdp else None
+    zeros = (
+        count_zeros(run.model) if args.log_num_zeros_in_grad and args.use_megatron_fsdp else None
+    )
     updated, grad_norm, num_zeros = run.optimizer.step()
     if args.empty_unused_memory_level and torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -190,7 +216,9 @@ def train_step(run: Run, data: Batches | list[Batches]) -> None:
             "learning-rate": rate,
             "batch-size": batch_size,
             "grad-norm": grad_norm,
-            "num-zeros": zeros if zeros is not None else num_zeros if args.log_num_zeros_in_grad else None,
+            "num-zeros": (
+                zeros if zeros is not None else num_zeros if args.log_num_zeros_in_grad else None
+            ),
             "loss-scale": float(run.optimizer.get_loss_scale()) if args.fp16 else None,
             "params-norm": params_norm(run.model) if args.log_params_norm else None,
         },
@@ -222,20 +250,31 @@ class ForwardStep:
         self._device = device
 
     def __call__(self, data: Batches, model: MegatronModule) -> tuple[torch.Tensor, Any]:
-        batch = {name: value.to(self._device, non_blocking=True) for name, value in next(data).items()}
+        batch = {
+            name: value.to(self._device, non_blocking=True) for name, value in next(data).items()
+        }
         batch = get_batch_on_this_cp_rank(batch)
         mask = batch["loss_mask"]
         output = model(
-            batch["tokens"], batch["position_ids"], batch.get("attention_mask"), labels=batch["labels"], loss_mask=mask
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("attention_mask"),
+            labels=batch["labels"],
+            loss_mask=mask,
         )
         return output, lambda output: self.loss(output, mask)
 
-    def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(
+        self, losses: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
         """The sum of the losses ``[batch, length]`` where ``mask`` is 1, the number of those tokens, and both to report."""
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
         if self._check and not torch.isfinite(total):
-            raise RunError(f"rank {dist.get_rank()}: the loss is {total.item()} in iteration {self._iteration + 1}")
+            raise RunError(
+                f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"
+                f" {self._iteration + 1}"
+            )
         # A copy: the schedule scales the loss in place.
         return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
 
@@ -243,14 +282,17 @@ class ForwardStep:
 def sum_of(run: Run, losses: list[dict[str, torch.Tensor]]) -> torch.Tensor:
     """Sum of losses and number of tokens, ``[2]``; zeros before the last pipeline stage.
 
-    Tensor-parallel ranks all have them: summed over all ranks, both are too large by the same factor.
+    Tensor-parallel ranks all have them: summed over all ranks, both are too large by the same
+    factor.
     """
     return sum((entry["lm loss"] for entry in losses), torch.zeros(2, device=run.device))
 
 
 def reduce_loss(run: Run, losses: list[dict[str, torch.Tensor]]) -> float:
     """The mean loss per token over microbatches and ranks; the ranks' wishes to stop travel with it."""
-    sums = torch.cat([sum_of(run, losses), torch.tensor([float(wants_to_stop(run))], device=run.device)])
+    sums = torch.cat(
+        [sum_of(run, losses), torch.tensor([float(wants_to_stop(run))], device=run.device)]
+    )
     dist.all_reduce(sums)
     run.stop_requested = bool(sums[2] > 0)
     return (sums[0] / sums[1]).item()
@@ -262,7 +304,9 @@ def evaluate(run: Run, data: Batches | list[Batches]) -> float:
     for chunk in run.model:
         chunk.eval()
     args = run.args
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)  # also while batches grow
+    num_microbatches = args.global_batch_size // (
+        args.micro_batch_size * args.data_parallel_size
+    )  # also while batches grow
     sums = torch.zeros(2, device=run.device)
     for _ in range(args.eval_iters):
         sums += sum_of(run, forward_backward(run, data, num_microbatches, forward_only=True))
@@ -318,13 +362,16 @@ def should_stop(run: Run) -> bool:
 
 
 def profiler(args: argparse.Namespace) -> Any:
-    """torch's profiler over the asked steps of the asked ranks, with a trace for TensorBoard."""
+    """Torch's profiler over the asked steps of the asked ranks, with a trace for TensorBoard."""
     if not (args.profile and dist.get_rank() in args.profile_ranks):
         return nullcontext()
     directory = args.tensorboard_dir or "profile"
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(
-            wait=args.profile_step_start, warmup=0, active=args.profile_step_end - args.profile_step_start, repeat=1
+            wait=args.profile_step_start,
+            warmup=0,
+            active=args.profile_step_end - args.profile_step_start,
+            repeat=1,
         ),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
     )

@@ -35,9 +35,17 @@ def draw_loss_curves(path: str | Path, train: Points, valid: Points) -> bool:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     if train:
-        axes.plot(*zip(*train), color="tab:blue", linewidth=1.2, marker=_marker(train), label="training")
+        axes.plot(
+            *zip(*train), color="tab:blue", linewidth=1.2, marker=_marker(train), label="training"
+        )
     if valid:
-        axes.plot(*zip(*valid), color="tab:orange", linewidth=1.8, marker=_marker(valid), label="validation")
+        axes.plot(
+            *zip(*valid),
+            color="tab:orange",
+            linewidth=1.8,
+            marker=_marker(valid),
+            label="validation",
+        )
     axes.set_xlabel("iteration")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(_title(train, valid))
@@ -61,6 +69,10 @@ def _marker(points: Points) -> str:
 
 
 def _title(train: Points, valid: Points) -> str:
-    last = [f"{name} {points[-1][1]:.3f}" for name, points in (("training", train), ("validation", valid)) if points]
+    last = [
+        f"{name} {points[-1][1]:.3f}"
+        for name, points in (("training", train), ("validation", valid))
+        if points
+    ]
     iteration = max(points[-1][0] for points in (train, valid) if points)
     return f"Loss after {iteration} iterations: {', '.join(last)}"

@@ -9,13 +9,15 @@ import argparse
 def floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
     """Operations of matrix products in one training step over ``batch_size`` sequences: forward, and twice that for backward.
 
-    After Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries, gated MLPs, latent attention, experts and
-    multi-token prediction. Recomputation does not count.
+    After Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries, gated MLPs, latent
+    attention, experts and multi-token prediction. Recomputation does not count.
     """
     experts = layers_with_experts(args)
     extra = args.mtp_num_layers or 0
     dense_layers = args.num_layers - sum(experts) + (0 if experts[-1] else extra)
-    expert_layers = sum(experts) + (extra if experts[-1] else 0)  # a predicted token has a layer of the last one's kind
+    expert_layers = sum(experts) + (
+        extra if experts[-1] else 0
+    )  # a predicted token has a layer of the last one's kind
     per_token = (args.num_layers + extra) * attention_products(args)
     per_token += dense_layers * mlp_products(args, args.ffn_hidden_size)
     if expert_layers:
@@ -41,9 +43,14 @@ def attention_products(args: argparse.Namespace) -> float:
     if args.multi_latent_attention:
         query = args.qk_head_dim + args.qk_pos_emb_head_dim
         rank = args.q_lora_rank
-        projections = hidden * heads * query if rank is None else hidden * rank + rank * heads * query
+        projections = (
+            hidden * heads * query if rank is None else hidden * rank + rank * heads * query
+        )
         projections += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-        projections += args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim) + heads * args.v_head_dim * hidden
+        projections += (
+            args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+            + heads * args.v_head_dim * hidden
+        )
         return projections + heads * (query + args.v_head_dim) * keys_seen
     groups = args.num_query_groups if args.group_query_attention else heads
     projections = hidden * args.kv_channels * (2 * heads + 2 * groups)

@@ -45,7 +45,12 @@ def start(args: argparse.Namespace) -> torch.device:
     if args.deterministic_mode:
         torch.use_deterministic_algorithms(True)
     # Without torchrun: a world of one.
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(
         args.distributed_backend,

@@ -27,8 +27,9 @@ class Report:
     """Reports of the first rank; on others every method does nothing.
 
     Args:
-        args: of the run. With ``save``, losses are kept there in ``losses.jsonl`` (one JSON object a line, with
-            ``iteration`` and ``train`` or ``validation``) and drawn in ``loss_curves.png``.
+        args: of the run. With ``save``, losses are kept there in ``losses.jsonl`` (one JSON object
+            a line, with ``iteration`` and ``train`` or ``validation``) and drawn in
+            ``loss_curves.png``.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -44,7 +45,9 @@ class Report:
     def _open_tensorboard(self) -> Any:
         from torch.utils.tensorboard import SummaryWriter
 
-        return SummaryWriter(self._args.tensorboard_dir, max_queue=self._args.tensorboard_queue_size)
+        return SummaryWriter(
+            self._args.tensorboard_dir, max_queue=self._args.tensorboard_queue_size
+        )
 
     def begin(self) -> None:
         """Training begins, or goes on at ``args.iteration``, with what was reported before that."""
@@ -53,7 +56,12 @@ class Report:
         if self._args.save and self._args.iteration:
             self._history = self._read_history()
         if sys.stderr.isatty():
-            self._bar = tqdm(total=self._args.train_iters, initial=self._args.iteration, unit="it", dynamic_ncols=True)
+            self._bar = tqdm(
+                total=self._args.train_iters,
+                initial=self._args.iteration,
+                unit="it",
+                dynamic_ncols=True,
+            )
         self._since = time.perf_counter()
 
     def say(self, line: str) -> None:
@@ -100,7 +108,11 @@ class Report:
         ):
             if name in shown:
                 parts.append(f"{label}: {shown[name]:{form}}")
-        parts += [f"step: {seconds * 1000:.1f} ms", f"tokens/s: {tokens:.0f}", f"memory: {memory_in_use() / 2**20:.0f} MiB"]
+        parts += [
+            f"step: {seconds * 1000:.1f} ms",
+            f"tokens/s: {tokens:.0f}",
+            f"memory: {memory_in_use() / 2**20:.0f} MiB",
+        ]
         if args.log_throughput:
             rate = floating_point_operations(args, batch_size) / seconds / args.world_size
             parts.append(f"TFLOP/s per device: {rate / 1e12:.3f}")
@@ -115,7 +127,9 @@ class Report:
             self._writer.add_scalar(name, value, args.iteration)
         for name in ("lm loss", "learning-rate", "grad-norm"):
             if name in shown:
-                self._writer.add_scalar(f"{name} vs samples", shown[name], args.consumed_train_samples)
+                self._writer.add_scalar(
+                    f"{name} vs samples", shown[name], args.consumed_train_samples
+                )
         if args.log_memory_to_tensorboard:
             self._writer.add_scalar("mem-allocated-bytes", memory_in_use(), args.iteration)
 
@@ -124,12 +138,17 @@ class Report:
         if not self._speaks:
             return
         iteration, perplexity = self._args.iteration, math.exp(min(20, loss))
-        self.say(f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E}")
+        self.say(
+            f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
+            f" {perplexity:.6E}"
+        )
         if name == "validation":
             self._history.append({"iteration": iteration, "validation": loss})
         if self._writer:
             self._writer.add_scalar(f"lm loss {name}", loss, iteration)
-            self._writer.add_scalar(f"lm loss {name} vs samples", loss, self._args.consumed_train_samples)
+            self._writer.add_scalar(
+                f"lm loss {name} vs samples", loss, self._args.consumed_train_samples
+            )
             if self._args.log_validation_ppl_to_tensorboard:
                 self._writer.add_scalar(f"lm loss {name} ppl", perplexity, iteration)
 
@@ -143,7 +162,9 @@ class Report:
         (directory / f"{HISTORY}.new").write_text(lines)
         (directory / f"{HISTORY}.new").replace(directory / HISTORY)
         curves = {
-            name: [(int(entry["iteration"]), entry[name]) for entry in self._history if name in entry]
+            name: [
+                (int(entry["iteration"]), entry[name]) for entry in self._history if name in entry
+            ]
             for name in ("train", "validation")
         }
         draw_loss_curves(str(directory / PICTURE), curves["train"], curves["validation"])

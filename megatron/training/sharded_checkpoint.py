@@ -69,12 +69,15 @@ def load(
     """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
 
     Raises:
-        ValueError: on every rank, listing the entries that are missing on any or of another shape, unless partial loads are
-            allowed; before anything is overwritten.
+        ValueError: on every rank, listing the entries that are missing on any or of another shape,
+            unless partial loads are allowed; before anything is overwritten.
     """
     metadata = _read_metadata(source)
     in_file = _spelled_as(metadata)
-    content: dict[str, Any] = {**_with_rng_of_file(state, metadata), "model": model_entries(args, model, in_file)}
+    content: dict[str, Any] = {
+        **_with_rng_of_file(state, metadata),
+        "model": model_entries(args, model, in_file),
+    }
     del content["checkpoint_version"]
     if "num_floating_point_operations_so_far" not in metadata.state_dict_metadata:
         del content["num_floating_point_operations_so_far"]
@@ -83,7 +86,9 @@ def load(
         prefix = wrapper_prefix(metadata.state_dict_metadata, names)
         prefix = prefix if prefix is not None else own_prefix(model)
         content["optimizer"] = optimizer_entries(args, model, optimizer, prefix, in_file)
-        if optimizer.grad_scaler is not None and any(key.startswith("grad_scaler.") for key in metadata.state_dict_metadata):
+        if optimizer.grad_scaler is not None and any(
+            key.startswith("grad_scaler.") for key in metadata.state_dict_metadata
+        ):
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     _fit_padding(args, content, metadata, source)
     _check(args, content, metadata, source)
@@ -126,12 +131,19 @@ def _as_it_is(name: str) -> str:
 
 def _place_in_model() -> str:
     """The key of a rank's random state: its pipeline stage and tensor-parallel rank."""
-    stage, slice_ = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    stage, slice_ = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     return f"({stage}, {slice_})"
 
 
 def _with_rng_by_place(state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "rng_state": {_place_in_model(): state["rng_state"]}} if "rng_state" in state else dict(state)
+    return (
+        {**state, "rng_state": {_place_in_model(): state["rng_state"]}}
+        if "rng_state" in state
+        else dict(state)
+    )
 
 
 def _with_rng_of_file(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
@@ -140,12 +152,20 @@ def _with_rng_of_file(state: dict[str, Any], metadata: Metadata) -> dict[str, An
     A run whose data ranks differ takes no fewer and no more than it has itself.
     """
     start = f"rng_state.{_place_in_model()}."
-    numbers = {key.removeprefix(start).split(".")[0] for key in metadata.state_dict_metadata if key.startswith(start)}
-    if "rng_state" not in state or not any(key.startswith("rng_state.") for key in metadata.state_dict_metadata):
+    numbers = {
+        key.removeprefix(start).split(".")[0]
+        for key in metadata.state_dict_metadata
+        if key.startswith(start)
+    }
+    if "rng_state" not in state or not any(
+        key.startswith("rng_state.") for key in metadata.state_dict_metadata
+    ):
         return _with_rng_by_place(state)  # the check tells what is missing
     if not numbers or len(state["rng_state"]) not in (1, len(numbers)):
         return {key: value for key, value in state.items() if key != "rng_state"}
-    return _with_rng_by_place({**state, "rng_state": [copy.deepcopy(state["rng_state"][0]) for _ in numbers]})
+    return _with_rng_by_place(
+        {**state, "rng_state": [copy.deepcopy(state["rng_state"][0]) for _ in numbers]}
+    )
 
 
 def named_parameters(model: list[FullyShardedDataParallel]) -> dict[str, torch.nn.Parameter]:
@@ -158,7 +178,9 @@ def model_entries(
 ) -> dict[str, torch.Tensor]:
     """``module.<name>`` -> main weight or buffer of this pipeline stage, sharing storage with the model."""
     entries: dict[str, torch.Tensor] = {}
-    for key, value in (item for chunk in model for item in chunk.module.state_dict(keep_vars=True).items()):
+    for key, value in (
+        item for chunk in model for item in chunk.module.state_dict(keep_vars=True).items()
+    ):
         if key.endswith("_extra_state") or not _is_stored(args, key):
             continue
         sharded = getattr(value, "_fsdp_sharded", None)
@@ -186,7 +208,9 @@ def optimizer_entries(
         if not _is_stored(args, wrapped):
             continue
         names = entry_names(in_file(plain_name(wrapped)), args.swiglu)
-        pieces = {slot: _pieces(parameters[wrapped], value, len(names)) for slot, value in slots.items()}
+        pieces = {
+            slot: _pieces(parameters[wrapped], value, len(names)) for slot, value in slots.items()
+        }
         for number, name in enumerate(names):
             state[prefix + name] = {slot: values[number] for slot, values in pieces.items()}
     meta = {
@@ -200,7 +224,8 @@ def optimizer_entries(
 def _is_stored(args: argparse.Namespace, name: str) -> bool:
     """Not the output layer of a tied model, which only some layouts have.
 
-    A last stage that predicts several tokens has the embedding, and Megatron-Core makes a weight beside it that nothing uses.
+    A last stage that predicts several tokens has the embedding, and Megatron-Core makes a weight
+    beside it that nothing uses.
     """
     return args.untie_embeddings_and_output_weights or plain_name(name) != "output_layer.weight"
 
@@ -219,11 +244,16 @@ def own_prefix(model: list[FullyShardedDataParallel]) -> str:
 
 
 def _load_groups(
-    model: list[FullyShardedDataParallel], optimizer: MegatronOptimizer, meta: dict[str, dict[str, Any]], in_file: NameInFile
+    model: list[FullyShardedDataParallel],
+    optimizer: MegatronOptimizer,
+    meta: dict[str, dict[str, Any]],
+    in_file: NameInFile,
 ) -> None:
     """Give every param group the fields that its parameters had."""
     fields_of = {plain_name(name): without_layout(fields) for name, fields in meta.items()}
-    name_of = {parameter: in_file(plain_name(name)) for name, parameter in named_parameters(model).items()}
+    name_of = {
+        parameter: in_file(plain_name(name)) for name, parameter in named_parameters(model).items()
+    }
     divided = []
     for group in optimizer.param_groups:
         names = [name_of[parameter] for parameter in group["params"]]
@@ -233,33 +263,44 @@ def _load_groups(
     divided = agree(divided)
     if divided:
         raise ValueError(
-            "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim skips them):"
-            f" {some(divided)} had other settings than the rest of the group"
+            "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim"
+            f" skips them): {some(divided)} had other settings than the rest of the group"
         )
 
 
 def _drop_absent_groups(meta: dict[str, dict[str, Any]], metadata: Metadata) -> None:
     """In a partial load, parameters that the file does not know take the fields of those it does."""
     for name, fields in list(meta.items()):
-        if not any(f"{META_PREFIX}{name}.{field}" in metadata.state_dict_metadata for field in fields):
+        if not any(
+            f"{META_PREFIX}{name}.{field}" in metadata.state_dict_metadata for field in fields
+        ):
             del meta[name]
 
 
-def _fit_padding(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path) -> None:
+def _fit_padding(
+    args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path
+) -> None:
     """Where file and model have other numbers of rows beyond the vocabulary, let the entries of ``content`` say the file's.
 
-    What they ask for are still the rows of this rank. Those that the file does not have are not read, and stay as they are.
+    What they ask for are still the rows of this rank. Those that the file does not have are not
+    read, and stay as they are.
     """
-    padded = [item for item in _vocabulary_entries(content, metadata) if item.rows != item.rows_in_file]
+    padded = [
+        item for item in _vocabulary_entries(content, metadata) if item.rows != item.rows_in_file
+    ]
     if not agree(item.name for item in padded):
         return
     saved_args = _saved_args(source)
     for item in padded:
-        vocabulary = max(_least_vocabulary(args, item.rows), _least_vocabulary(saved_args, item.rows_in_file))
+        vocabulary = max(
+            _least_vocabulary(args, item.rows), _least_vocabulary(saved_args, item.rows_in_file)
+        )
         if vocabulary <= min(item.rows, item.rows_in_file):
             value = item.entries[item.name]
             shape = (item.rows_in_file, *value.shape[1:])
-            item.entries[item.name] = dtensor_over(value._local_tensor, value.device_mesh, value.placements, shape)
+            item.entries[item.name] = dtensor_over(
+                value._local_tensor, value.device_mesh, value.placements, shape
+            )
 
 
 class VocabularyEntry(NamedTuple):
@@ -272,7 +313,11 @@ class VocabularyEntry(NamedTuple):
 
 
 def _vocabulary_entries(content: dict[str, Any], metadata: Metadata) -> Iterator[VocabularyEntry]:
-    places = [("model.", content["model"], name) for name in content["model"] if plain_name(name) in VOCABULARY]
+    places = [
+        ("model.", content["model"], name)
+        for name in content["model"]
+        if plain_name(name) in VOCABULARY
+    ]
     for name, slots in content.get("optimizer", {}).get("state", {}).items():
         if plain_name(name) in VOCABULARY:
             places += [(f"{STATE_PREFIX}{name}.", slots, slot) for slot in slots]
@@ -286,8 +331,12 @@ def _least_vocabulary(args: argparse.Namespace | None, rows: int) -> int:
     """The smallest vocabulary for which a run with ``args`` would make ``rows`` rows; all of them where nothing is known."""
     size = getattr(args, "vocab_size", None)
     if size is not None:
-        return size + (args.tokenizer_type == "NullTokenizer")  # which has an end of document beyond it
-    multiple = getattr(args, "make_vocab_size_divisible_by", 1) * getattr(args, "tensor_model_parallel_size", 1)
+        return size + (
+            args.tokenizer_type == "NullTokenizer"
+        )  # which has an end of document beyond it
+    multiple = getattr(args, "make_vocab_size_divisible_by", 1) * getattr(
+        args, "tensor_model_parallel_size", 1
+    )
     return rows - multiple + 1
 
 
@@ -298,7 +347,9 @@ def _saved_args(source: Path) -> argparse.Namespace | None:
     return content["args"]
 
 
-def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path) -> None:
+def _check(
+    args: argparse.Namespace, content: dict[str, Any], metadata: Metadata, source: Path
+) -> None:
     """Compare what will be asked for on any rank with what there is, before anything is overwritten; a collective."""
     asked, _ = flatten_state_dict(content)
     have = metadata.state_dict_metadata
@@ -318,11 +369,20 @@ def _check(args: argparse.Namespace, content: dict[str, Any], metadata: Metadata
         problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
     if problems:
         hint = ""
-        if any(key.startswith("rng_state") for key in missing) or any(line.startswith("rng_state") for line in shapes):
-            hint += "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+        if any(key.startswith("rng_state") for key in missing) or any(
+            line.startswith("rng_state") for line in shapes
+        ):
+            hint += (
+                "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+            )
         if any(key.startswith(("optimizer.", "opt_param_scheduler.")) for key in missing):
-            hint += "\nSome of the optimizer's state is not there: --no-load-optim loads weights without it."
-        raise ValueError(f"{source} is a checkpoint of another model or run:\n  " + "\n  ".join(problems) + hint)
+            hint += (
+                "\nSome of the optimizer's state is not there: --no-load-optim loads weights"
+                " without it."
+            )
+        raise ValueError(
+            f"{source} is a checkpoint of another model or run:\n  " + "\n  ".join(problems) + hint
+        )
 
 
 def _asked_nowhere(keys: list[str], asked: dict[str, Any]) -> list[str]:
@@ -338,4 +398,6 @@ def _read(content: dict[str, Any], source: Path) -> None:
     """Fill ``content`` with what the file has of it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        dcp.load(content, storage_reader=SafeReader(source), planner=SafePlanner(allow_partial_load=True))
+        dcp.load(
+            content, storage_reader=SafeReader(source), planner=SafePlanner(allow_partial_load=True)
+        )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: text to token ids and back, with the attributes that Megatron-Core's datasets read.
 
-Three kinds, none of which touches the network: `ByteTokenizer` (no files needed), `HuggingFaceTokenizer`
-(a local folder) and `NullTokenizer` (numbers in, numbers out, for synthetic runs).
+Three kinds, none of which touches the network: `ByteTokenizer` (no files needed),
+`HuggingFaceTokenizer` (a local folder) and `NullTokenizer` (numbers in, numbers out, for synthetic
+runs).
 """
 
 import argparse
@@ -36,7 +37,8 @@ class Tokenizer(ABC):
         """Return the ids of `text`, int32 of shape `[tokens]`, without an end-of-document token.
 
         Raises:
-            ValueError: the text is not valid for this tokenizer (bytes that are not UTF-8 raise UnicodeDecodeError).
+            ValueError: the text is not valid for this tokenizer (bytes that are not UTF-8 raise
+                UnicodeDecodeError).
         """
 
     @abstractmethod
@@ -64,12 +66,14 @@ class NullTokenizer(Tokenizer):
             ids = np.array([int(word) for word in words], dtype=np.int64)
         except ValueError as error:
             raise ValueError(
-                f"NullTokenizer reads numbers separated by blanks, not text ({error}); "
-                "for text use --tokenizer-type ByteTokenizer or HuggingFaceTokenizer, for synthetic data --mock-data"
+                f"NullTokenizer reads numbers separated by blanks, not text ({error}); for text use"
+                " --tokenizer-type ByteTokenizer or HuggingFaceTokenizer, for synthetic data"
+                " --mock-data"
             ) from error
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(
-                f"NullTokenizer has the ids 0 to {self.vocab_size - 1}, but the text holds {ids.min()} to {ids.max()}"
+                f"NullTokenizer has the ids 0 to {self.vocab_size - 1}, but the text holds"
+                f" {ids.min()} to {ids.max()}"
             )
         return ids.astype(np.int32)
 
@@ -78,7 +82,10 @@ class NullTokenizer(Tokenizer):
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per byte of UTF-8, and the end-of-document token: 257 ids. Takes any bytes at all."""
+    """One token per byte of UTF-8, and the end-of-document token: 257 ids.
+
+    Takes any bytes at all.
+    """
 
     name = "bytes"
     vocab_size = NUM_BYTES + 1
@@ -89,7 +96,8 @@ class ByteTokenizer(Tokenizer):
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        # A padded vocabulary lets a model produce ids that are no byte; they stand for nothing either.
+        # A padded vocabulary lets a model produce ids that are no byte; they stand for nothing
+        # either.
         return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
 
 
@@ -97,15 +105,16 @@ class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer saved by `transformers`, read from a local folder.
 
     Raises:
-        ValueError: no such folder, the folder holds no tokenizer, or the tokenizer has no end-of-text token.
+        ValueError: no such folder, the folder holds no tokenizer, or the tokenizer has no
+            end-of-text token.
         ImportError: the package `transformers` is not installed.
     """
 
     def __init__(self, folder: str) -> None:
         if not Path(folder).is_dir():
             raise ValueError(
-                f"--tokenizer-model expects a local folder with a Hugging Face tokenizer, but there is no folder "
-                f"{folder!r}; nothing is downloaded here, so fetch it first"
+                "--tokenizer-model expects a local folder with a Hugging Face tokenizer, but there"
+                f" is no folder {folder!r}; nothing is downloaded here, so fetch it first"
             )
         try:
             from transformers import AutoTokenizer
@@ -118,7 +127,9 @@ class HuggingFaceTokenizer(Tokenizer):
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"{folder!r} holds no tokenizer that transformers can read: {reason}") from error
+            raise ValueError(
+                f"{folder!r} holds no tokenizer that transformers can read: {reason}"
+            ) from error
         self._tokenizer = tokenizer
         self._folder = folder
         self.name = Path(folder).resolve().name
@@ -126,7 +137,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
         self.eod = _end_of_document(tokenizer, folder)
         pad = tokenizer.pad_token_id
-        # Padding is masked out of the loss: a pad token that doubles as end of document must not be.
+        # Padding is masked out of the loss: a pad token that doubles as end of document must not
+        # be.
         self.pad = -1 if pad is None or pad == self.eod else pad
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
@@ -145,8 +157,9 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """Build the tokenizer that the command line names.
 
     Args:
-        args: `tokenizer_type`, `tokenizer_model` (a local folder, Hugging Face only) and `vocab_size` (the number of
-            ids before the end-of-document token; NullTokenizer needs it, the others have their own and check it).
+        args: `tokenizer_type`, `tokenizer_model` (a local folder, Hugging Face only) and
+            `vocab_size` (the number of ids before the end-of-document token; NullTokenizer needs
+            it, the others have their own and check it).
 
     Raises:
         ValueError: an unknown type, or a value that is missing or does not fit the type.
@@ -163,8 +176,9 @@ def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
         tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
     if args.vocab_size is not None and args.vocab_size + 1 < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {args.vocab_size} is smaller than the vocabulary of {args.tokenizer_type} "
-            f"({tokenizer.vocab_size} with the end-of-document token): leave the flag out"
+            f"--vocab-size {args.vocab_size} is smaller than the vocabulary of"
+            f" {args.tokenizer_type} ({tokenizer.vocab_size} with the end-of-document token): leave"
+            " the flag out"
         )
     return tokenizer
 
@@ -174,18 +188,21 @@ def padded_vocab_size(tokenizer: Tokenizer, args: argparse.Namespace) -> int:
 
     Args:
         tokenizer: gives the size to round up.
-        args: `padded_vocab_size` decides alone where it is given; otherwise the result is the next multiple of
-            `make_vocab_size_divisible_by * tensor_model_parallel_size` that also covers `vocab_size`.
+        args: `padded_vocab_size` decides alone where it is given; otherwise the result is the next
+            multiple of `make_vocab_size_divisible_by * tensor_model_parallel_size` that also covers
+            `vocab_size`.
 
     Raises:
-        ValueError: `args.padded_vocab_size` is smaller than the vocabulary or not divisible by the tensor size.
+        ValueError: `args.padded_vocab_size` is smaller than the vocabulary or not divisible by the
+            tensor size.
     """
     tensor_size = args.tensor_model_parallel_size
     if args.padded_vocab_size is not None:
         if args.padded_vocab_size < tokenizer.vocab_size or args.padded_vocab_size % tensor_size:
             raise ValueError(
-                f"--padded-vocab-size {args.padded_vocab_size} must be at least the {tokenizer.vocab_size} ids of the "
-                f"tokenizer and a multiple of the tensor parallel size {tensor_size}"
+                f"--padded-vocab-size {args.padded_vocab_size} must be at least the"
+                f" {tokenizer.vocab_size} ids of the tokenizer and a multiple of the tensor"
+                f" parallel size {tensor_size}"
             )
         return args.padded_vocab_size
     multiple = args.make_vocab_size_divisible_by * tensor_size
@@ -197,15 +214,23 @@ def _argument_problems(args: argparse.Namespace) -> list[str]:
     known = ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
     problems = []
     if args.tokenizer_type not in known:
-        problems.append(f"--tokenizer-type expects one of {', '.join(known)}, but got {args.tokenizer_type}")
+        problems.append(
+            f"--tokenizer-type expects one of {', '.join(known)}, but got {args.tokenizer_type}"
+        )
     if args.vocab_size is not None and args.vocab_size < 1:
         problems.append(f"--vocab-size expects a positive number, but got {args.vocab_size}")
     if args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
         problems.append("NullTokenizer needs --vocab-size")
     if args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model is None:
         problems.append("HuggingFaceTokenizer needs --tokenizer-model, a local folder")
-    if args.tokenizer_type in ("NullTokenizer", "ByteTokenizer") and args.tokenizer_model is not None:
-        problems.append(f"{args.tokenizer_type} has no files: leave --tokenizer-model {args.tokenizer_model} out")
+    if (
+        args.tokenizer_type in ("NullTokenizer", "ByteTokenizer")
+        and args.tokenizer_model is not None
+    ):
+        problems.append(
+            f"{args.tokenizer_type} has no files: leave --tokenizer-model"
+            f" {args.tokenizer_model} out"
+        )
     return problems
 
 
@@ -218,4 +243,6 @@ def _end_of_document(tokenizer: object, folder: str) -> int:
         token_id = getattr(tokenizer, attribute)
         if token_id is not None:
             return token_id
-    raise ValueError(f"the tokenizer in {folder!r} has neither eos_token nor sep_token to end documents with")
+    raise ValueError(
+        f"the tokenizer in {folder!r} has neither eos_token nor sep_token to end documents with"
+    )

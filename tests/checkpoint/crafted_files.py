@@ -22,7 +22,15 @@ class Call:
 
 def named(module: str, name: str) -> bytes:
     """The opcodes that push a global of any name, whether it exists or not."""
-    return b"\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93"
+    return (
+        b"\x8c"
+        + bytes([len(module)])
+        + module.encode()
+        + b"\x8c"
+        + bytes([len(name)])
+        + name.encode()
+        + b"\x93"
+    )
 
 
 def text(content: str) -> bytes:
@@ -52,7 +60,12 @@ def archive(pickled: bytes, **records: bytes) -> bytes:
     """What ``torch.save`` writes, of any pickle."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
-        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little", **records}.items():
+        for name, content in {
+            "data.pkl": pickled,
+            "version": b"3\n",
+            "byteorder": b"little",
+            **records,
+        }.items():
             file.writestr(f"archive/{name}", content)
     return buffer.getvalue()
 
@@ -74,7 +87,9 @@ def two_faced_archive(shown: bytes, hidden: bytes) -> bytes:
     position = 0
     while (position := directory.find(b"PK\x01\x02", position)) >= 0:
         local = struct.unpack("<I", directory[position + 42 : position + 46])[0]
-        directory[position + 42 : position + 46] = struct.pack("<I", (len(head) + local - start) & 0xFFFFFFFF)
+        directory[position + 42 : position + 46] = struct.pack(
+            "<I", (len(head) + local - start) & 0xFFFFFFFF
+        )
         position += 4
     count = struct.unpack("<H", hidden[end + 8 : end + 10])[0]
     tail = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, count, count, size, offset, 0)

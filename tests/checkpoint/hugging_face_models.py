@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random models of every family, on both sides, and what they answer. For ranks: transformers is imported late."""
+"""Small random models of every family, on both sides, and what they answer.
+
+For ranks: transformers is imported late.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ LLAMA: dict[str, Any] = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
-EXPERTS: dict[str, Any] = dict(num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+EXPERTS: dict[str, Any] = dict(
+    num_hidden_layers=3, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+)
 LATENT: dict[str, Any] = LLAMA | dict(
     num_hidden_layers=3,
     num_key_value_heads=4,
@@ -61,8 +66,12 @@ LATENT: dict[str, Any] = LLAMA | dict(
 )
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 LLAMA3["original_max_position_embeddings"] = 8192
-YARN = dict(rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)
-GPT2: dict[str, Any] = dict(vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH)
+YARN = dict(
+    rope_type="yarn", factor=40.0, beta_fast=32, beta_slow=1, original_max_position_embeddings=4096
+)
+GPT2: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, n_embd=32, n_head=4, n_layer=2, n_positions=LENGTH
+)
 GPT2 |= dict(bos_token_id=None, eos_token_id=None, layer_norm_epsilon=0.01)
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -77,23 +86,48 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", LLAMA | dict(head_dim=12)),
     "qwen3_tied": ("qwen3", LLAMA | dict(head_dim=16, tie_word_embeddings=True)),
     "mixtral": ("mixtral", LLAMA | dict(num_local_experts=4, num_experts_per_tok=2)),
-    "qwen3_moe": ("qwen3_moe", LLAMA | EXPERTS | dict(head_dim=12, norm_topk_prob=True, mlp_only_layers=[1])),
-    "qwen3_moe_scores_as_they_are": ("qwen3_moe", LLAMA | EXPERTS | dict(norm_topk_prob=False, decoder_sparse_step=2)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        LLAMA | EXPERTS | dict(head_dim=12, norm_topk_prob=True, mlp_only_layers=[1]),
+    ),
+    "qwen3_moe_scores_as_they_are": (
+        "qwen3_moe",
+        LLAMA | EXPERTS | dict(norm_topk_prob=False, decoder_sparse_step=2),
+    ),
     "deepseek_v3": ("deepseek_v3", LATENT),
     "deepseek_v3_yarn": (
         "deepseek_v3",
-        LATENT | dict(rope_parameters=YARN | {"rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7}),
+        LATENT
+        | dict(
+            rope_parameters=YARN | {"rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+        ),
     ),
-    "deepseek_v3_yarn_without_mscale": ("deepseek_v3", LATENT | dict(rope_parameters=YARN | {"rope_theta": 10000.0})),
+    "deepseek_v3_yarn_without_mscale": (
+        "deepseek_v3",
+        LATENT | dict(rope_parameters=YARN | {"rope_theta": 10000.0}),
+    ),
     "deepseek_v3_whole_queries_tied": (
         "deepseek_v3",
-        LATENT | dict(q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=0, tie_word_embeddings=True),
+        LATENT
+        | dict(
+            q_lora_rank=None,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=0,
+            tie_word_embeddings=True,
+        ),
     ),
     "gpt2": ("gpt2", GPT2),
-    "gpt2_exact_gelu_untied": ("gpt2", GPT2 | dict(activation_function="gelu", tie_word_embeddings=False, n_inner=48)),
+    "gpt2_exact_gelu_untied": (
+        "gpt2",
+        GPT2 | dict(activation_function="gelu", tie_word_embeddings=False, n_inner=48),
+    ),
 }
 """Name -> model_type and settings."""
-RUN = f"--seq-length {LENGTH} --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer"
+RUN = (
+    f"--seq-length {LENGTH} --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data"
+    " --tokenizer-type NullTokenizer"
+)
 """Flags of a run that have nothing to do with its model."""
 
 
@@ -107,16 +141,25 @@ def randomize(model: torch.nn.Module) -> None:
             elif isinstance(tensor, torch.nn.Parameter):
                 values = torch.randn(tensor.shape, generator=generator)
                 plain = 1.0 if "norm" in name or "ln_" in name else 0.0
-                scaled = 1.5 * values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else plain + 0.3 * values
+                scaled = (
+                    1.5 * values / tensor.shape[-1] ** 0.5
+                    if tensor.dim() > 1
+                    else plain + 0.3 * values
+                )
                 tensor.copy_(scaled)
 
 
 def saved_model(kind: str, directory: Path, **options: Any) -> Any:
-    """A random model of transformers, which is saved too. In the directory it has the tensors of released models."""
+    """A random model of transformers, which is saved too.
+
+    In the directory it has the tensors of released models.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **settings), attn_implementation="eager"
+    )
     randomize(model)
     model.save_pretrained(directory, **options)
     return model.eval()
@@ -156,7 +199,9 @@ def their_logits(model: torch.nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def our_logits(model: GPTModel) -> torch.Tensor:
-    return model(tokens(), torch.arange(LENGTH).expand(2, LENGTH).contiguous(), None)[..., :VOCABULARY]
+    return model(tokens(), torch.arange(LENGTH).expand(2, LENGTH).contiguous(), None)[
+        ..., :VOCABULARY
+    ]
 
 
 def parsed(flags: list[str]) -> argparse.Namespace:
@@ -170,12 +215,16 @@ def megatron_model(args: argparse.Namespace) -> GPTModel:
     cpu.install()
     initialize(ONE_AXIS)
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
-    return build_chunk(args, transformer_config(args), args.padded_vocab_size, torch.device("cpu"), None).eval()
+    return build_chunk(
+        args, transformer_config(args), args.padded_vocab_size, torch.device("cpu"), None
+    ).eval()
 
 
 def own_tensors(model: GPTModel) -> dict[str, torch.Tensor]:
     """Canonical name -> parameter or stored buffer."""
-    stored = {name for name in model.state_dict(keep_vars=True) if not name.endswith("_extra_state")}
+    stored = {
+        name for name in model.state_dict(keep_vars=True) if not name.endswith("_extra_state")
+    }
     every = dict(model.named_parameters()) | dict(model.named_buffers())
     return {canonical_name(name): tensor for name, tensor in every.items() if name in stored}
 
@@ -193,11 +242,18 @@ def state_of(model: GPTModel, args: argparse.Namespace) -> TrainingState:
     """What a reader of the model's checkpoint would make."""
     own = {name: in_memory(tensor.detach()) for name, tensor in own_tensors(model).items()}
     buffers = {name: tensor for name, tensor in own.items() if is_buffer(name)}
-    return TrainingState({name: tensor for name, tensor in own.items() if name not in buffers}, buffers=buffers, args=args)
+    return TrainingState(
+        {name: tensor for name, tensor in own.items() if name not in buffers},
+        buffers=buffers,
+        args=args,
+    )
 
 
 def write(target: HuggingFaceTarget, directory: Path) -> list[int]:
-    """Write all parts, last ones first; bytes that each reported. Results go through JSON as in a conversion."""
+    """Write all parts, last ones first; bytes that each reported.
+
+    Results go through JSON as in a conversion.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     results, reported = {}, []
     for part in reversed(target.parts):
@@ -214,7 +270,8 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-# ---- jobs of a rank ----------------------------------------------------------------------------------------------------
+# ---- jobs of a rank
+# ----------------------------------------------------------------------------------------------------
 
 
 def import_and_compare(kind: str, directory: Path) -> float:
@@ -232,7 +289,9 @@ def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
 
     family, settings = KINDS[kind]
     AutoConfig.for_model(family, **settings).save_pretrained(directory / "settings")
-    args, _ = FAMILIES[family].read_config(json.loads((directory / "settings" / "config.json").read_text()))
+    args, _ = FAMILIES[family].read_config(
+        json.loads((directory / "settings" / "config.json").read_text())
+    )
     args.padded_vocab_size = VOCABULARY + 8  # as a run has that divides it over ranks
     args = parsed(model_flags(args))
     ours = megatron_model(args)
@@ -249,7 +308,9 @@ def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
 
 def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float] | None:
     """Job: a model with a layer that predicts one token more, written by us: how far the answers of the model, of the layer,
-    and those of the layer once it is read again are from transformers'. None where that has no such layers."""
+    and those of the layer once it is read again are from transformers'. None where that has no such
+    layers.
+    """
     from transformers import AutoModelForCausalLM, modeling_layers
 
     MtpModel = getattr(modeling_layers, "MtpModel", None)
@@ -261,7 +322,9 @@ def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float
     randomize(ours)
     write(HuggingFaceTarget(state_of(ours, settings)), directory)
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
-    model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{settings.num_layers}\..*"]  # of the released size: 61
+    model._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{settings.num_layers}\..*"
+    ]  # of the released size: 61
     predicting = MtpModel.from_pretrained(model).eval()
     answers, predictions = their_predictions(model, predicting)
     found_answers, found_predictions = our_predictions(ours)
@@ -280,7 +343,9 @@ def their_predictions(model: Any, predicting: Any) -> tuple[torch.Tensor, torch.
     """Logits of the next token, and those of the one after it but at the last place."""
     hidden = model.model(input_ids=tokens()).last_hidden_state
     positions = torch.arange(1, LENGTH).expand(2, LENGTH - 1)
-    further = predicting.forward_layer(0, hidden[:, :-1], positions, None, input_ids=tokens()[:, 1:])
+    further = predicting.forward_layer(
+        0, hidden[:, :-1], positions, None, input_ids=tokens()[:, 1:]
+    )
     return model.lm_head(hidden), predicting._project_to_logits(further)
 
 
@@ -291,8 +356,14 @@ def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
     hook = model.mtp.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(tokens(), torch.arange(LENGTH).expand(2, LENGTH).contiguous(), None, labels=tokens())
     hook.remove()
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    hidden, further = (model.output_layer(each, weight=weight)[0].transpose(0, 1) for each in seen[0].chunk(2))
+    weight = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else None
+    )
+    hidden, further = (
+        model.output_layer(each, weight=weight)[0].transpose(0, 1) for each in seen[0].chunk(2)
+    )
     return hidden, further[:, :-1]
 
 
@@ -314,7 +385,11 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     target = HuggingFaceTarget(state, template=directory / "first", shard_bytes=10_000)
     reported = write(target, directory / "second")
     first, second = (
-        {name: tensor for file in (directory / each).glob("*.safetensors") for name, tensor in load_file(file).items()}
+        {
+            name: tensor
+            for file in (directory / each).glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
         for each in ("first", "second")
     )
     assert first.keys() == second.keys()
@@ -325,6 +400,12 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     assert places["weight_map"].keys() == first.keys()
     num_bytes = [part.num_bytes for part in target.parts]
     assert reported == num_bytes and places["metadata"]["total_size"] == sum(num_bytes)
-    configs = [AutoConfig.from_pretrained(directory / each).to_dict() for each in ("first", "second")]
-    differing = {key for key, value in configs[0].items() if configs[1].get(key, "absent") != value} - {"_name_or_path"}
-    assert differing <= {"num_nextn_predict_layers"}, differing  # transformers has not saved the layers that it speaks of
+    configs = [
+        AutoConfig.from_pretrained(directory / each).to_dict() for each in ("first", "second")
+    ]
+    differing = {
+        key for key, value in configs[0].items() if configs[1].get(key, "absent") != value
+    } - {"_name_or_path"}
+    assert differing <= {"num_nextn_predict_layers"}, (
+        differing
+    )  # transformers has not saved the layers that it speaks of

@@ -28,7 +28,9 @@ def torch_dist(name: str) -> Path:
     for root in (DATA, MORE):
         if (root / "torch_dist" / name).is_dir():
             return root / "torch_dist" / name
-    pytest.skip(f"the sample {name} is not beside the tests and not in {MORE.relative_to(DATA.parents[2])}")
+    pytest.skip(
+        f"the sample {name} is not beside the tests and not in {MORE.relative_to(DATA.parents[2])}"
+    )
 
 
 def iteration(sample: Path) -> Path:

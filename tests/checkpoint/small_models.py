@@ -69,9 +69,16 @@ def layer(prefix: str, kind: str = "gated") -> dict[str, tuple[int, ...]]:
         "pre_mlp_layernorm.weight": (HIDDEN,),
     }
     rows = WIDTH if kind == "gelu" else 2 * WIDTH
-    mlps = [f"mlp.experts.local_experts.{number}" for number in range(EXPERTS)] if kind == "experts" else ["mlp"]
+    mlps = (
+        [f"mlp.experts.local_experts.{number}" for number in range(EXPERTS)]
+        if kind == "experts"
+        else ["mlp"]
+    )
     for mlp in mlps:
-        shapes |= {f"{mlp}.linear_fc1.weight": (rows, HIDDEN), f"{mlp}.linear_fc2.weight": (HIDDEN, WIDTH)}
+        shapes |= {
+            f"{mlp}.linear_fc1.weight": (rows, HIDDEN),
+            f"{mlp}.linear_fc2.weight": (HIDDEN, WIDTH),
+        }
         if kind == "gelu":
             shapes |= {f"{mlp}.linear_fc1.bias": (rows,), f"{mlp}.linear_fc2.bias": (HIDDEN,)}
     if kind == "experts":
@@ -87,7 +94,10 @@ def shapes_of(
         shapes |= layer(f"decoder.layers.{number}.", kind)
     shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
     if predicting:
-        norms = {f"mtp.layers.0.{norm}.weight": (HIDDEN,) for norm in ("enorm", "hnorm", "final_layernorm")}
+        norms = {
+            f"mtp.layers.0.{norm}.weight": (HIDDEN,)
+            for norm in ("enorm", "hnorm", "final_layernorm")
+        }
         shapes |= {
             **norms,
             "mtp.layers.0.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
@@ -103,7 +113,9 @@ def values(name: str, shape: tuple[int, ...], slot: str = "weight") -> torch.Ten
     return drawn.square() if slot == "exp_avg_sq" else drawn
 
 
-def state_of(shapes: dict[str, tuple[int, ...]], with_optimizer: bool = True, **args: Any) -> TrainingState:
+def state_of(
+    shapes: dict[str, tuple[int, ...]], with_optimizer: bool = True, **args: Any
+) -> TrainingState:
     """A run after three steps."""
     buffers = {name: shape for name, shape in shapes.items() if name.endswith("expert_bias")}
     weights = {name: shape for name, shape in shapes.items() if name not in buffers}
@@ -122,7 +134,8 @@ def state_of(shapes: dict[str, tuple[int, ...]], with_optimizer: bool = True, **
     if with_optimizer:
         slots = ("exp_avg", "exp_avg_sq")
         state.moments = {
-            name: {slot: in_memory(values(name, shape, slot)) for slot in slots} for name, shape in weights.items()
+            name: {slot: in_memory(values(name, shape, slot)) for slot in slots}
+            for name, shape in weights.items()
         }
         state.groups = _groups(weights, has_experts)
     return state
@@ -135,11 +148,20 @@ def _groups(weights: dict[str, tuple[int, ...]], has_experts: bool) -> list[Para
             names = [
                 name
                 for name, shape in weights.items()
-                if (".experts." in name) == of_experts and (len(shape) > 1 and not name.endswith(".bias")) == decays
+                if (".experts." in name) == of_experts
+                and (len(shape) > 1 and not name.endswith(".bias")) == decays
             ]
             if names:
                 groups.append(
-                    ParamGroup({**GROUP, "is_expert_parallel": of_experts, "wd_mult": float(decays), "step": 3.0}, names)
+                    ParamGroup(
+                        {
+                            **GROUP,
+                            "is_expert_parallel": of_experts,
+                            "wd_mult": float(decays),
+                            "step": 3.0,
+                        },
+                        names,
+                    )
                 )
     return groups
 

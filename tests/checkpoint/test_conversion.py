@@ -33,9 +33,14 @@ REPOSITORY = Path(__file__).parents[2]
 class Lines:
     """A target of text files, one for each part, that notes in ``log`` which rank wrote what."""
 
-    def __init__(self, log: Path, count: int = 6, fails: Callable[[str], bool] = lambda name: False):
+    def __init__(
+        self, log: Path, count: int = 6, fails: Callable[[str], bool] = lambda name: False
+    ):
         self._log, self._fails = log, fails
-        self.parts = [Part(f"part{number}", 10 * (number + 1), self._writer(f"part{number}")) for number in range(count)]
+        self.parts = [
+            Part(f"part{number}", 10 * (number + 1), self._writer(f"part{number}"))
+            for number in range(count)
+        ]
 
     def _writer(self, name: str) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> Any:
@@ -133,7 +138,9 @@ def test_another_conversion_begins_anew(tmp_path: Path) -> None:
     assert content(output.final) == COMPLETE
 
 
-def test_a_conversion_killed_while_it_is_published_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_killed_while_it_is_published_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = Output(tmp_path / "out")
 
     def work() -> None:
@@ -150,12 +157,19 @@ def test_a_conversion_killed_while_it_is_published_goes_on(tmp_path: Path, monke
 def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
     output = new_checkpoint(tmp_path / "new" / "out", 3)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(Lines(tmp_path / "log", fails=lambda name: name == "part3"), output, "a", show_progress=False)
+        convert(
+            Lines(tmp_path / "log", fails=lambda name: name == "part3"),
+            output,
+            "a",
+            show_progress=False,
+        )
     assert not output.final.exists() and not output.staging.exists()
     assert not list(tmp_path.rglob("*.txt")) and not list(tmp_path.rglob("part*"))
 
 
-def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_at_the_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def finish(self: Lines, staging: Path, results: dict[str, Any]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -167,10 +181,21 @@ def test_a_failure_at_the_end_leaves_nothing(tmp_path: Path, monkeypatch: pytest
 
 def test_fingerprints_tell_conversions_apart() -> None:
     assert fingerprint("a", 1, {"x": 1, "y": 2}) == fingerprint("a", 1, {"y": 2, "x": 1})
-    assert len({fingerprint("a", 1), fingerprint("a", 2), fingerprint("b", 1), fingerprint("a", {"x": None})}) == 4
+    assert (
+        len(
+            {
+                fingerprint("a", 1),
+                fingerprint("a", 2),
+                fingerprint("b", 1),
+                fingerprint("a", {"x": None}),
+            }
+        )
+        == 4
+    )
 
 
-# ---- ranks -------------------------------------------------------------------------------------------------------------
+# ---- ranks
+# -------------------------------------------------------------------------------------------------------------
 
 
 def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], str]:
@@ -206,7 +231,9 @@ def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_failing_rank_ends_all_with_one_message(ranks: Any, failing: int, tmp_path: Path) -> None:
+def test_one_failing_rank_ends_all_with_one_message(
+    ranks: Any, failing: int, tmp_path: Path
+) -> None:
     results = ranks(2, convert_lines, str(tmp_path), fails_on=failing)
     assert results[0] == results[1]
     assert results[0][1].count("No space left") == 1 and f"rank {failing}" in results[0][1]
@@ -230,7 +257,9 @@ def fail_before(root: str, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_fails_before_the_conversion_ends_all_with_its_message(ranks: Any, failing: int, tmp_path: Path) -> None:
+def test_a_rank_that_fails_before_the_conversion_ends_all_with_its_message(
+    ranks: Any, failing: int, tmp_path: Path
+) -> None:
     assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
     assert list(tmp_path.iterdir()) == []
 
@@ -238,10 +267,17 @@ def test_a_rank_that_fails_before_the_conversion_ends_all_with_its_message(ranks
 def convert_sample(source: str, target: str) -> None:
     """Job."""
     state = open_checkpoint(source).state()
-    convert(fsdp_dtensor.target(state, choose_spelling(state)), new_checkpoint(target, 3), "a", show_progress=False)
+    convert(
+        fsdp_dtensor.target(state, choose_spelling(state)),
+        new_checkpoint(target, 3),
+        "a",
+        show_progress=False,
+    )
 
 
-def test_two_ranks_write_what_one_writes(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_write_what_one_writes(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample = str(samples.torch_dist(samples.EXPERTS))
     monkeypatch.setattr(dcp_target, "PART_BYTES", 1 << 16)
     convert_sample(sample, str(tmp_path / "one"))
@@ -261,7 +297,8 @@ def convert_with_small_parts(source: str, target: str) -> None:
         dcp_target.PART_BYTES = 256 << 20
 
 
-# ---- the DCP target ----------------------------------------------------------------------------------------------------
+# ---- the DCP target
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_every_tensor_is_read_once(tmp_path: Path) -> None:
@@ -278,10 +315,15 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
     convert(DcpTarget(entries), Output(tmp_path / "out"), "a", show_progress=False)
     assert sorted(reads) == list(range(20))
     stored = StoredCheckpoint(tmp_path / "out")
-    assert all(torch.equal(stored.lazy(f"t{number}").read(), torch.full((8, 4), float(number))) for number in range(20))
+    assert all(
+        torch.equal(stored.lazy(f"t{number}").read(), torch.full((8, 4), float(number)))
+        for number in range(20)
+    )
 
 
-def test_parts_are_closed_when_they_are_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_closed_when_they_are_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dcp_target, "PART_BYTES", 256)
     target = DcpTarget([whole(f"t{number}", in_memory(torch.zeros(32))) for number in range(5)])
     assert [part.num_bytes for part in target.parts] == [256, 256, 128]
@@ -299,7 +341,12 @@ def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
         TensorEntry("rows", (2, 3), (1, 0), in_memory(torch.ones(3))),
         TensorEntry("rows", (2, 3), (0, 0), in_memory(torch.zeros(3))),
     ]
-    convert(DcpTarget(entries, extra_files={"beside": lambda: b"x"}), Output(tmp_path / "out"), "a", show_progress=False)
+    convert(
+        DcpTarget(entries, extra_files={"beside": lambda: b"x"}),
+        Output(tmp_path / "out"),
+        "a",
+        show_progress=False,
+    )
     stored = StoredCheckpoint(tmp_path / "out")
     assert stored.read_object("object") == {"a": 1} and stored.read_object("late") == [2]
     assert stored.lazy("empty").read().shape == (0, 3) and stored.lazy("scalar").read() == 2.5
@@ -309,28 +356,41 @@ def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
 
 def test_notes_of_what_was_read_are_returned(tmp_path: Path) -> None:
     notes: list[str] = []
-    lazy = LazyTensor((1,), torch.float32, lambda start, stop: (notes.append("seen"), torch.ones(1))[1])
-    assert convert(DcpTarget([whole("t", lazy)], notes=notes), Output(tmp_path / "out"), "a", show_progress=False) == [
-        "seen"
-    ]
+    lazy = LazyTensor(
+        (1,), torch.float32, lambda start, stop: (notes.append("seen"), torch.ones(1))[1]
+    )
+    assert convert(
+        DcpTarget([whole("t", lazy)], notes=notes),
+        Output(tmp_path / "out"),
+        "a",
+        show_progress=False,
+    ) == ["seen"]
 
 
 def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
     path = small_models.write(small_models.state_of(small_models.shapes_of()), tmp_path / "in")
     stored = StoredCheckpoint(path)
-    payload = stored._payload("output_layer.weight", stored.tensors["output_layer.weight"].chunks[0])
+    payload = stored._payload(
+        "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
+    )
     data = bytearray(payload.file.read_bytes())
     data[payload.offset] ^= 1
     payload.file.write_bytes(data)
     state = open_checkpoint(path).state()
     with pytest.raises(ConversionError, match="checksum"):
         convert(
-            fsdp_dtensor.target(state, choose_spelling(state)), new_checkpoint(tmp_path / "out", 3), "a", show_progress=False
+            fsdp_dtensor.target(state, choose_spelling(state)),
+            new_checkpoint(tmp_path / "out", 3),
+            "a",
+            show_progress=False,
         )
-    assert not list(tmp_path.rglob(".writing*")) and not (tmp_path / "out" / "iter_0000003").exists()
+    assert (
+        not list(tmp_path.rglob(".writing*")) and not (tmp_path / "out" / "iter_0000003").exists()
+    )
 
 
-# ---- real interruptions ------------------------------------------------------------------------------------------------
+# ---- real interruptions
+# ------------------------------------------------------------------------------------------------
 
 SLOW = """
 import sys, time
@@ -344,7 +404,15 @@ command_line.main(sys.argv[1:])
 
 def test_a_process_that_is_killed_is_taken_up(tmp_path: Path) -> None:
     sample, out = samples.torch_dist(samples.DENSE), tmp_path / "out"
-    command = [sys.executable, "-c", SLOW, "convert-torch-dist-to-fsdp-dtensor", "--quiet", str(sample), str(out)]
+    command = [
+        sys.executable,
+        "-c",
+        SLOW,
+        "convert-torch-dist-to-fsdp-dtensor",
+        "--quiet",
+        str(sample),
+        str(out),
+    ]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     journal = out / ".writing_iter_0000003" / ".conversion"
     try:
@@ -357,21 +425,32 @@ def test_a_process_that_is_killed_is_taken_up(tmp_path: Path) -> None:
         process.wait()
     done = {path.name: path.stat().st_mtime_ns for path in journal.parent.glob("*.distcp")}
     finished = {f"__{int(path.name)}_0.distcp" for path in journal.glob("0*[0-9]")}
-    assert not (out / "iter_0000003").exists() and not (out / "latest_checkpointed_iteration.txt").exists()
+    assert (
+        not (out / "iter_0000003").exists()
+        and not (out / "latest_checkpointed_iteration.txt").exists()
+    )
     subprocess.run(
-        [*command[:2], SLOW.replace("0.05", "0"), *command[3:]], cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL
+        [*command[:2], SLOW.replace("0.05", "0"), *command[3:]],
+        cwd=REPOSITORY,
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     after = {path.name: path.stat().st_mtime_ns for path in (out / "iter_0000003").glob("*.distcp")}
     assert len(finished) >= 3 and all(after[name] == done[name] for name in finished)
     convert_sample(str(sample), str(tmp_path / "other"))
-    assert not compare_entries(open_checkpoint(out).stored, open_checkpoint(tmp_path / "other").stored).differs
+    assert not compare_entries(
+        open_checkpoint(out).stored, open_checkpoint(tmp_path / "other").stored
+    ).differs
 
 
 def test_a_full_disk_leaves_no_half_output(tmp_path: Path) -> None:
     sample = samples.writable_copy(samples.torch_dist(samples.DENSE), tmp_path / "in")
     before = {path: path.read_bytes() for path in sample.rglob("*") if path.is_file()}
     script = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"
-    command = f"{sys.executable} {script} convert-torch-dist-to-fsdp-dtensor --json {sample} {tmp_path / 'out'}"
+    command = (
+        f"{sys.executable} {script} convert-torch-dist-to-fsdp-dtensor --json {sample}"
+        f" {tmp_path / 'out'}"
+    )
     limited = f"ulimit -f 200; trap '' XFSZ; exec {command}"
     result = subprocess.run(["bash", "-c", limited], capture_output=True, text=True, timeout=120)
     assert result.returncode == 1, result.stderr

@@ -14,7 +14,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import conversion, dcp_target, directory, param_groups, safe_pickle, torch_dist
+from megatron.checkpoint import (
+    conversion,
+    dcp_target,
+    directory,
+    param_groups,
+    safe_pickle,
+    torch_dist,
+)
 from megatron.checkpoint.command_line import main
 from megatron.checkpoint.comparison import compare_states
 from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, whole
@@ -78,18 +85,29 @@ def contradicting(path: Path) -> Path:
     def change(content: dict[str, Any]) -> None:
         content["optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"][1] += 1
 
-    return rewritten(small_models.write(state_of(shapes_of()), path / "right"), path / "contradicting", change)
+    return rewritten(
+        small_models.write(state_of(shapes_of()), path / "right"), path / "contradicting", change
+    )
 
 
 def with_another_momentum(state: TrainingState) -> TrainingState:
     """The state of SGD."""
-    state.moments = {name: {"momentum_buffer": slots["exp_avg"]} for name, slots in state.moments.items()}
+    state.moments = {
+        name: {"momentum_buffer": slots["exp_avg"]} for name, slots in state.moments.items()
+    }
     return state
 
 
-# ---- param groups ------------------------------------------------------------------------------------------------------
+# ---- param groups
+# ------------------------------------------------------------------------------------------------------
 
-USUAL = {**small_models.GROUP, "is_decoupled_lr": False, "default_config": True, "max_lr": 1e-3, "min_lr": 1e-5}
+USUAL = {
+    **small_models.GROUP,
+    "is_decoupled_lr": False,
+    "default_config": True,
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+}
 OWN_RATE = {**USUAL, "default_config": False, "max_lr": 7e-3, "min_lr": 1e-4}
 
 
@@ -99,7 +117,11 @@ def test_embedding_and_output_layer_have_the_rates_that_a_run_has_decoupled(tmp_
     groups = [{**fields, "wd_mult": multiplier, "step": 3.0} for fields, multiplier in kinds]
     change_common(path, lambda common: common["optimizer"]["optimizer"].update(param_groups=groups))
     run(TO_FSDP, path, tmp_path / "out")
-    rates = {name: group.fields["max_lr"] for group in small_models.read(tmp_path / "out").groups for name in group.names}
+    rates = {
+        name: group.fields["max_lr"]
+        for group in small_models.read(tmp_path / "out").groups
+        for name in group.names
+    }
     own = [name for name, rate in rates.items() if rate == OWN_RATE["max_lr"]]
     assert sorted(own) == ["embedding.word_embeddings.weight", "output_layer.weight"]
     assert set(rates) == set(shapes_of())
@@ -109,7 +131,9 @@ def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
     groups = [{**USUAL, "wd_mult": 1.0, "lr_mult": multiplier} for multiplier in (1.0, 0.1)]
     with pytest.raises(ValueError, match=r"linear_fc2.weight: groups 0, 1 fit, and they differ"):
         param_groups.assign({TENSOR: (8, 12)}, groups, argparse.Namespace())
-    (first, second) = param_groups.assign({TENSOR: (8, 12)}, groups, argparse.Namespace(), {TENSOR: 1})
+    first, second = param_groups.assign(
+        {TENSOR: (8, 12)}, groups, argparse.Namespace(), {TENSOR: 1}
+    )
     assert (first.names, second.names) == ([], [TENSOR])
 
 
@@ -119,11 +143,14 @@ def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
 def test_norms_of_query_and_key_decay_if_the_run_says_so(norm: str, end: str, decays: bool) -> None:
     name = f"decoder.layers.0.self_attention.{norm}.{end}"
     groups = [{**USUAL, "wd_mult": multiplier} for multiplier in (1.0, 0.0)]
-    result = param_groups.assign({name: (4,)}, groups, argparse.Namespace(apply_wd_to_qk_layernorm=decays))
+    result = param_groups.assign(
+        {name: (4,)}, groups, argparse.Namespace(apply_wd_to_qk_layernorm=decays)
+    )
     assert [group.fields["wd_mult"] for group in result if group.names] == [1.0 if decays else 0.0]
 
 
-# ---- frozen layers, steps, widths --------------------------------------------------------------------------------------
+# ---- frozen layers, steps, widths
+# --------------------------------------------------------------------------------------
 
 
 def test_frozen_layers_get_zeros_beside_layers_that_learn(tmp_path: Path) -> None:
@@ -135,11 +162,18 @@ def test_frozen_layers_get_zeros_beside_layers_that_learn(tmp_path: Path) -> Non
         del state.moments[name]
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     notes = run(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")["notes"]
-    assert [note for note in notes if "zeros are written" in note] == notes and len(notes) == len(frozen)
+    assert [note for note in notes if "zeros are written" in note] == notes and len(notes) == len(
+        frozen
+    )
     back = small_models.read(tmp_path / "out")
     assert not any(tensor.read().any() for name in frozen for tensor in back.moments[name].values())
     for name, slots in state.moments.items():
-        assert samples.differing(back.moments[name], {slot: tensor.read() for slot, tensor in slots.items()}) == []
+        assert (
+            samples.differing(
+                back.moments[name], {slot: tensor.read() for slot, tensor in slots.items()}
+            )
+            == []
+        )
     assert run("verify", tmp_path / "out")["sound"]
 
 
@@ -153,12 +187,16 @@ def test_parameters_of_several_steps_get_the_last_one_and_notes(kind: str, tmp_p
         state.steps |= dict.fromkeys(others, 1.0)
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     notes = run(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")["notes"]
-    assert sorted(notes) == sorted(f"{name}: its moments have seen 1 steps; torch_dist has 3 for all" for name in behind)
+    assert sorted(notes) == sorted(
+        f"{name}: its moments have seen 1 steps; torch_dist has 3 for all" for name in behind
+    )
     opened = open_checkpoint(tmp_path / "out")
     optimizer = torch_dist.read_common(opened.stored)["optimizer"]
     optimizers = [optimizer] if "optimizer" in optimizer else list(optimizer.values())
     assert len(optimizers) == (2 if kind == "experts" else 1)
-    assert {group["step"] for each in optimizers for group in each["optimizer"]["param_groups"]} == {3.0}
+    assert {
+        group["step"] for each in optimizers for group in each["optimizer"]["param_groups"]
+    } == {3.0}
 
 
 def test_layers_of_other_widths_are_not_stacked(tmp_path: Path) -> None:
@@ -168,11 +206,20 @@ def test_layers_of_other_widths_are_not_stacked(tmp_path: Path) -> None:
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     run(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")
     opened = open_checkpoint(tmp_path / "out")
-    assert opened.stored.shape(TENSOR) == (8, 6) and "decoder.layers.mlp.linear_fc2.weight" not in opened.stored.tensors
-    assert samples.differing(opened.state().weights, {name: tensor.read() for name, tensor in state.weights.items()}) == []
+    assert (
+        opened.stored.shape(TENSOR) == (8, 6)
+        and "decoder.layers.mlp.linear_fc2.weight" not in opened.stored.tensors
+    )
+    assert (
+        samples.differing(
+            opened.state().weights, {name: tensor.read() for name, tensor in state.weights.items()}
+        )
+        == []
+    )
 
 
-# ---- where an output may be, and what goes on --------------------------------------------------------------------------
+# ---- where an output may be, and what goes on
+# --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [TO_FSDP, "modify-state-dict"])
@@ -187,7 +234,9 @@ def test_an_existing_run_keeps_its_tracker(command: str, tmp_path: Path) -> None
     assert tracker.read_text() == "5" and not (tmp_path / "run" / "iter_0000003").exists()
 
 
-@pytest.mark.parametrize("inside", [".", "out", "out/iter_0000003"], ids=["itself", "inside", "an iteration inside"])
+@pytest.mark.parametrize(
+    "inside", [".", "out", "out/iter_0000003"], ids=["itself", "inside", "an iteration inside"]
+)
 def test_an_output_inside_of_the_input_is_refused(inside: str, tmp_path: Path) -> None:
     path = small_models.write(state_of(shapes_of()), tmp_path / "in")
     before = sorted(path.rglob("*"))
@@ -203,7 +252,9 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_a_conversion_of_changed_files_begins_anew(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_of_changed_files_begins_anew(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dcp_target, "PART_BYTES", 1 << 14)
     note, done = conversion._note, []
 
@@ -214,7 +265,12 @@ def test_a_conversion_of_changed_files_begins_anew(model: Path, tmp_path: Path, 
             raise KeyboardInterrupt
 
     monkeypatch.setattr(conversion, "_note", interrupt)
-    assert CliRunner().invoke(main, ["convert-from-hf", str(model), str(tmp_path / "out"), "--quiet"]).exit_code == 1
+    assert (
+        CliRunner()
+        .invoke(main, ["convert-from-hf", str(model), str(tmp_path / "out"), "--quiet"])
+        .exit_code
+        == 1
+    )
     assert len(done) == 3 and all(path.exists() for path in done)
     monkeypatch.setattr(conversion, "_note", note)
     tensors = {name: tensor + 1 for name, tensor in load_file(model / "model.safetensors").items()}
@@ -223,7 +279,9 @@ def test_a_conversion_of_changed_files_begins_anew(model: Path, tmp_path: Path, 
     assert run("diff", model, tmp_path / "out")["same"]
 
 
-def test_a_conversion_in_parts_of_another_size_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversion_in_parts_of_another_size_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def target(part_bytes: int, is_interrupted: bool) -> DcpTarget:
         monkeypatch.setattr(dcp_target, "PART_BYTES", part_bytes)
 
@@ -233,18 +291,25 @@ def test_a_conversion_in_parts_of_another_size_begins_anew(tmp_path: Path, monke
             return torch.full((32,), float(number))
 
         return DcpTarget(
-            whole(f"t{n}", LazyTensor((32,), torch.float32, lambda start, stop, n=n: read(n)[start:stop])) for n in range(8)
+            whole(
+                f"t{n}",
+                LazyTensor((32,), torch.float32, lambda start, stop, n=n: read(n)[start:stop]),
+            )
+            for n in range(8)
         )
 
     with pytest.raises(KeyboardInterrupt):
         conversion.convert(target(256, True), Output(tmp_path / "out"), "a", show_progress=False)
     conversion.convert(target(384, False), Output(tmp_path / "out"), "a", show_progress=False)
     stored = StoredCheckpoint(tmp_path / "out")
-    assert [stored.lazy(f"t{n}").read().tolist() for n in range(8)] == [[float(n)] * 32 for n in range(8)]
+    assert [stored.lazy(f"t{n}").read().tolist() for n in range(8)] == [
+        [float(n)] * 32 for n in range(8)
+    ]
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
 
 
-# ---- what is carried over, and what is said ----------------------------------------------------------------------------
+# ---- what is carried over, and what is said
+# ----------------------------------------------------------------------------
 
 
 def test_common_state_that_has_no_place_is_named(tmp_path: Path) -> None:
@@ -256,7 +321,10 @@ def test_common_state_that_has_no_place_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("expert_ranks", "expected"),
-    [(1, {"rng_state/shard_0.0_1.1": 2}), (2, {"rng_state/shard_0.0.0_1.1.2": 1, "rng_state/shard_0.0.1_1.1.2": 1})],
+    [
+        (1, {"rng_state/shard_0.0_1.1": 2}),
+        (2, {"rng_state/shard_0.0.0_1.1.2": 1, "rng_state/shard_0.0.1_1.1.2": 1}),
+    ],
     ids=["one entry", "one of each with expert parallelism"],
 )
 def test_random_states_of_data_ranks_are_where_a_load_looks(
@@ -268,14 +336,20 @@ def test_random_states_of_data_ranks_are_where_a_load_looks(
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     run(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out")
     stored = open_checkpoint(tmp_path / "out").stored
-    assert {key: len(stored.read_object(key)[0]) for key in stored.objects if key.startswith("rng_state")} == expected
+    assert {
+        key: len(stored.read_object(key)[0])
+        for key in stored.objects
+        if key.startswith("rng_state")
+    } == expected
 
 
 def test_a_release_stays_a_release(tmp_path: Path) -> None:
     state = state_of(shapes_of(), with_optimizer=False)
     state.iteration = 0
     release = new_checkpoint(tmp_path / "in", directory.RELEASE)
-    conversion.convert(torch_dist.target(state, choose_spelling(state)), release, "test", show_progress=False)
+    conversion.convert(
+        torch_dist.target(state, choose_spelling(state)), release, "test", show_progress=False
+    )
     run(TO_FSDP, tmp_path / "in", tmp_path / "there")
     run(TO_TORCH_DIST, tmp_path / "there", tmp_path / "back")
     for name in ("there", "back"):
@@ -294,14 +368,18 @@ def test_an_export_names_weights_that_the_optimizer_contradicts(tmp_path: Path) 
 
     path = rewritten(samples.iteration(back), tmp_path / "contradicting", change)
     (note,) = run("convert-to-hf", path, tmp_path / "model")["notes"]
-    assert note.startswith(f"{TENSOR}: its main weight in the optimizer is not its weight in the model")
+    assert note.startswith(
+        f"{TENSOR}: its main weight in the optimizer is not its weight in the model"
+    )
 
 
 def test_a_file_without_arguments_is_taken_for_fp32_and_that_is_said(tmp_path: Path) -> None:
     path = small_models.write(state_of(shapes_of()), tmp_path / "in", "fsdp_dtensor")
     bare = rewritten(path, tmp_path / "bare", lambda content: content.pop("args"))
     (note,) = run(TO_TORCH_DIST, bare, tmp_path / "out")["notes"]
-    assert note == "args: not in the file, so what the model computes in is not known; fp32 is taken"
+    assert (
+        note == "args: not in the file, so what the model computes in is not known; fp32 is taken"
+    )
     assert open_checkpoint(tmp_path / "out").stored.dtype("output_layer.weight") == torch.float32
 
 
@@ -317,12 +395,17 @@ def test_the_layer_inside_of_a_predicting_layer_is_called_as_the_release_wants_i
     small_models.write(state, tmp_path / "in", "fsdp_dtensor")
     run(TO_TORCH_DIST, tmp_path / "in", tmp_path / "out", flag)
     opened = open_checkpoint(tmp_path / "out")
-    layers = {key.split(".")[3] for key in opened.stored.tensors if ".linear_" in key and key.startswith("mtp.")}
+    layers = {
+        key.split(".")[3]
+        for key in opened.stored.tensors
+        if ".linear_" in key and key.startswith("mtp.")
+    }
     assert layers == {inner}
     assert set(opened.state().weights) == set(state.weights)
 
 
-# ---- what is refused ---------------------------------------------------------------------------------------------------
+# ---- what is refused
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -336,7 +419,9 @@ def test_the_layer_inside_of_a_predicting_layer_is_called_as_the_release_wants_i
     ],
     ids=["a dot at the end", "another word", "no module", "nothing", "no model"],
 )
-def test_prefixes_that_no_loader_asks_for_are_refused(option: str, prefix: str, tmp_path: Path) -> None:
+def test_prefixes_that_no_loader_asks_for_are_refused(
+    option: str, prefix: str, tmp_path: Path
+) -> None:
     path = small_models.write(state_of(shapes_of()), tmp_path / "in")
     error = run(TO_FSDP, path, tmp_path / "out", option, prefix, code=1)["error"]
     assert f"the prefix {prefix!r} is none that a loader asks for" in error
@@ -344,7 +429,8 @@ def test_prefixes_that_no_loader_asks_for_are_refused(option: str, prefix: str, 
 
 
 @pytest.mark.parametrize(
-    "module", ["self_attention.linear_qkv", "mlp.linear_fc2", "mlp.linear_fc1,embedding.word_embeddings"]
+    "module",
+    ["self_attention.linear_qkv", "mlp.linear_fc2", "mlp.linear_fc1,embedding.word_embeddings"],
 )
 def test_modules_that_are_not_gated_are_not_halved(module: str, tmp_path: Path) -> None:
     path = small_models.write(state_of(shapes_of()), tmp_path / "in")
@@ -353,13 +439,16 @@ def test_modules_that_are_not_gated_are_not_halved(module: str, tmp_path: Path) 
     assert ".linear_fc1.weight:" not in error
 
 
-# ---- comparing, editing, reading ---------------------------------------------------------------------------------------
+# ---- comparing, editing, reading
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_difference_in_the_state_of_another_optimizer_is_seen() -> None:
     first, second = (with_another_momentum(state_of(shapes_of())) for _ in range(2))
     assert not compare_states(first, second, weights_only=False).differs
-    second.moments[TENSOR] = {"momentum_buffer": in_memory(second.moments[TENSOR]["momentum_buffer"].read() + 1)}
+    second.moments[TENSOR] = {
+        "momentum_buffer": in_memory(second.moments[TENSOR]["momentum_buffer"].read() + 1)
+    }
     found = compare_states(first, second, weights_only=False)
     assert [each.name for each in found.values] == [f"{TENSOR} (momentum_buffer)"]
 
@@ -378,8 +467,12 @@ def test_a_file_that_contradicts_itself_says_what_its_right_conversion_says(tmp_
 )
 def test_an_object_is_the_same_as_itself(value: Any, tmp_path: Path) -> None:
     path = write_entries({"tensor": torch.ones(2), "object": [value]}, Output(tmp_path / "plain"))
-    other = io.BytesIO(b"abd") if isinstance(value, io.BytesIO) else numpy.array([2.0, float("nan")])
-    changed = write_entries({"tensor": torch.ones(2), "object": [other]}, Output(tmp_path / "changed"))
+    other = (
+        io.BytesIO(b"abd") if isinstance(value, io.BytesIO) else numpy.array([2.0, float("nan")])
+    )
+    changed = write_entries(
+        {"tensor": torch.ones(2), "object": [other]}, Output(tmp_path / "changed")
+    )
     assert run("compare-two-checkpoint", path, path)["equal"] == 2
     assert len(run("compare-two-checkpoint", path, changed, code=1)["objects"]) == 1
 
@@ -409,7 +502,8 @@ def test_tensors_of_eight_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> N
     assert run("verify", path)["sound"]
 
 
-# ---- verifying ---------------------------------------------------------------------------------------------------------
+# ---- verifying
+# ---------------------------------------------------------------------------------------------------------
 
 
 def with_an_object_of_no_meaning(path: Path) -> Path:
@@ -423,7 +517,9 @@ SOUND = {
     "of gated MLPs with quick_geglu": lambda path: small_models.write(
         state_of(shapes_of(), swiglu=False, quick_geglu=True), path
     ),
-    "with the momentum of SGD": lambda path: small_models.write(with_another_momentum(state_of(shapes_of())), path),
+    "with the momentum of SGD": lambda path: small_models.write(
+        with_another_momentum(state_of(shapes_of())), path
+    ),
     "with the momentum of SGD, as fsdp_dtensor": lambda path: small_models.write(
         with_another_momentum(state_of(shapes_of())), path, "fsdp_dtensor"
     ),
@@ -435,7 +531,10 @@ def test_a_good_file_is_sound(name: str, tmp_path: Path) -> None:
     opened = open_checkpoint(SOUND[name](tmp_path))
     notes: list[str] = []
     assert find_problems(opened, lambda count: None, notes) == []
-    left_out = ["rerun_state_machine_state/shard_0.0_1.1: not a part of training that is known here; left out"]
+    left_out = [
+        "rerun_state_machine_state/shard_0.0_1.1: not a part of training that is known here;"
+        " left out"
+    ]
     assert notes == (left_out if "left out" in name else [])
     assert run("verify", opened.directory)["notes"] == notes
 
@@ -444,5 +543,8 @@ def test_a_file_that_contradicts_itself_is_not_sound(tmp_path: Path) -> None:
     opened = open_checkpoint(contradicting(tmp_path))
     notes: list[str] = []
     (problem,) = find_problems(opened, lambda count: None, notes)
-    assert problem.startswith(f"{TENSOR}: its main weight in the optimizer is not its weight") and notes == []
+    assert (
+        problem.startswith(f"{TENSOR}: its main weight in the optimizer is not its weight")
+        and notes == []
+    )
     assert not run("verify", opened.directory, code=1)["sound"]

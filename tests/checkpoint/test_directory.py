@@ -110,7 +110,10 @@ def test_a_new_checkpoint_overwrites_nothing(tmp_path):
     with pytest.raises(ValueError, match="of iter_0000003, not iter_0000004"):
         new_checkpoint(tmp_path / "iter_0000004", 3)
     assert new_checkpoint(tmp_path / "new", 3).final == tmp_path / "new" / "iter_0000003"
-    assert new_checkpoint(tmp_path / "new" / "iter_0000003", 3).final == tmp_path / "new" / "iter_0000003"
+    assert (
+        new_checkpoint(tmp_path / "new" / "iter_0000003", 3).final
+        == tmp_path / "new" / "iter_0000003"
+    )
 
 
 def test_a_tracker_may_end_with_a_line_break(tmp_path):

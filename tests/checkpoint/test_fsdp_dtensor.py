@@ -46,7 +46,9 @@ def test_other_weights_are_one_entry(name):
 def test_the_wrappers_of_a_file_are_found_in_its_keys(wrappers):
     names = ["decoder.final_layernorm.weight", "embedding.word_embeddings.weight"]
     keys = [f"{META_PREFIX}{wrappers}{name}.{field}" for name in names for field in ("lr", "betas")]
-    assert wrapper_prefix([*keys, "model.module.embedding.word_embeddings.weight"], names) == wrappers
+    assert (
+        wrapper_prefix([*keys, "model.module.embedding.word_embeddings.weight"], names) == wrappers
+    )
 
 
 def test_a_name_that_ends_like_another_does_not_confuse_the_wrappers():

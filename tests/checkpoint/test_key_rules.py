@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint import key_rules
-from megatron.checkpoint.key_rules import Sizes, Spelling, canonical_name, expected_shape, layer_kinds, row_of, unstacked
+from megatron.checkpoint.key_rules import (
+    Sizes,
+    Spelling,
+    canonical_name,
+    expected_shape,
+    layer_kinds,
+    row_of,
+    unstacked,
+)
 from tests.checkpoint import samples, small_models
 
 LATENT = [
@@ -33,24 +41,40 @@ MODELS = {
     "experts": list(small_models.shapes_of(["experts", "experts"])),
     "mixed": list(small_models.shapes_of(["gated", "experts"])),
     "predicting": list(small_models.shapes_of(predicting=True)),
-    "predicting with experts": list(small_models.shapes_of(["experts", "experts"], predicting=True)),
+    "predicting with experts": list(
+        small_models.shapes_of(["experts", "experts"], predicting=True)
+    ),
     "latent": LATENT,
-    "latent with experts": [*LATENT[:-2], *small_models.layer("decoder.layers.0.", "experts")][: len(LATENT) - 2]
-    + [name for name in small_models.layer("decoder.layers.0.", "experts") if ".mlp." in name],
+    "latent with experts": (
+        [*LATENT[:-2], *small_models.layer("decoder.layers.0.", "experts")][: len(LATENT) - 2]
+        + [name for name in small_models.layer("decoder.layers.0.", "experts") if ".mlp." in name]
+    ),
 }
 
 
 def spelling(
-    names: list[str], engine: bool, grouped: bool, stacked: bool = False, inner: str = key_rules.INNER_LAYER
+    names: list[str],
+    engine: bool,
+    grouped: bool,
+    stacked: bool = False,
+    inner: str = key_rules.INNER_LAYER,
 ) -> Spelling:
-    return Spelling(engine=engine, grouped_experts=grouped, stacked=stacked, layers=layer_kinds(names), inner_layer=inner)
+    return Spelling(
+        engine=engine,
+        grouped_experts=grouped,
+        stacked=stacked,
+        layers=layer_kinds(names),
+        inner_layer=inner,
+    )
 
 
 @pytest.mark.parametrize("inner", [key_rules.INNER_LAYER, key_rules.OTHER_INNER_LAYER])
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "local"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_spelling_leads_back_to_the_canonical_name(model: str, engine: bool, grouped: bool, inner: str) -> None:
+def test_every_spelling_leads_back_to_the_canonical_name(
+    model: str, engine: bool, grouped: bool, inner: str
+) -> None:
     names = MODELS[model]
     rules = spelling(names, engine, grouped, inner=inner)
     spelled = [rules.module_name(name) for name in names]
@@ -62,7 +86,9 @@ def test_every_spelling_leads_back_to_the_canonical_name(model: str, engine: boo
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "local"])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_place_in_a_torch_dist_file_leads_back(model: str, engine: bool, stacked: bool) -> None:
+def test_every_place_in_a_torch_dist_file_leads_back(
+    model: str, engine: bool, stacked: bool
+) -> None:
     names = MODELS[model]
     rules = spelling(names, engine, grouped=False, stacked=stacked and model != "mixed")
     places = {name: rules.stacked_place(name) for name in names}
@@ -70,9 +96,14 @@ def test_every_place_in_a_torch_dist_file_leads_back(model: str, engine: bool, s
     shapes: dict[str, tuple[int, ...]] = {}
     for key, index in places.values():
         shapes[key] = tuple(
-            max(pair) for pair in itertools.zip_longest(shapes.get(key, ()), (at + 1 for at in index), fillvalue=0)
+            max(pair)
+            for pair in itertools.zip_longest(
+                shapes.get(key, ()), (at + 1 for at in index), fillvalue=0
+            )
         )
-    found = {name: (key, index) for key, shape in shapes.items() for name, index in unstacked(key, shape)}
+    found = {
+        name: (key, index) for key, shape in shapes.items() for name, index in unstacked(key, shape)
+    }
     assert found == places
 
 
@@ -90,7 +121,9 @@ def test_every_place_in_a_torch_dist_file_leads_back(model: str, engine: bool, s
         ("latent", True, "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ],
 )
-def test_norms_are_called_in_files_as_megatron_core_calls_them(model: str, engine: bool, name: str, expected: str) -> None:
+def test_norms_are_called_in_files_as_megatron_core_calls_them(
+    model: str, engine: bool, name: str, expected: str
+) -> None:
     rules = spelling(MODELS[model], engine, grouped=False, stacked=True)
     assert rules.stacked_place(f"decoder.layers.0.{name}") == (f"decoder.layers.{expected}", (0,))
 
@@ -101,19 +134,35 @@ def test_norms_are_called_in_files_as_megatron_core_calls_them(model: str, engin
         (
             "decoder.layers.mlp.linear_fc2.weight",
             (2, 4, 4),
-            [("decoder.layers.0.mlp.linear_fc2.weight", (0,)), ("decoder.layers.1.mlp.linear_fc2.weight", (1,))],
+            [
+                ("decoder.layers.0.mlp.linear_fc2.weight", (0,)),
+                ("decoder.layers.1.mlp.linear_fc2.weight", (1,)),
+            ],
         ),
-        ("decoder.layers.3.mlp.linear_fc2.weight", (4, 4), [("decoder.layers.3.mlp.linear_fc2.weight", ())]),
+        (
+            "decoder.layers.3.mlp.linear_fc2.weight",
+            (4, 4),
+            [("decoder.layers.3.mlp.linear_fc2.weight", ())],
+        ),
         (
             "decoder.layers.mlp.experts.experts.linear_fc1.weight",
             (1, 2, 4, 4),
-            [(f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight", (0, expert)) for expert in (0, 1)],
+            [
+                (
+                    f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+                    (0, expert),
+                )
+                for expert in (0, 1)
+            ],
         ),
         (
             "mtp.layers.0.mtp_model_layer.mlp.experts.experts.linear_fc2.bias",
             (2, 4),
             [
-                (f"mtp.layers.0.transformer_layer.mlp.experts.local_experts.{expert}.linear_fc2.bias", (expert,))
+                (
+                    f"mtp.layers.0.transformer_layer.mlp.experts.local_experts.{expert}.linear_fc2.bias",
+                    (expert,),
+                )
                 for expert in (0, 1)
             ],
         ),
@@ -125,7 +174,11 @@ def test_keys_are_taken_apart(key: str, shape: tuple[int, ...], expected: list[A
 
 
 @pytest.mark.parametrize(
-    "key", ["decoder.layers.mlp.linear_fc2.weight", "decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    "key",
+    [
+        "decoder.layers.mlp.linear_fc2.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    ],
 )
 def test_a_key_without_its_axes_is_an_error(key: str) -> None:
     with pytest.raises(ValueError, match="axis of layers or experts"):
@@ -155,7 +208,7 @@ def test_every_row_is_found_by_its_own_names_and_no_other() -> None:
 
 def test_names_are_ordered_as_modules_register_them() -> None:
     names = list(small_models.shapes_of(["experts", "gated"], predicting=True))
-    ordered = sorted(reversed(names), key=key_rules.registration_order)
+    ordered = sorted(names, key=key_rules.registration_order)
     position = {name: number for number, name in enumerate(ordered)}
     assert ordered[0] == "embedding.word_embeddings.weight" and ordered[-1] == "output_layer.weight"
     for before, after in (
@@ -167,17 +220,25 @@ def test_names_are_ordered_as_modules_register_them() -> None:
             "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
             "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
         ),
-        ("decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight", "decoder.layers.1.input_layernorm.weight"),
-        ("decoder.layers.1.self_attention.linear_proj.weight", "decoder.layers.1.self_attention.linear_qkv.weight"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight",
+            "decoder.layers.1.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.self_attention.linear_proj.weight",
+            "decoder.layers.1.self_attention.linear_qkv.weight",
+        ),
         ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"),
         ("decoder.final_layernorm.weight", "mtp.layers.0.enorm.weight"),
         ("mtp.layers.0.transformer_layer.mlp.router.weight", "mtp.layers.0.final_layernorm.weight"),
     ):
         assert position[before] < position[after]
-    assert key_rules.registration_order("decoder.layers.2.mlp.linear_fc1.weight") < key_rules.registration_order(
-        "decoder.layers.10.mlp.linear_fc1.weight"
+    assert key_rules.registration_order(
+        "decoder.layers.2.mlp.linear_fc1.weight"
+    ) < key_rules.registration_order("decoder.layers.10.mlp.linear_fc1.weight")
+    assert key_rules.registration_order("strange") > key_rules.registration_order(
+        "output_layer.weight"
     )
-    assert key_rules.registration_order("strange") > key_rules.registration_order("output_layer.weight")
 
 
 @pytest.mark.parametrize(
@@ -214,8 +275,12 @@ def test_shapes_follow_from_the_arguments(sample: str) -> None:
 
 
 def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
-    assert expected_shape("output_layer.weight", Sizes(argparse.Namespace(hidden_size=4))) == (None, 4)
+    assert expected_shape("output_layer.weight", Sizes(argparse.Namespace(hidden_size=4))) == (
+        None,
+        4,
+    )
     assert expected_shape(
-        "decoder.layers.0.mlp.linear_fc1.weight", Sizes(argparse.Namespace(swiglu=True, ffn_hidden_size=None))
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        Sizes(argparse.Namespace(swiglu=True, ffn_hidden_size=None)),
     ) == (None, None)
     assert expected_shape("strange", Sizes(argparse.Namespace())) is None

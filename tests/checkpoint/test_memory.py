@@ -35,7 +35,9 @@ finally:
 
 
 def zeros(shape: tuple[int, ...]) -> LazyTensor:
-    return LazyTensor(shape, torch.float32, lambda start, stop: torch.zeros(stop - start, *shape[1:]))
+    return LazyTensor(
+        shape, torch.float32, lambda start, stop: torch.zeros(stop - start, *shape[1:])
+    )
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +46,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     args = argparse.Namespace(transformer_impl="local", params_dtype=torch.bfloat16, iteration=1)
     shapes = {"linear_fc1": (4 * HIDDEN, HIDDEN), "linear_fc2": (HIDDEN, 4 * HIDDEN)}
     weights = {
-        f"decoder.layers.{i}.mlp.{part}.weight": zeros(shape) for i in range(LAYERS) for part, shape in shapes.items()
+        f"decoder.layers.{i}.mlp.{part}.weight": zeros(shape)
+        for i in range(LAYERS)
+        for part, shape in shapes.items()
     }
-    state = TrainingState(weights, args=args, iteration=1, compute_dtype=dict.fromkeys(weights, torch.bfloat16))
+    state = TrainingState(
+        weights, args=args, iteration=1, compute_dtype=dict.fromkeys(weights, torch.bfloat16)
+    )
     state.moments = {name: dict.fromkeys(MOMENTS, tensor) for name, tensor in weights.items()}
     state.groups = [ParamGroup(for_any_optimizer({"wd_mult": 1.0}, step=1.0), list(weights))]
     root = tmp_path_factory.mktemp("large") / "torch_dist"
-    conversion.convert(torch_dist.target(state, choose_spelling(state)), directory.new_checkpoint(root, 1), "made", False)
+    conversion.convert(
+        torch_dist.target(state, choose_spelling(state)),
+        directory.new_checkpoint(root, 1),
+        "made",
+        False,
+    )
     return root
 
 
@@ -67,11 +78,17 @@ def peak_of(*words: str | Path) -> int:
     return int(result.stdout.split()[-1])
 
 
-def test_a_conversion_holds_one_part_and_two_tensors_at_most(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_conversion_holds_one_part_and_two_tensors_at_most(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    limit = PART_BYTES + 2 * TENSOR + (64 << 20)  # and what the interpreter, zip records and metadata take
+    limit = (
+        PART_BYTES + 2 * TENSOR + (64 << 20)
+    )  # and what the interpreter, zip records and metadata take
     assert size > 3 * limit
     assert peak_of("convert-torch-dist-to-fsdp-dtensor", checkpoint, tmp_path / "there") < limit
-    assert peak_of("convert-fsdp-dtensor-to-torch-dist", tmp_path / "there", tmp_path / "back") < limit
+    assert (
+        peak_of("convert-fsdp-dtensor-to-torch-dist", tmp_path / "there", tmp_path / "back") < limit
+    )
     assert peak_of("diff", checkpoint, tmp_path / "back") < limit
     assert peak_of("verify", tmp_path / "back") < limit

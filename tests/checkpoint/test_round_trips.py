@@ -30,7 +30,9 @@ def converted(source: Path, path: Path, form: str) -> Opened:
     """``source`` in the format ``form``."""
     state = open_checkpoint(source).state()
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(TARGETS[form](state, choose_spelling(state)), output, "test", show_progress=False)
+    conversion.convert(
+        TARGETS[form](state, choose_spelling(state)), output, "test", show_progress=False
+    )
     return open_checkpoint(path)
 
 
@@ -42,12 +44,17 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def convert(name: str) -> tuple[Opened, Opened, Opened]:
         sample, root = samples.torch_dist(name), tmp_path_factory.mktemp(name)
         there = converted(sample, root / "there", "fsdp_dtensor")
-        return open_checkpoint(sample), there, converted(there.directory, root / "back", "torch_dist")
+        return (
+            open_checkpoint(sample),
+            there,
+            converted(there.directory, root / "back", "torch_dist"),
+        )
 
     return convert
 
 
-# ---- the samples -------------------------------------------------------------------------------------------------------
+# ---- the samples
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
@@ -57,7 +64,12 @@ def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: A
         state = opened.state()
         assert differing(state.weights, expected["param"]) == []
         for slot in ("exp_avg", "exp_avg_sq"):
-            assert differing({key: slots[slot] for key, slots in state.moments.items()}, expected[slot]) == []
+            assert (
+                differing(
+                    {key: slots[slot] for key, slots in state.moments.items()}, expected[slot]
+                )
+                == []
+            )
         assert differing(state.buffers, expected.get("buffers", {})) == []
         assert {state.step_of(key) for key in state.weights} == {3.0}
         assert state.iteration == 3 and state.notes == []
@@ -98,10 +110,16 @@ def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back:
     is_optimizer = re.compile(r"^(chained_\d+\.)?optimizer\.|^common_state/")
     layout_is_kept = "dp_reshardable" not in name
     for kind in ("tensors", "objects"):
-        before = {key for key in getattr(mine, kind) if layout_is_kept or not is_optimizer.match(key)}
-        after = {key for key in getattr(theirs, kind) if layout_is_kept or not is_optimizer.match(key)}
+        before = {
+            key for key in getattr(mine, kind) if layout_is_kept or not is_optimizer.match(key)
+        }
+        after = {
+            key for key in getattr(theirs, kind) if layout_is_kept or not is_optimizer.match(key)
+        }
         assert before - after == (
-            {"common_state/shard_0_1"} if name == samples.WITHOUT_COMMON_FILE and kind == "objects" else set()
+            {"common_state/shard_0_1"}
+            if name == samples.WITHOUT_COMMON_FILE and kind == "objects"
+            else set()
         )
         assert after - before == set()
     for key in theirs.tensors.keys() & mine.tensors.keys():
@@ -112,7 +130,9 @@ def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back:
 def test_param_groups_are_filed_as_megatron_core_files_them(there_and_back: Any) -> None:
     for name in (DENSE, EXPERTS):
         first, _, back = there_and_back(name)
-        mine, theirs = (torch_dist.read_common(opened.stored)["optimizer"] for opened in (first, back))
+        mine, theirs = (
+            torch_dist.read_common(opened.stored)["optimizer"] for opened in (first, back)
+        )
         assert _filed(mine) == _filed(theirs)
 
 
@@ -121,7 +141,10 @@ def _filed(optimizer: dict[Any, Any]) -> list[Any]:
     return [
         (
             part["param_state_sharding_type"],
-            [{k: v for k, v in group.items() if k != "bias_correction"} for group in part["optimizer"]["param_groups"]],
+            [
+                {k: v for k, v in group.items() if k != "bias_correction"}
+                for group in part["optimizer"]["param_groups"]
+            ],
         )
         for part in parts
     ]
@@ -135,15 +158,23 @@ def test_torch_itself_loads_the_converted_files(there_and_back: Any) -> None:
     nested = {"model": {f"module.{name}_w": gate, f"module.{name}_v": up}}
     dcp.load(nested, checkpoint_id=there.directory, no_dist=True)
     assert torch.equal(torch.cat([gate, up]), expected["param"][name])
-    stacked = {"decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 224, 64, dtype=torch.bfloat16)}
+    stacked = {
+        "decoder.layers.mlp.linear_fc1.weight": torch.empty(3, 224, 64, dtype=torch.bfloat16)
+    }
     dcp.load(stacked, checkpoint_id=back.directory, no_dist=True)
-    assert torch.equal(stacked["decoder.layers.mlp.linear_fc1.weight"][1], expected["param"][name].to(torch.bfloat16))
+    assert torch.equal(
+        stacked["decoder.layers.mlp.linear_fc1.weight"][1],
+        expected["param"][name].to(torch.bfloat16),
+    )
 
 
-# ---- the published file of the same run --------------------------------------------------------------------------------
+# ---- the published file of the same run
+# --------------------------------------------------------------------------------
 
 
-def test_a_converted_sample_differs_from_the_published_file_where_it_must(there_and_back: Any) -> None:
+def test_a_converted_sample_differs_from_the_published_file_where_it_must(
+    there_and_back: Any,
+) -> None:
     """The published file was written with torch's AdamW; ours is for fused optimizers too."""
     ours, theirs = (
         there_and_back("dense_swiglu_bf16_tp1_dp2")[1].stored,
@@ -166,11 +197,15 @@ def test_a_converted_sample_differs_from_the_published_file_where_it_must(there_
             assert same(ours.read_object(key), theirs.read_object(key)), key
     args, other = (vars(stored.read_object("args")) for stored in (ours, theirs))
     assert args.keys() >= other.keys() - {"local_rank"}
-    assert args["ckpt_format"] == other["ckpt_format"] and args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
+    assert (
+        args["ckpt_format"] == other["ckpt_format"]
+        and args["use_megatron_fsdp"] == other["use_megatron_fsdp"]
+    )
     assert args["consumed_train_samples"] == other["consumed_train_samples"]
 
 
-# ---- models of every kind ----------------------------------------------------------------------------------------------
+# ---- models of every kind
+# ----------------------------------------------------------------------------------------------
 
 MODELS: dict[str, dict[str, Any]] = {
     "gated": {},
@@ -179,7 +214,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "experts": {"layers": ["experts", "experts"]},
     "some layers of experts": {"layers": ["gated", "experts"], "args": {"moe_layer_freq": [0, 1]}},
     "predicting further tokens": {"predicting": True, "args": {"mtp_num_layers": 1}},
-    "predicting with experts": {"predicting": True, "layers": ["experts", "experts"], "args": {"mtp_num_layers": 1}},
+    "predicting with experts": {
+        "predicting": True,
+        "layers": ["experts", "experts"],
+        "args": {"mtp_num_layers": 1},
+    },
     "fp32": {"args": {"bf16": False, "params_dtype": torch.float32}},
     "fp16": {
         "args": {"bf16": False, "fp16": True, "params_dtype": torch.float16},
@@ -220,7 +259,10 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
     # Without main weights, a torch_dist file has what the model computes in.
     exact = kind != "weights alone"
     if not exact:
-        state.weights = {name: tensor.to(torch.bfloat16).to(torch.float32) for name, tensor in state.weights.items()}
+        state.weights = {
+            name: tensor.to(torch.bfloat16).to(torch.float32)
+            for name, tensor in state.weights.items()
+        }
     second = {"torch_dist": "fsdp_dtensor", "fsdp_dtensor": "torch_dist"}[first]
     path = small_models.write(state, tmp_path / "first", first)
     there = converted(path, tmp_path / "second", second)
@@ -245,7 +287,10 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
                 "decoder.layers.mlp.linear_fc1.layer_norm_weight": (2, 8),
             },
             {
-                "model.module.decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight_v": (12, 8),
+                "model.module.decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight_v": (
+                    12,
+                    8,
+                ),
                 "model.module.decoder.layers.1.pre_mlp_layernorm.weight": (8,),
                 "model.module.decoder.layers.0.mlp.router.expert_bias": (2,),
             },
@@ -257,11 +302,19 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
                 "decoder.layers.0.mlp.linear_fc1.weight": (24, 8),
                 "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight": (8,),
             },
-            {"model.module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (8, 12)},
+            {
+                "model.module.decoder.layers.1.mlp.experts.local_experts.0.linear_fc2.weight": (
+                    8,
+                    12,
+                )
+            },
         ),
         (
             "predicting further tokens",
-            {"mtp.layers.0.eh_proj.weight": (8, 16), "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (24, 8)},
+            {
+                "mtp.layers.0.eh_proj.weight": (8, 16),
+                "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight": (24, 8),
+            },
             {
                 "model.module.mtp.layers.0.transformer_layer.mlp.linear_fc1.weight_w": (12, 8),
                 "model.module.mtp.layers.0.enorm.weight": (8,),
@@ -279,7 +332,11 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
             },
         ),
         ("fp32", {}, {"optimizer.state.module.module.output_layer.weight.exp_avg": (32, 8)}),
-        ("gated", {}, {"optimizer.state.module.module.module.output_layer.weight.exp_avg": (32, 8)}),
+        (
+            "gated",
+            {},
+            {"optimizer.state.module.module.module.output_layer.weight.exp_avg": (32, 8)},
+        ),
         (
             "gelu with biases",
             {"decoder.layers.mlp.linear_fc1.bias": (2, 12)},
@@ -298,7 +355,8 @@ def test_keys_are_those_of_the_facts(
         assert {key: stored.shape(key) for key in keys} == keys
 
 
-# ---- main weights that contradict the model ----------------------------------------------------------------------------
+# ---- main weights that contradict the model
+# ----------------------------------------------------------------------------
 
 
 def with_shifted_state(path: Path, shifted: list[str]) -> None:
@@ -308,11 +366,22 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     for position, entry in enumerate(target._entries):
         for name in shifted:
             key, index = choose_spelling(state).stacked_place(name)
-            if entry.key.startswith("optimizer.state.") and entry.key.endswith(key) and entry.offsets[: len(index)] == index:
-                moved = in_memory(torch.roll(entry.tensor.read().reshape(-1), 3).reshape(entry.tensor.shape))
-                target._entries[position] = type(entry)(entry.key, entry.shape, entry.offsets, moved)
+            if (
+                entry.key.startswith("optimizer.state.")
+                and entry.key.endswith(key)
+                and entry.offsets[: len(index)] == index
+            ):
+                moved = in_memory(
+                    torch.roll(entry.tensor.read().reshape(-1), 3).reshape(entry.tensor.shape)
+                )
+                target._entries[position] = type(entry)(
+                    entry.key, entry.shape, entry.offsets, moved
+                )
     conversion.convert(
-        type(target)(target._entries, extra_files=target._extra_files), new_checkpoint(path, 3), "x", show_progress=False
+        type(target)(target._entries, extra_files=target._extra_files),
+        new_checkpoint(path, 3),
+        "x",
+        show_progress=False,
     )
 
 
@@ -321,7 +390,10 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
     with_shifted_state(tmp_path / "in", shifted)
     state = open_checkpoint(tmp_path / "in").state()
     notes = conversion.convert(
-        fsdp_dtensor.target(state, choose_spelling(state)), new_checkpoint(tmp_path / "out", 3), "test", show_progress=False
+        fsdp_dtensor.target(state, choose_spelling(state)),
+        new_checkpoint(tmp_path / "out", 3),
+        "test",
+        show_progress=False,
     )
     assert [note.partition(":")[0] for note in notes] == sorted(shifted)
     there = open_checkpoint(tmp_path / "out").state()
@@ -331,11 +403,17 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
         assert torch.equal(there.weights[name].read(), kept), name
         assert there.step_of(name) == (0.0 if name in shifted else 3.0), name
         for slot, moment in there.moments[name].items():
-            expected = torch.zeros(tensor.shape) if name in shifted else original.moments[name][slot].read()
+            expected = (
+                torch.zeros(tensor.shape)
+                if name in shifted
+                else original.moments[name][slot].read()
+            )
             assert torch.equal(moment.read(), expected), (name, slot)
 
 
-def test_negative_zeros_and_numbers_that_are_none_contradict_nothing_they_should_not(tmp_path: Path) -> None:
+def test_negative_zeros_and_numbers_that_are_none_contradict_nothing_they_should_not(
+    tmp_path: Path,
+) -> None:
     """A main weight that is NaN belongs to a weight that is NaN."""
     state = small_models.state_of(small_models.shapes_of())
     values = state.weights["output_layer.weight"].read()
@@ -351,10 +429,20 @@ def test_numpy_states_survive(tmp_path: Path) -> None:
     state = small_models.state_of(small_models.shapes_of())
     numpy_state = numpy.random.RandomState(5).get_state()
     state.random_states = {
-        (stage, slice_): [{"np_rng_state": numpy_state, "rng_tracker_states": {"model-parallel-rng": torch.arange(5)}}] * 2
+        (stage, slice_): (
+            [
+                {
+                    "np_rng_state": numpy_state,
+                    "rng_tracker_states": {"model-parallel-rng": torch.arange(5)},
+                }
+            ]
+            * 2
+        )
         for stage in range(2)
         for slice_ in range(2)
     }
     path = small_models.write(state, tmp_path / "in")
-    back = converted(converted(path, tmp_path / "out", "fsdp_dtensor").directory, tmp_path / "back", "torch_dist").state()
+    back = converted(
+        converted(path, tmp_path / "out", "fsdp_dtensor").directory, tmp_path / "back", "torch_dist"
+    ).state()
     assert same(back.random_states, state.random_states)

@@ -27,7 +27,15 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from megatron.checkpoint import safe_pickle
 from megatron.checkpoint.safe_pickle import RefusedPickle
 from tests.checkpoint import samples
-from tests.checkpoint.crafted_files import Call, archive, call, named, text, touch, two_faced_archive
+from tests.checkpoint.crafted_files import (
+    Call,
+    archive,
+    call,
+    named,
+    text,
+    touch,
+    two_faced_archive,
+)
 
 NAMESPACE = named("argparse", "Namespace")
 EMPTY = pickle.PROTO + b"\x04"
@@ -46,24 +54,39 @@ def build_on_class(marker: Path) -> bytes:
 
 
 def build_on_stand_in(key: str, value: bytes = b"K\x01") -> bytes:
-    member = named("megatron.core.enums", "ModelType") + pickle.MARK + b"K\x01" + pickle.TUPLE + pickle.REDUCE
+    member = (
+        named("megatron.core.enums", "ModelType")
+        + pickle.MARK
+        + b"K\x01"
+        + pickle.TUPLE
+        + pickle.REDUCE
+    )
     return EMPTY + member + b"}" + text(key) + value + b"s" + pickle.BUILD + pickle.STOP
 
 
-# Each makes the file `marker` if anything in it is run by an unpickler that trusts it, or asks for what it must not get.
+# Each makes the file `marker` if anything in it is run by an unpickler that trusts it, or asks for
+# what it must not get.
 HOSTILE = {
     "os.system": touch,
     "posix.system": lambda marker: call("posix", "system", text(f"touch {marker}")),
     "subprocess": lambda marker: pickle.dumps(Call(subprocess.run, ["touch", str(marker)])),
     "eval": lambda marker: pickle.dumps(Call(eval, f"open({str(marker)!r}, 'w')")),
-    "exec of Python 2": lambda marker: call("__builtin__", "exec", text(f"open({str(marker)!r}, 'w')")),
+    "exec of Python 2": lambda marker: call(
+        "__builtin__", "exec", text(f"open({str(marker)!r}, 'w')")
+    ),
     "open": lambda marker: pickle.dumps(Call(open, str(marker), "w")),
-    "getattr of a module": lambda marker: call("builtins", "getattr", named("os", "path"), text("os")),
-    "getattr of a listed class": lambda marker: call("builtins", "getattr", NAMESPACE, text("__subclasses__")),
+    "getattr of a module": lambda marker: call(
+        "builtins", "getattr", named("os", "path"), text("os")
+    ),
+    "getattr of a listed class": lambda marker: call(
+        "builtins", "getattr", NAMESPACE, text("__subclasses__")
+    ),
     "getattr of a dunder": lambda marker: call(
         "builtins", "getattr", named("megatron.core.enums", "ModelType"), text("mro.x")
     ),
-    "getattr of a signal": lambda marker: call("builtins", "getattr", named("signal", "Signals"), text("__init__")),
+    "getattr of a signal": lambda marker: call(
+        "builtins", "getattr", named("signal", "Signals"), text("__init__")
+    ),
     "setattr": lambda marker: call("builtins", "setattr", NAMESPACE, text("x"), b"K\x01"),
     "__import__": lambda marker: call("builtins", "__import__", text("os")),
     "type": lambda marker: call("builtins", "type", text("X"), b")", b"}"),
@@ -77,8 +100,12 @@ HOSTILE = {
         "megatron.core.dist_checkpointing.strategies.common", "load_common", text("x")
     ),
     "module of Megatron-Core": lambda marker: call("megatron.core.rerun_state_machine", "os"),
-    "other class of Megatron-Core": lambda marker: call("megatron.core.utils", "GlobalMemoryBuffer"),
-    "copyreg": lambda marker: call("copyreg", "_reconstructor", NAMESPACE, named("builtins", "object"), pickle.NONE),
+    "other class of Megatron-Core": lambda marker: call(
+        "megatron.core.utils", "GlobalMemoryBuffer"
+    ),
+    "copyreg": lambda marker: call(
+        "copyreg", "_reconstructor", NAMESPACE, named("builtins", "object"), pickle.NONE
+    ),
     "codecs": lambda marker: pickle.dumps(Call(codecs.decode, "x", "rot13")),
     "another codec": lambda marker: call("_codecs", "encode", text("x"), text("rot13")),
     "functools": lambda marker: pickle.dumps(functools.partial(os.system, f"touch {marker}")),
@@ -91,12 +118,16 @@ HOSTILE = {
     "torch.load of its module": lambda marker: call("torch.serialization", "load", text("x")),
     "torch.jit": lambda marker: call("torch.jit", "load", text("x")),
     "bytes of a storage": lambda marker: call("torch.storage", "_load_from_bytes", b"C\x01x"),
-    "storage of a file": lambda marker: call("torch.storage", "UntypedStorage.from_file", text("x")),
+    "storage of a file": lambda marker: call(
+        "torch.storage", "UntypedStorage.from_file", text("x")
+    ),
     "tensor subclass": lambda marker: call("torch._tensor", "_rebuild_from_type_v2"),
     "pickle in a pickle": lambda marker: pickle.dumps(Call(pickle.loads, touch(marker))),
     "numpy object array": object_array,
     "numpy.load": lambda marker: call("numpy", "load", text("x")),
-    "numpy testing": lambda marker: call("numpy.testing._private.utils", "runstring", text("x"), b"}"),
+    "numpy testing": lambda marker: call(
+        "numpy.testing._private.utils", "runstring", text("x"), b"}"
+    ),
     "timeit": lambda marker: call("timeit", "timeit", text("x")),
     "build on a class": build_on_class,
     "build on a function": lambda marker: (
@@ -106,7 +137,9 @@ HOSTILE = {
     "build of a function's defaults": lambda marker: (
         EMPTY + named("_codecs", "encode") + b"(N}" + text("__defaults__") + b")stb."
     ),
-    "function of a stand-in's module": lambda marker: call("megatron.core.rerun_state_machine", "getenv", text("HOME")),
+    "function of a stand-in's module": lambda marker: call(
+        "megatron.core.rerun_state_machine", "getenv", text("HOME")
+    ),
     "extension registry": lambda marker: EMPTY + b"\x82\x01.",
 }
 
@@ -124,10 +157,16 @@ def test_nothing_that_a_pickle_names_is_run(kind: str, wrap: str, marker: Path) 
     if wrap == "in a list":
         pickled = EMPTY + b"](" + inner.removeprefix(EMPTY) + b"e."
     elif wrap == "in args":
-        pickled = EMPTY + NAMESPACE + b")\x81}" + text("exit_signal") + inner.removeprefix(EMPTY) + b"sb."
+        pickled = (
+            EMPTY + NAMESPACE + b")\x81}" + text("exit_signal") + inner.removeprefix(EMPTY) + b"sb."
+        )
     before = dict(vars(argparse.Namespace)), dict(vars(torch._utils._rebuild_tensor_v2))
     with pytest.raises(ValueError) as error:
-        safe_pickle.load_torch(archive(pickled)) if wrap == "in torch.save" else safe_pickle.load(pickled)
+        (
+            safe_pickle.load_torch(archive(pickled))
+            if wrap == "in torch.save"
+            else safe_pickle.load(pickled)
+        )
     if kind != "extension registry":
         assert isinstance(error.value, RefusedPickle), error.value
         assert str(error.value).startswith("the pickle ")
@@ -182,7 +221,9 @@ def test_torch_script_is_refused_even_in_an_archive_that_shows_data_to_python() 
     program = torch_script()
     crafted = two_faced_archive(archive(pickle.dumps([1], 2)), program)
     with zipfile.ZipFile(io.BytesIO(crafted)) as file:
-        assert file.testzip() is None and not any(name.endswith("constants.pkl") for name in file.namelist())
+        assert file.testzip() is None and not any(
+            name.endswith("constants.pkl") for name in file.namelist()
+        )
     for data in (program, crafted):
         with pytest.raises(RefusedPickle, match="TorchScript"):
             safe_pickle.load_torch(data)
@@ -198,12 +239,26 @@ def test_files_of_torch_before_its_archives_are_refused(marker: Path) -> None:
     assert not marker.exists()
 
 
-# ---- what real files hold ----------------------------------------------------------------------------------------------
+# ---- what real files hold
+# ----------------------------------------------------------------------------------------------
 
 
 def test_everything_plain_comes_back() -> None:
     value: dict[str, Any] = {
-        "numbers": [1, 2.5, 1j, None, True, 2**70, b"bytes", bytearray(b"x"), range(3), slice(1, 2), {1}, frozenset({2})],
+        "numbers": [
+            1,
+            2.5,
+            1j,
+            None,
+            True,
+            2**70,
+            b"bytes",
+            bytearray(b"x"),
+            range(3),
+            slice(1, 2),
+            {1},
+            frozenset({2}),
+        ],
         "torch": (torch.float32, torch.Size([2]), torch.device("cpu"), torch.strided),
         "signal": signal.SIGTERM,
         "args": argparse.Namespace(betas=(0.9, 0.95), nested={"a": [1]}),
@@ -215,7 +270,9 @@ def test_everything_plain_comes_back() -> None:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_random_states_of_numpy_come_back(protocol: int) -> None:
     state = numpy.random.RandomState(1).get_state()
-    back = safe_pickle.load(pickle.dumps((state, numpy.float64(1.5), numpy.array(["a"], dtype=object)), protocol))
+    back = safe_pickle.load(
+        pickle.dumps((state, numpy.float64(1.5), numpy.array(["a"], dtype=object)), protocol)
+    )
     assert back[0][0] == state[0] and numpy.array_equal(back[0][1], state[1])
     assert back[1] == 1.5 and list(back[2]) == ["a"]
 
@@ -223,7 +280,9 @@ def test_random_states_of_numpy_come_back(protocol: int) -> None:
 @pytest.mark.parametrize("module", ["numpy.core.multiarray", "numpy._core.multiarray"])
 def test_both_spellings_of_numpy_are_read(module: str) -> None:
     pickled = pickle.dumps(numpy.arange(3), 2)
-    spelled = pickled.replace(b"numpy._core.multiarray", module.encode()).replace(b"numpy.core.multiarray", module.encode())
+    spelled = pickled.replace(b"numpy._core.multiarray", module.encode()).replace(
+        b"numpy.core.multiarray", module.encode()
+    )
     assert module.encode() in spelled
     assert numpy.array_equal(safe_pickle.load(spelled), numpy.arange(3))
 
@@ -244,7 +303,10 @@ def test_tensors_of_every_kind_come_back() -> None:
         torch.randn(2).to(torch.bfloat16),
     ]
     back = safe_pickle.load_torch(safe_pickle.save_torch(values))
-    assert all(torch.equal(mine, theirs) and mine.dtype == theirs.dtype for mine, theirs in zip(back, values))
+    assert all(
+        torch.equal(mine, theirs) and mine.dtype == theirs.dtype
+        for mine, theirs in zip(back, values)
+    )
     parameter = safe_pickle.load_torch(safe_pickle.save_torch(torch.nn.Parameter(torch.ones(2))))
     assert torch.equal(parameter.data, torch.ones(2))
 
@@ -259,7 +321,9 @@ ENUMS = {
 def by_name(member: Any) -> bytes:
     """As early releases of Python 3.11 and 3.12 pickle it."""
     owner = type(member)
-    return call("builtins", "getattr", named(owner.__module__, owner.__qualname__), text(member.name))
+    return call(
+        "builtins", "getattr", named(owner.__module__, owner.__qualname__), text(member.name)
+    )
 
 
 def by_value(member: Any) -> bytes:
@@ -284,7 +348,9 @@ def test_members_of_enums_go_out_under_their_own_names(kind: str, spelled: Any) 
 
 
 def test_stand_ins_of_one_class_are_equal_by_their_data() -> None:
-    first, same, other = (safe_pickle.stand_in("megatron.core.enums", "ModelType")(number) for number in (1, 1, 2))
+    first, same, other = (
+        safe_pickle.stand_in("megatron.core.enums", "ModelType")(number) for number in (1, 1, 2)
+    )
     assert first == same and first != other
     assert first != safe_pickle.stand_in("megatron.core.enums", "Other")(1)
 
@@ -309,7 +375,9 @@ def test_arguments_of_samples_are_written_as_megatron_core_reads_them(name: str)
     written = torch.load(io.BytesIO(safe_pickle.save_torch(loaded)), weights_only=False)
     assert vars(written["args"]) == vars(original["args"])
     assert isinstance(written["args"].attention_backend, AttnBackend)
-    assert {key: value for key, value in written.items() if key != "args"}.keys() == original.keys() - {"args"}
+    assert {
+        key: value for key, value in written.items() if key != "args"
+    }.keys() == original.keys() - {"args"}
     assert str(written) == str(original)
 
 
@@ -326,8 +394,8 @@ sys.meta_path.insert(0, Block())
 def test_stand_ins_need_no_megatron_core(tmp_path: Path) -> None:
     source, target = tmp_path / "in.pt", tmp_path / "out.pt"
     torch.save({"backend": AttnBackend.fused}, source)
-    program = BLOCKED + (
-        "from megatron.checkpoint import safe_pickle\n"
+    program = (
+        BLOCKED + "from megatron.checkpoint import safe_pickle\n"
         f"value = safe_pickle.load_torch(open({str(source)!r}, 'rb').read())\n"
         f"open({str(target)!r}, 'wb').write(safe_pickle.save_torch(value))\n"
     )
@@ -366,5 +434,7 @@ def test_a_changed_archive_is_an_error() -> None:
     ],
     ids=["a signal by its name", "a signal", "a memory format"],
 )
-def test_members_of_enums_are_read_as_early_releases_of_python_3_11_write_them(data: bytes, expected: enum.Enum) -> None:
+def test_members_of_enums_are_read_as_early_releases_of_python_3_11_write_them(
+    data: bytes, expected: enum.Enum
+) -> None:
     assert safe_pickle.load(data) is expected

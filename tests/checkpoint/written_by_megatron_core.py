@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch_dist checkpoints as Megatron-Core writes them, and the optimizer state of its ranks. Jobs for the rank pool."""
+"""torch_dist checkpoints as Megatron-Core writes them, and the optimizer state of its ranks.
+
+Jobs for the rank pool.
+"""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +28,10 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
-    from megatron.training import checkpointing, torch_dist_checkpoint  # not where `live_state` is used with an old release
+    from megatron.training import (
+        checkpointing,
+        torch_dist_checkpoint,
+    )  # not where `live_state` is used with an old release
     from tests.training.training_runs import pretrain
 
     states: list[State | None] = []
@@ -38,7 +44,10 @@ def write(command_line: str, layout: str | None = None) -> State | None:
     def with_layout(args: Any) -> dict[str, Any]:
         return metadata(args) | ({"distrib_optim_sharding_type": layout} if layout else {})
 
-    with patch.object(checkpointing, "save", save), patch.object(torch_dist_checkpoint, "content_metadata", with_layout):
+    with (
+        patch.object(checkpointing, "save", save),
+        patch.object(torch_dist_checkpoint, "content_metadata", with_layout),
+    ):
         pretrain(command_line)
     return states[-1]
 
@@ -49,7 +58,9 @@ def live_state(args: Any, model: list[Any], optimizer: Any) -> State | None:
     mine = [piece for inner in chain for piece in _pieces(args, model, inner)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return _whole(piece for pieces in everyone for piece in pieces) if dist.get_rank() == 0 else None
+    return (
+        _whole(piece for pieces in everyone for piece in pieces) if dist.get_rank() == 0 else None
+    )
 
 
 def _pieces(args: Any, model: list[Any], optimizer: Any) -> Iterator[dict[str, Any]]:
@@ -86,11 +97,15 @@ def _slice(is_expert: bool) -> int:
 
 def _global_name(args: Any, name: str, numbers: list[int]) -> str:
     name = _LAYER.sub(lambda found: str(numbers[int(found[0])]), name)
-    first = parallel_state.get_expert_model_parallel_rank() * ((args.num_experts or 0) // args.expert_model_parallel_size)
+    first = parallel_state.get_expert_model_parallel_rank() * (
+        (args.num_experts or 0) // args.expert_model_parallel_size
+    )
     return _EXPERT.sub(lambda found: str(first + int(found[0])), name)
 
 
-def _slots(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
+def _slots(
+    optimizer: Any,
+) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[str, torch.Tensor]]]:
     if isinstance(optimizer, DistributedOptimizer):
         if getattr(optimizer, "is_stub_optimizer", False):
             return
@@ -108,7 +123,10 @@ def _slots(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int, int, dict[
     ):
         main.update(zip(main_group, model_group))
     for parameter, slots in optimizer.optimizer.state.items():
-        slots = {"param": parameter, **{slot: value for slot, value in slots.items() if slot != "step"}}
+        slots = {
+            "param": parameter,
+            **{slot: value for slot, value in slots.items() if slot != "step"},
+        }
         yield main.get(parameter, parameter), 0, parameter.numel(), slots
 
 
@@ -119,14 +137,22 @@ def _whole(pieces: Any) -> State:
         facts[piece["name"]] = piece
         for slot, value in piece["slots"].items():
             part = parts.setdefault((slot, piece["name"]), {})
-            flat = part.setdefault(piece["slice"], torch.full((torch.Size(piece["shape"]).numel(),), float("nan")))
+            flat = part.setdefault(
+                piece["slice"], torch.full((torch.Size(piece["shape"]).numel(),), float("nan"))
+            )
             flat[slice(*piece["range"])] = value
     state: State = {}
     for (slot, name), slices in parts.items():
         shaped = [slices[number].reshape(facts[name]["shape"]) for number in sorted(slices)]
         if facts[name]["gated"] and facts[name]["dim"] is not None:
-            shaped = [half for halves in zip(*(part.chunk(2) for part in shaped)) for half in halves]
-        whole = torch.cat(shaped, dim=facts[name]["dim"]) if facts[name]["dim"] is not None else shaped[0]
+            shaped = [
+                half for halves in zip(*(part.chunk(2) for part in shaped)) for half in halves
+            ]
+        whole = (
+            torch.cat(shaped, dim=facts[name]["dim"])
+            if facts[name]["dim"] is not None
+            else shaped[0]
+        )
         assert not whole.isnan().any(), (slot, name)
         state.setdefault(slot, {})[name] = whole
     return state

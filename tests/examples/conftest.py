@@ -26,7 +26,9 @@ class Shell:
     directory: Path
     environment: dict[str, str]
 
-    def run(self, *command: str | Path, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str | Path, timeout: float = 120, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end; its output and errors are one text, `stdout`."""
         return subprocess.run(
             list(map(str, command)), cwd=self.directory, env={**self.environment, **environment}, timeout=timeout, text=True,

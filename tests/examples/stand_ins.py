@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What shell scripts find in their path instead of torchrun, python and Slurm: one machine plays all nodes.
 
-Called with the name of the command and its words. `RECORD` names a file to which torchrun and python then write their words
-and environment, instead of running anything; otherwise `warm_programs` runs them. Imports no more than it needs: it starts
-often.
+Called with the name of the command and its words. `RECORD` names a file to which torchrun and
+python then write their words and environment, instead of running anything; otherwise
+`warm_programs` runs them. Imports no more than it needs: it starts often.
 """
 
 import json
@@ -40,7 +40,12 @@ def python(words: list[str]) -> int:
 
 def ask(program: str, words: list[str]) -> int:
     """Have the words run, with this process' directory, environment and streams; the exit code."""
-    request = {"program": program, "words": words, "directory": os.getcwd(), "environment": {**os.environ}}
+    request = {
+        "program": program,
+        "words": words,
+        "directory": os.getcwd(),
+        "environment": {**os.environ},
+    }
     if "RECORD" in os.environ:
         with open(os.environ["RECORD"], "a") as file:
             file.write(json.dumps(request) + "\n")
@@ -59,7 +64,9 @@ def sbatch(words: list[str]) -> int:
     first = next(number for number, word in enumerate(words) if not word.startswith("-"))
     script = Path(words[first])
     directives = re.findall(r"^#SBATCH (--\S+)$", script.read_text(), re.MULTILINE)
-    settings = dict(word.removeprefix("--").partition("=")[::2] for word in [*directives, *words[:first]])
+    settings = dict(
+        word.removeprefix("--").partition("=")[::2] for word in [*directives, *words[:first]]
+    )
     assert settings["ntasks-per-node"] == "1", "torchrun is started once on every node"
     nodes = settings["nodes"]
     slurm = {"SLURM_JOB_ID": "1", "SLURM_NNODES": nodes, "SLURM_JOB_NODELIST": f"node[1-{nodes}]"}
@@ -67,7 +74,9 @@ def sbatch(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as spool, open("slurm-1.out", "ab") as output:
         copy = shutil.copy(script, Path(spool, "slurm_script"))
         command = ["bash", str(copy), *words[first + 1 :]]
-        code = subprocess.run(command, env={**os.environ, **slurm}, stdout=output, stderr=output).returncode
+        code = subprocess.run(
+            command, env={**os.environ, **slurm}, stdout=output, stderr=output
+        ).returncode
     print("Submitted batch job 1")
     return code
 
@@ -84,7 +93,9 @@ def srun(words: list[str]) -> int:
     while words[0].startswith("--"):
         words = words[1:]
     nodes = range(int(os.environ["SLURM_NNODES"]))
-    steps = [subprocess.Popen(words, env={**os.environ, "SLURM_NODEID": str(node)}) for node in nodes]
+    steps = [
+        subprocess.Popen(words, env={**os.environ, "SLURM_NODEID": str(node)}) for node in nodes
+    ]
     return max(step.wait() for step in steps)
 
 

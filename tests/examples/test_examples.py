@@ -44,15 +44,22 @@ def test_the_laptop_script_starts_a_run_that_the_program_accepts(tmp_path: Path)
     assert launch == ["--nproc_per_node", "2"]
     args, _ = parse_arguments(words, world_size=2, cuda=False, transformer_engine=False)
     assert args.use_megatron_fsdp and args.seed == 5 and args.save
-    parse_arguments([*words, "--train-iters", "20"], world_size=2, cuda=False, transformer_engine=False)  # as README has it
+    parse_arguments(
+        [*words, "--train-iters", "20"], world_size=2, cuda=False, transformer_engine=False
+    )  # as README has it
 
 
 @pytest.mark.parametrize("model", ["llama3", "qwen3", "mixtral", "deepseek_v3"])
 def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_path: Path) -> None:
     launch, words = command_line(f"pretrain_{model}_small.sh", tmp_path)
     ranks = int(launch[launch.index("--nproc_per_node") + 1])
-    line = f"{shlex.join(words)} {DATA} --train-iters 3 --seq-length 64 --global-batch-size 8 --micro-batch-size 1"
-    fsdp, ddp = run_ranks(ranks, train, line, line.replace("--use-megatron-fsdp", ""), timeout=300)[0]
+    line = (
+        f"{shlex.join(words)} {DATA} --train-iters 3 --seq-length 64 --global-batch-size 8"
+        " --micro-batch-size 1"
+    )
+    fsdp, ddp = run_ranks(ranks, train, line, line.replace("--use-megatron-fsdp", ""), timeout=300)[
+        0
+    ]
     assert_close(fsdp.losses, ddp.losses, 1e-5)
     assert_close(fsdp.column("grad-norm"), ddp.column("grad-norm"), 1e-5)
     assert fsdp.losses[-1] < fsdp.losses[0]
@@ -63,11 +70,14 @@ def test_the_plain_loop_learns_and_continues_from_its_checkpoint() -> None:
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
         str(ROOT / "examples" / "fully_shard_training_loop.py"), "--steps", "40",
     ]  # fmt: skip
-    run = subprocess.run(command, env=environment(os.environ["PATH"]), capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        command, env=environment(os.environ["PATH"]), capture_output=True, text=True, timeout=120
+    )
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr, run.stderr
     before, after = run.stdout.split("continuing from")
     first, last, resumed = (
-        float(line.split()[-1]) for line in (*before.splitlines()[:1], *before.splitlines()[-1:], after.splitlines()[1])
+        float(line.split()[-1])
+        for line in (*before.splitlines()[:1], *before.splitlines()[-1:], after.splitlines()[1])
     )
     assert last < first / 2 and resumed < first / 2, run.stdout

@@ -27,7 +27,9 @@ class Step:
 
 def steps() -> list[Step]:
     text = GUIDE.read_text()
-    assert text.count("```") == 2 * len(BLOCK.findall(text)), "every block of the guide is commands or output"
+    assert text.count("```") == 2 * len(BLOCK.findall(text)), (
+        "every block of the guide is commands or output"
+    )
     found: list[Step] = []
     for kind, content in BLOCK.findall(text):
         if kind == "text":
@@ -79,20 +81,30 @@ def test_a_block_of_commands_prints_what_is_quoted(number: int, run: Run) -> Non
     lines = iter(output.splitlines())
     for quoted in step.quoted.splitlines():
         if quoted != "...":
-            assert any(matches(quoted, line) for line in lines), f"{quoted!r} is not, or not in this place, in\n{output}"
+            assert any(matches(quoted, line) for line in lines), (
+                f"{quoted!r} is not, or not in this place, in\n{output}"
+            )
 
 
 def losses(run: Run, name: str) -> dict[int, float]:
-    entries = map(json.loads, (run.directory / "checkpoints" / name / "losses.jsonl").read_text().splitlines())
+    entries = map(
+        json.loads, (run.directory / "checkpoints" / name / "losses.jsonl").read_text().splitlines()
+    )
     return {entry["iteration"]: entry["train"] for entry in entries}
 
 
-@pytest.mark.parametrize(("name", "first"), [("fsdp", 7), ("3d_end", 10)], ids=["with_fsdp", "and_back"])
-def test_the_loss_curve_continues_as_if_nothing_had_happened(name: str, first: int, run: Run) -> None:
+@pytest.mark.parametrize(
+    ("name", "first"), [("fsdp", 7), ("3d_end", 10)], ids=["with_fsdp", "and_back"]
+)
+def test_the_loss_curve_continues_as_if_nothing_had_happened(
+    name: str, first: int, run: Run
+) -> None:
     whole, continued = losses(run, "3d"), losses(run, name)
     assert list(continued) == list(range(first, 13)) and list(whole) == list(range(1, 13))
     assert whole[12] < whole[7] < whole[1] - 1
-    assert continued == pytest.approx({iteration: whole[iteration] for iteration in continued}, rel=1e-5)
+    assert continued == pytest.approx(
+        {iteration: whole[iteration] for iteration in continued}, rel=1e-5
+    )
 
 
 def test_the_guide_names_only_files_that_exist() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scripts for large models, for clusters and for conversion: every flag is parsed as on the machine that they are for,
-and every script is run to its end with a smaller model on CPU ranks."""
+and every script is run to its end with a smaller model on CPU ranks.
+"""
 
 import argparse
 import json
@@ -34,8 +35,12 @@ def write_tokenizer(folder: Path) -> Path:
     """A Hugging Face tokenizer of the hundred ids that the corpus has."""
     folder.mkdir(exist_ok=True)
     words = {str(number): number for number in range(99)} | {"<eos>": 99}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}')
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>")).save(
+        str(folder / "tokenizer.json")
+    )
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}'
+    )
     return folder
 
 
@@ -43,7 +48,14 @@ def words_of(script: str, shell: Shell, *more: str, **environment: str) -> list[
     """What the script has torchrun and python do; on a cluster, once for each node."""
     record = shell.directory / "record"
     starter = "sbatch" if script.startswith("sbatch") else "bash"
-    done = shell.run(starter, FOLDER / script, *more, RECORD=str(record), CUDA_DEVICE_MAX_CONNECTIONS="1", **environment)
+    done = shell.run(
+        starter,
+        FOLDER / script,
+        *more,
+        RECORD=str(record),
+        CUDA_DEVICE_MAX_CONNECTIONS="1",
+        **environment,
+    )
     assert done.returncode == 0, done.stdout
     return [json.loads(line) for line in record.read_text().splitlines()]
 
@@ -59,9 +71,15 @@ def parsed(request: dict[str, Any], with_gpus: bool = True) -> argparse.Namespac
         command_line.main.commands[words[0]].make_context(words[0], list(words[1:]))
         return None
     assert script == "pretrain_gpt.py"
-    with patch.object(rope_utils, "fused_apply_rotary_pos_emb", "as where Transformer Engine is installed"):
+    with patch.object(
+        rope_utils, "fused_apply_rotary_pos_emb", "as where Transformer Engine is installed"
+    ):
         return parse_arguments(
-            words, world_size=num_ranks, cuda=with_gpus, transformer_engine=with_gpus, environment=request["environment"]
+            words,
+            world_size=num_ranks,
+            cuda=with_gpus,
+            transformer_engine=with_gpus,
+            environment=request["environment"],
         )[0]
 
 
@@ -81,16 +99,27 @@ def test_the_shell_understands_the_script(script: str, shell: Shell) -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
-# ---- DeepSeek-V3 --------------------------------------------------------------------------------------------------------
+# ---- DeepSeek-V3
+# --------------------------------------------------------------------------------------------------------
 
 
-def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(shell: Shell, tmp_path: Path) -> None:
+def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
+    shell: Shell, tmp_path: Path
+) -> None:
     data = {"DATA_PATH": str(CORPUS), "TOKENIZER": str(write_tokenizer(tmp_path / "tokenizer"))}
     requests = words_of("sbatch_mfsdp_deepseek_v3.sh", shell, "--seed", "5", **data)
     assert len(requests) == 64 and len({tuple(request["words"]) for request in requests}) == 1
-    assert requests[0]["words"][:2] == ["--nnodes", "64"] and "127.0.0.1:" in requests[0]["words"][9]
+    assert (
+        requests[0]["words"][:2] == ["--nnodes", "64"] and "127.0.0.1:" in requests[0]["words"][9]
+    )
     args = parsed(requests[0])
-    assert args is not None and args.world_size == 512 and args.seed == 5 and args.bf16 and args.init_model_with_meta_device
+    assert (
+        args is not None
+        and args.world_size == 512
+        and args.seed == 5
+        and args.bf16
+        and args.init_model_with_meta_device
+    )
     assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in request["environment"] for request in requests)
     main, active, predicting = deepseek_parameters(args)
     assert (round(main / 1e9), round(active / 1e9), round(predicting / 1e9, 1)) == (671, 37, 11.6)
@@ -99,7 +128,9 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(shell: S
 def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
     """Parameters of the model, those that one token meets (without the embedding), and of the layer for one more token."""
     hidden, heads = args.hidden_size, args.num_attention_heads
-    queries = args.q_lora_rank * (hidden + 1 + heads * (args.qk_head_dim + args.qk_pos_emb_head_dim))
+    queries = args.q_lora_rank * (
+        hidden + 1 + heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    )
     keys = hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim) + args.kv_lora_rank
     values = args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
     attention = queries + keys + values + heads * args.v_head_dim * hidden + 2 * hidden
@@ -107,21 +138,80 @@ def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
     beside = (hidden + 1) * args.num_experts + 3 * hidden * args.moe_shared_expert_intermediate_size
     dense, sparse = args.moe_layer_freq.count(0), args.moe_layer_freq.count(1)
     vocabulary = args.padded_vocab_size * hidden
-    rest = 2 * vocabulary + hidden + dense * (attention + 3 * hidden * args.ffn_hidden_size) + sparse * (attention + beside)
+    rest = (
+        2 * vocabulary
+        + hidden
+        + dense * (attention + 3 * hidden * args.ffn_hidden_size)
+        + sparse * (attention + beside)
+    )
     predicting = attention + beside + args.num_experts * expert + 2 * hidden * hidden + 3 * hidden
-    return rest + sparse * args.num_experts * expert, rest - vocabulary + sparse * args.moe_router_topk * expert, predicting
+    return (
+        rest + sparse * args.num_experts * expert,
+        rest - vocabulary + sparse * args.moe_router_topk * expert,
+        predicting,
+    )
 
 
-SMALL_DEEPSEEK = """--num-layers 2 --moe-layer-freq [0]*1+[1]*1 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4
-    --q-lora-rank 24 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 4 --v-head-dim 8 --num-experts 16
-    --moe-ffn-hidden-size 16 --moe-shared-expert-intermediate-size 16 --padded-vocab-size 128 --seq-length 32
-    --global-batch-size 8 --train-iters 4 --lr 1e-2 --lr-warmup-iters 1 --log-interval 1 --eval-iters 0
-    --init-method-std 0.02 --num-workers 0""".split()
+SMALL_DEEPSEEK = [
+    "--num-layers",
+    "2",
+    "--moe-layer-freq",
+    "[0]*1+[1]*1",
+    "--hidden-size",
+    "64",
+    "--ffn-hidden-size",
+    "96",
+    "--num-attention-heads",
+    "4",
+    "--q-lora-rank",
+    "24",
+    "--kv-lora-rank",
+    "16",
+    "--qk-head-dim",
+    "8",
+    "--qk-pos-emb-head-dim",
+    "4",
+    "--v-head-dim",
+    "8",
+    "--num-experts",
+    "16",
+    "--moe-ffn-hidden-size",
+    "16",
+    "--moe-shared-expert-intermediate-size",
+    "16",
+    "--padded-vocab-size",
+    "128",
+    "--seq-length",
+    "32",
+    "--global-batch-size",
+    "8",
+    "--train-iters",
+    "4",
+    "--lr",
+    "1e-2",
+    "--lr-warmup-iters",
+    "1",
+    "--log-interval",
+    "1",
+    "--eval-iters",
+    "0",
+    "--init-method-std",
+    "0.02",
+    "--num-workers",
+    "0",
+]
 
 
 def test_deepseek_v3_trains_in_small_and_the_next_job_goes_on(shell: Shell, tmp_path: Path) -> None:
-    environment = {"GPUS_PER_NODE": "1", "EXPERT_PARALLEL": "2", "CHECKPOINTS": str(tmp_path / "saved")}
-    environment |= {"DATA_PATH": f"1 {CORPUS} 2 {CORPUS}", "TOKENIZER": str(write_tokenizer(tmp_path / "t"))}
+    environment = {
+        "GPUS_PER_NODE": "1",
+        "EXPERT_PARALLEL": "2",
+        "CHECKPOINTS": str(tmp_path / "saved"),
+    }
+    environment |= {
+        "DATA_PATH": f"1 {CORPUS} 2 {CORPUS}",
+        "TOKENIZER": str(write_tokenizer(tmp_path / "t")),
+    }
     command = ["sbatch", "--nodes=2", FOLDER / "sbatch_mfsdp_deepseek_v3.sh", *SMALL_DEEPSEEK]
     jobs = [shell.run(*command, *more, **environment) for more in (["--exit-interval", "2"], [])]
     output = (tmp_path / "slurm-1.out").read_text()
@@ -136,14 +226,23 @@ def test_deepseek_v3_trains_in_small_and_the_next_job_goes_on(shell: Shell, tmp_
 def test_a_job_submitted_elsewhere_says_so(script: str, shell: Shell, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     done = shell.run("sbatch", FOLDER / script, "in", "out", REPOSITORY=str(tmp_path / "elsewhere"))
-    assert done.returncode == 1 and "submit from the repository, or set REPOSITORY" in (tmp_path / "slurm-1.out").read_text()
+    assert (
+        done.returncode == 1
+        and "submit from the repository, or set REPOSITORY"
+        in (tmp_path / "slurm-1.out").read_text()
+    )
 
 
-# ---- Llama 3 8B ---------------------------------------------------------------------------------------------------------
+# ---- Llama 3 8B
+# ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", ["from_synthetic_tokens", "from_the_beginning", "from_hugging_face"])
-def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(start: str, shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "start", ["from_synthetic_tokens", "from_the_beginning", "from_hugging_face"]
+)
+def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(
+    start: str, shell: Shell, tmp_path: Path
+) -> None:
     folder = str(write_tokenizer(tmp_path / "model"))
     environments: dict[str, dict[str, str]] = {
         "from_synthetic_tokens": {},
@@ -156,47 +255,82 @@ def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(start: s
     assert args.finetune == bool(before) and args.world_size == 8 and args.seed == 5
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in requests[-1]["environment"]
     hidden, head = args.hidden_size, args.hidden_size // args.num_attention_heads
-    layer = 2 * hidden * (hidden + head * args.num_query_groups + 1) + 3 * hidden * args.ffn_hidden_size
+    layer = (
+        2 * hidden * (hidden + head * args.num_query_groups + 1) + 3 * hidden * args.ffn_hidden_size
+    )
     size = args.num_layers * layer + (2 * args.padded_vocab_size + 1) * hidden
     assert size == 8_030_261_248
 
 
-def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(shell: Shell, tmp_path: Path) -> None:
+def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
+    shell: Shell, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     code, output = tool("convert-to-hf", SAMPLE, model)
     assert code == 0, output
     write_tokenizer(model)
     code, output = tool("convert-from-hf", "--json", model, tmp_path / "flags")
     flags = json.loads(output)["model_flags"]
-    small = """--seq-length 32 --global-batch-size 8 --train-iters 4 --lr 5e-3 --log-interval 1 --eval-iters 0
-        --num-workers 0 --save-interval 2""".split()
+    small = [
+        "--seq-length",
+        "32",
+        "--global-batch-size",
+        "8",
+        "--train-iters",
+        "4",
+        "--lr",
+        "5e-3",
+        "--log-interval",
+        "1",
+        "--eval-iters",
+        "0",
+        "--num-workers",
+        "0",
+        "--save-interval",
+        "2",
+    ]
     command = ["bash", FOLDER / "pretrain_llama3_8b.sh", *flags, *small]
     environment = {"NPROC_PER_NODE": "2", "DATA_PATH": str(CORPUS), "HF_MODEL": str(model)}
     first = shell.run(*command, "--exit-interval", "2", **environment)
     second = shell.run(*command, **environment)
     assert first.returncode == second.returncode == 0, first.stdout + second.stdout
     assert "loaded the weights of checkpoints/llama3_8b_converted/release" in first.stdout
-    assert "loaded checkpoints/llama3_8b/iter_0000002, iteration 2" in second.stdout and "release" not in second.stdout
+    assert (
+        "loaded checkpoints/llama3_8b/iter_0000002, iteration 2" in second.stdout
+        and "release" not in second.stdout
+    )
     assert list(losses(first.stdout)) == [1, 2] and list(losses(second.stdout)) == [3, 4]
     assert losses(second.stdout)[4] < losses(first.stdout)[1]
 
 
-# ---- conversion ---------------------------------------------------------------------------------------------------------
+# ---- conversion
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_word_for_the_conversion_is_accepted(shell: Shell) -> None:
     options = ["--swiglu", "--output-model-weight-prefix", "model.module"]
     requests = words_of("sbatch_checkpoint_convert.sh", shell, "in", "out", *options)
     assert len(requests) == 2 and [parsed(request) for request in requests] == [None, None]
-    assert requests[0]["words"][-6:] == ["convert-torch-dist-to-fsdp-dtensor", "in", "out", *options]
+    assert requests[0]["words"][-6:] == [
+        "convert-torch-dist-to-fsdp-dtensor",
+        "in",
+        "out",
+        *options,
+    ]
 
 
-def test_a_checkpoint_is_converted_on_two_nodes_there_and_back(shell: Shell, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_on_two_nodes_there_and_back(
+    shell: Shell, tmp_path: Path
+) -> None:
     script = FOLDER / "sbatch_checkpoint_convert.sh"
     output = tmp_path / "slurm-1.out"
     there = shell.run("sbatch", script, SAMPLE, "there", "--swiglu", RANKS_PER_NODE="1")
     assert there.returncode == 0, output.read_text()
-    environment = {"INPUT": "there", "OUTPUT": "back", "COMMAND": "convert-fsdp-dtensor-to-torch-dist"}
+    environment = {
+        "INPUT": "there",
+        "OUTPUT": "back",
+        "COMMAND": "convert-fsdp-dtensor-to-torch-dist",
+    }
     back = shell.run("sbatch", script, RANKS_PER_NODE="1", **environment)
     assert back.returncode == 0, output.read_text()
     for result in ("there", "back"):
@@ -206,29 +340,54 @@ def test_a_checkpoint_is_converted_on_two_nodes_there_and_back(shell: Shell, tmp
     assert again.returncode == 1 and "nothing is overwritten" in output.read_text()
 
 
-def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(shell: Shell, tmp_path: Path) -> None:
+def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(
+    shell: Shell, tmp_path: Path
+) -> None:
     words = ["convert-torch-dist-to-fsdp-dtensor", SAMPLE, tmp_path / "out", "--swiglu"]
     with patch.object(conversion, "_finish", side_effect=KeyboardInterrupt):
         assert tool(*words)[0] != 0
     assert not (tmp_path / "out" / TRACKER).exists()
     written = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.distcp")}
-    done = shell.run("sbatch", FOLDER / "sbatch_checkpoint_convert.sh", *words[1:], RANKS_PER_NODE="1")
+    done = shell.run(
+        "sbatch", FOLDER / "sbatch_checkpoint_convert.sh", *words[1:], RANKS_PER_NODE="1"
+    )
     assert done.returncode == 0, (tmp_path / "slurm-1.out").read_text()
-    kept = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "iter_0000003").glob("*.distcp")}
+    kept = {
+        path.name: path.stat().st_mtime_ns
+        for path in (tmp_path / "out" / "iter_0000003").glob("*.distcp")
+    }
     assert kept == written and (tmp_path / "out" / TRACKER).read_text() == "3"
     assert tool("diff", SAMPLE, tmp_path / "out")[0] == 0
 
 
-# ---- the whole way in small ---------------------------------------------------------------------------------------------
+# ---- the whole way in small
+# ---------------------------------------------------------------------------------------------
 
 
-def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_face(shell: Shell, tmp_path: Path) -> None:
+def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_face(
+    shell: Shell, tmp_path: Path
+) -> None:
     script = "migrate_to_fsdp_laptop.sh"
     requests = words_of(script, shell, "--mock-data", "--vocab-size", "99")
     runs = [parsed(request, with_gpus=False) for request in requests]
-    assert [args.use_megatron_fsdp for args in runs if args is not None] == [False, True] and runs.count(None) == 6
+    assert [args.use_megatron_fsdp for args in runs if args is not None] == [
+        False,
+        True,
+    ] and runs.count(None) == 6
 
-    short = "--mock-data --vocab-size 99 --num-workers 0 --log-interval 1 --train-iters 6 --save-interval 3".split()
+    short = [
+        "--mock-data",
+        "--vocab-size",
+        "99",
+        "--num-workers",
+        "0",
+        "--log-interval",
+        "1",
+        "--train-iters",
+        "6",
+        "--save-interval",
+        "3",
+    ]
     done = shell.run("bash", FOLDER / script, *short, "--exit-interval", "3")
     assert done.returncode == 0, done.stdout
     results = tmp_path / "checkpoints" / "migration"

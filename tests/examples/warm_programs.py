@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported what the programs of this repository need, and forks every run of them.
 
-A run started by a shell takes four seconds of imports for each of its ranks, here it takes milliseconds. `stand_ins.py`
-puts a `torchrun` and a `python` in the shell's path that ask this process. Words of torchrun are read by its own parser.
+A run started by a shell takes four seconds of imports for each of its ranks, here it takes
+milliseconds. `stand_ins.py` puts a `torchrun` and a `python` in the shell's path that ask this
+process. Words of torchrun are read by its own parser.
 """
 
 import atexit
@@ -24,17 +25,31 @@ from typing import Any, NoReturn
 from megatron.training.noise import quieten
 
 ROOT = Path(__file__).parents[2]
-PRELOAD = """torch.distributed.run torch.distributed.checkpoint torch.distributed.tensor matplotlib.figure
-    matplotlib.backends.backend_agg megatron.training.loop megatron.checkpoint.command_line
-    transformers.models.auto.tokenization_auto""".split()
+PRELOAD = [
+    "torch.distributed.run",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "megatron.training.loop",
+    "megatron.checkpoint.command_line",
+    "transformers.models.auto.tokenization_auto",
+]
 
 
 @contextmanager
 def warm_programs(socket_path: Path) -> Iterator[None]:
     """The process, listening at `socket_path`, as long as the context lasts."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-m", __spec__.name, str(socket_path)]
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         yield
         process.communicate()  # closes its stdin, which ends it
@@ -72,12 +87,16 @@ def launch(connection: socket.socket) -> NoReturn:
     code = 1
     try:
         script, words, places = ranks_of(request)
-        code = run_ranks(script, words, [{**request["environment"], **place} for place in places], connection)
+        code = run_ranks(
+            script, words, [{**request["environment"], **place} for place in places], connection
+        )
     except BaseException:
         traceback.print_exc()
     stream.write(f"{code}\n")
     stream.flush()
-    os.killpg(0, signal.SIGKILL)  # with what ranks have left behind: it would hold the requester's output open
+    os.killpg(
+        0, signal.SIGKILL
+    )  # with what ranks have left behind: it would hold the requester's output open
     os._exit(0)
 
 
@@ -95,7 +114,10 @@ def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, st
         address, port = "127.0.0.1", str(free_port())
     world = {"WORLD_SIZE": str(nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node)}
     world |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    places = [{**world, "RANK": str(node * per_node + local), "LOCAL_RANK": str(local)} for local in range(per_node)]
+    places = [
+        {**world, "RANK": str(node * per_node + local), "LOCAL_RANK": str(local)}
+        for local in range(per_node)
+    ]
     return args.training_script, args.training_script_args, places
 
 
@@ -105,8 +127,13 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(script: str, words: list[str], environments: list[dict[str, str]], connection: socket.socket) -> int:
-    """Fork the ranks and wait; as with torchrun, one that fails ends the others. The first exit code that is not 0."""
+def run_ranks(
+    script: str, words: list[str], environments: list[dict[str, str]], connection: socket.socket
+) -> int:
+    """Fork the ranks and wait; as with torchrun, one that fails ends the others.
+
+    The first exit code that is not 0.
+    """
     ranks = set()
     for environment in environments:
         rank = os.fork()
@@ -132,7 +159,10 @@ def end_with(connection: socket.socket) -> None:
 
 
 def become_rank(script: str, words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run the script as a program. Python's main module stays this one: Megatron-Core's first save imports it once more."""
+    """Run the script as a program.
+
+    Python's main module stays this one: Megatron-Core's first save imports it once more.
+    """
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [script, *words]

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program for `torchrun`: trains compiled models, sharded, and compares with plain ones. See test_compile.py.
+"""A program for `torchrun`: trains compiled models, sharded, and compares with plain ones.
+
+See test_compile.py.
 
 Processes of their own, because the ranks of other tests were started with compilation switched off.
 """
@@ -81,12 +83,24 @@ def train(way: str, level: int, backend: str, mesh: DeviceMesh) -> None:
         with torch._dynamo.config.patch(error_on_recompile=step >= WARM):
             before = counters["stats"]["unique_graphs"]
             backward(called, step, dist.get_rank())
-            assert step < WARM or counters["stats"]["unique_graphs"] == before, f"compiled again in step {step}"
+            assert step < WARM or counters["stats"]["unique_graphs"] == before, (
+                f"compiled again in step {step}"
+            )
         named = {clean(name): parameter for name, parameter in model.named_parameters()}
-        check(model, {name: parameter.grad for name, parameter in named.items()}, expected, f"gradient in step {step}")
+        check(
+            model,
+            {name: parameter.grad for name, parameter in named.items()},
+            expected,
+            f"gradient in step {step}",
+        )
         expected_optimizer.step()
         optimizer.step()
-        check(model, named, {name: p.detach() for name, p in reference.named_parameters()}, f"weight after step {step}")
+        check(
+            model,
+            named,
+            {name: p.detach() for name, p in reference.named_parameters()},
+            f"weight after step {step}",
+        )
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
     evaluate(called, reference)
     assert inner(model) is module
@@ -96,7 +110,9 @@ def evaluate(model: nn.Module, reference: nn.Module) -> None:
     for each in (model, reference):
         each.eval()
     with torch.no_grad():
-        torch.testing.assert_close(model(batch(9, 0, 0)), reference(batch(9, 0, 0)), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(
+            model(batch(9, 0, 0)), reference(batch(9, 0, 0)), rtol=1e-11, atol=1e-11
+        )
 
 
 def clean(name: str) -> str:
@@ -104,14 +120,18 @@ def clean(name: str) -> str:
     return name.removeprefix("module.").replace("._orig_mod", "").replace(".block.", ".")
 
 
-def check(model: nn.Module, actual: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+def check(
+    model: nn.Module, actual: dict[str, Tensor], expected: dict[str, Tensor], what: str
+) -> None:
     assert list(actual) == list(expected)
     members = {clean(name): parameter._fsdp_sharded for name, parameter in model.named_parameters()}
     for name, whole in expected.items():
         run = members[name].run
         piece = actual[name].to_local().detach().reshape(-1)
         wanted = whole.detach().reshape(-1)[run.start : run.stop]
-        torch.testing.assert_close(piece, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {name}: {text}")
+        torch.testing.assert_close(
+            piece, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {name}: {text}"
+        )
 
 
 def main() -> None:

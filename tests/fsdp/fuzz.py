@@ -3,8 +3,8 @@
 
     python -m tests.fsdp.fuzz --draws 5000 --seed 1
 
-Each draw trains for a few steps and compares gradients, their norm, weights and outputs with an unsharded float64 reference.
-A failing draw is printed as a `Case`, to be kept as a named test.
+Each draw trains for a few steps and compares gradients, their norm, weights and outputs with an
+unsharded float64 reference. A failing draw is printed as a `Case`, to be kept as a named test.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ def draw_case(random: Random, world_size: int) -> Case:
         "enable_fine_grained_param_gather": 0.2,
     }.items():
         settings[name] = random.random() < share
-    settings["average_in_collective"] = not settings["calculate_per_token_loss"] and random.random() < 0.5
+    settings["average_in_collective"] = (
+        not settings["calculate_per_token_loss"] and random.random() < 0.5
+    )
     if random.random() < 0.2:
         settings["fsdp_unit_modules"] = []
-    # Expert-parallel ranks add up their outputs in another order than one rank: in bf16 that alone is too much.
+    # Expert-parallel ranks add up their outputs in another order than one rank: in bf16 that alone
+    # is too much.
     low = [torch.float32] if mesh.startswith("ep") else [torch.float32, torch.bfloat16]
     dtype = random.choice([torch.float64] * 5 + low)
     if dtype != torch.float64:
         settings["mixed_precision_policy"] = draw_policy(random, dtype)
-    # What is rounded to bf16 on the way to the weights parts them from those of the reference with the first update.
+    # What is rounded to bf16 on the way to the weights parts them from those of the reference with
+    # the first update.
     coarse = dtype == torch.bfloat16 and settings["mixed_precision_policy"] != MixedPrecisionPolicy(
         torch.float32, torch.float32, torch.float32
     )
@@ -69,7 +73,8 @@ def draw_case(random: Random, world_size: int) -> Case:
         steps=1 if coarse else random.randint(2, 4),
         evaluate=random.random() < 0.5,
         clip=random.choice([None, 2.0, 2.0, 1.0, inf]) if sync != "step" else None,
-        # Adam turns the sign of a rounding error into a step: with low precision it is nothing to compare.
+        # Adam turns the sign of a rounding error into a step: with low precision it is nothing to
+        # compare.
         optimizer=random.choice(["adamw", "sgd"]) if dtype == torch.float64 else "sgd",
         dtype=dtype,
         settings=settings,
@@ -87,9 +92,15 @@ def draw_mesh(random: Random, world_size: int) -> str:
 
 def draw_policy(random: Random, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Dtypes that lose nothing that the tolerance would show."""
-    main = random.choice([torch.float32, torch.float64] if dtype == torch.float32 else [torch.float32, torch.bfloat16, None])
+    main = random.choice(
+        [torch.float32, torch.float64]
+        if dtype == torch.float32
+        else [torch.float32, torch.bfloat16, None]
+    )
     grads = random.choice([torch.float32, torch.float32, None])
-    comm = random.choice([torch.float32, torch.bfloat16, None] if dtype == torch.bfloat16 else [torch.float32, None])
+    comm = random.choice(
+        [torch.float32, torch.bfloat16, None] if dtype == torch.bfloat16 else [torch.float32, None]
+    )
     return MixedPrecisionPolicy(main, grads, comm)
 
 
@@ -122,7 +133,9 @@ def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) 
             while first < each:
                 last = min(first + DRAWS_PER_JOB, each)
                 try:
-                    rank_pool.run_ranks(world_size, run_draws, seed, first, last, world_size, timeout=300)
+                    rank_pool.run_ranks(
+                        world_size, run_draws, seed, first, last, world_size, timeout=300
+                    )
                 except rank_pool.RankFailure as failure:
                     failures.append(str(failure))
                     tqdm.write(str(failure).partition("was still running")[0])
@@ -132,7 +145,9 @@ def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) 
                 bar.update(last - first)
                 done += last - first
                 first = last
-    click.echo(f"{done} draws, seed {seed}: {len(failures)} failures, {time.perf_counter() - begin:.0f} s")
+    click.echo(
+        f"{done} draws, seed {seed}: {len(failures)} failures, {time.perf_counter() - begin:.0f} s"
+    )
     raise SystemExit(bool(failures))
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small odd models: each has one property that sharding gets wrong easily.
 
-Every model maps `(x [batch, WIDTH], step)` to tensors in some nest; `units` are its unit classes. Widths are odd, so that no
-number of ranks divides them.
+Every model maps `(x [batch, WIDTH], step)` to tensors in some nest; `units` are its unit classes.
+Widths are odd, so that no number of ranks divides them.
 """
 
 from collections import namedtuple
@@ -160,7 +160,11 @@ class FrozenInPart(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        for parameter in (*self.embed.parameters(), *self.blocks[1].parameters(), self.blocks[2].up.weight):
+        for parameter in (
+            *self.embed.parameters(),
+            *self.blocks[1].parameters(),
+            self.blocks[2].up.weight,
+        ):
             parameter.requires_grad_(False)
 
 
@@ -222,7 +226,10 @@ class OddOutputs(Stack):
         nest = self.as_nest(self.embed(x))
         output = self.as_dataclass(nest.left["hidden"])
         body = self.body(output.hidden, step)
-        return {"out": Output(self.head(body), output.extra), "sides": (nest.right[0], nest.right[1][0])}
+        return {
+            "out": Output(self.head(body), output.extra),
+            "sides": (nest.right[0], nest.right[1][0]),
+        }
 
 
 class EditsItsInput(nn.Module):

@@ -37,7 +37,8 @@ class Drawn:
     layers: tuple[Layer, ...]
     seed: int = 0
     tied_layers: tuple[int, int] | None = None  # their up projections are one parameter
-    head: str = "linear"  # "linear", "tied" with the embedding, "functional": the code reads the embedding's weight
+    # "linear", "tied" with the embedding, "functional": the code reads the embedding's weight
+    head: str = "linear"
     frozen_embedding: bool = False
     skip: int | None = None  # a layer that odd steps leave out
     is_output_a_dict: bool = False
@@ -58,12 +59,16 @@ class Up(nn.Module):
 class Experts(nn.Module):
     """Some of the experts of a layer: every token goes to all of them, with weights that its first feature decides.
 
-    With expert parallelism ranks hold different ones: the tokens of the group are gathered, and its outputs added up.
+    With expert parallelism ranks hold different ones: the tokens of the group are gathered, and its
+    outputs added up.
     """
 
     def __init__(self, num_experts: int, hidden: int, places: ExpertPlaces) -> None:
         super().__init__()
-        everything = [nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH, bias=False)) for _ in range(num_experts)]
+        everything = [
+            nn.Sequential(nn.Linear(WIDTH, hidden), nn.Tanh(), nn.Linear(hidden, WIDTH, bias=False))
+            for _ in range(num_experts)
+        ]
         each = num_experts // places.size
         self.first = places.rank * each
         self.num_experts = num_experts
@@ -72,8 +77,13 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x if self.group is None else GatherTokens.apply(x, self.group)
-        weights = torch.softmax(tokens[:, :1] * torch.arange(1, self.num_experts + 1, dtype=tokens.dtype), dim=-1)
-        result = sum(expert(tokens) * weights[:, self.first + number, None] for number, expert in enumerate(self.local))
+        weights = torch.softmax(
+            tokens[:, :1] * torch.arange(1, self.num_experts + 1, dtype=tokens.dtype), dim=-1
+        )
+        result = sum(
+            expert(tokens) * weights[:, self.first + number, None]
+            for number, expert in enumerate(self.local)
+        )
         return result if self.group is None else ScatterSums.apply(result, self.group)
 
 
@@ -131,9 +141,15 @@ class DrawnBlock(nn.Module):
         self.norm = nn.LayerNorm(WIDTH) if layer.norm else nn.Identity()
         self.up = Up(layer.hidden, layer.bias)
         self.down = nn.Linear(layer.hidden, WIDTH, bias=layer.bias)
-        self.scale = nn.Parameter(torch.randn(() if layer.scale == "scalar" else WIDTH)) if layer.scale else None
+        self.scale = (
+            nn.Parameter(torch.randn(() if layer.scale == "scalar" else WIDTH))
+            if layer.scale
+            else None
+        )
         self.spare = nn.Parameter(torch.randn(3, 2)) if layer.unused else None
-        self.experts = Experts(layer.num_experts, layer.hidden, places) if layer.num_experts else None
+        self.experts = (
+            Experts(layer.num_experts, layer.hidden, places) if layer.num_experts else None
+        )
         for name in layer.frozen:
             self.get_submodule(name).requires_grad_(False)
 
@@ -156,7 +172,11 @@ class DrawnModel(nn.Module):
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
         self.layers = nn.ModuleList(DrawnBlock(layer, places) for layer in drawn.layers)
         self.norm = nn.LayerNorm(WIDTH)
-        self.head = None if drawn.head == "functional" else nn.Linear(WIDTH, WIDTH, bias=drawn.head != "tied")
+        self.head = (
+            None
+            if drawn.head == "functional"
+            else nn.Linear(WIDTH, WIDTH, bias=drawn.head != "tied")
+        )
         if drawn.head == "tied":
             self.head.weight = self.embed.weight
         if drawn.tied_layers:
@@ -180,7 +200,11 @@ class DrawnModel(nn.Module):
         kind = block.layer.recompute
         if kind == "reentrant" and not x.requires_grad:
             kind = ""  # torch would leave the block without gradients, and warn
-        return checkpoint(block, x, use_reentrant=kind == "reentrant") if kind and torch.is_grad_enabled() else block(x)
+        return (
+            checkpoint(block, x, use_reentrant=kind == "reentrant")
+            if kind and torch.is_grad_enabled()
+            else block(x)
+        )
 
     def global_name(self, name: str) -> str:
         """The name, in the model with all experts, of a parameter of this one."""
@@ -199,7 +223,10 @@ def draw_model(random: Random, num_experts: int = 0) -> Drawn:
     if len(layers) > 1 and random.random() < 0.3:
         tied = tuple(sorted(random.sample(range(len(layers)), 2)))
         hidden = layers[tied[0]].hidden
-        layers = tuple(Layer(**{**vars(layer), "hidden": hidden}) if number in tied else layer for number, layer in enumerate(layers))
+        layers = tuple(
+            Layer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
+            for number, layer in enumerate(layers)
+        )
     return Drawn(
         layers=layers,
         seed=random.randrange(1000),

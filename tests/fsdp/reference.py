@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with and without sharding, side by side: the central assertion of the engine's tests.
 
-The unsharded side runs on every rank, over the data of all ranks, and is plain PyTorch. Gradients are compared before every
-step (losses would not do: Adam hides a constant factor), weights after every step and, through a forward in evaluation, as
-the next forward sees them.
+The unsharded side runs on every rank, over the data of all ranks, and is plain PyTorch. Gradients
+are compared before every step (losses would not do: Adam hides a constant factor), weights after
+every step and, through a forward in evaluation, as the next forward sees them.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,10 @@ TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.bfloat16: 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One comparison. `sync`: "auto" (each backward), "no_sync" (the last one), "manual" (finish_grad_sync), "step"."""
+    """One comparison.
+
+    `sync`: "auto" (each backward), "no_sync" (the last one), "manual" (finish_grad_sync), "step".
+    """
 
     model: str | Drawn
     mesh: str = "flat"
@@ -53,8 +56,11 @@ def shard_mesh() -> DeviceMesh:
 
 
 class Meshes:
-    """The meshes of one job, each made when a case first asks for it. Kinds: "flat"; "default", none given; "gather_group";
-    "outer2", hybrid with two outer ranks; "cp2", the shard axis flattened from two; "ep2", expert parallelism of two."""
+    """The meshes of one job, each made when a case first asks for it.
+
+    Kinds: "flat"; "default", none given; "gather_group"; "outer2", hybrid with two outer ranks;
+    "cp2", the shard axis flattened from two; "ep2", expert parallelism of two.
+    """
 
     def __init__(self) -> None:
         self._made: dict[str, dict[str, Any]] = {}
@@ -71,17 +77,23 @@ class Meshes:
         if name == "default":
             return {}
         if name == "outer":
-            mesh = init_device_mesh("cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard"))
+            mesh = init_device_mesh(
+                "cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard")
+            )
             return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
         if name == "cp":
-            mesh = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp"))
+            mesh = init_device_mesh(
+                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp")
+            )
             mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
             return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
         flat = {"device_mesh": shard_mesh(), "dp_shard_dim": "dp_shard"}
         if name == "gather_group":
             return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}
         if name == "ep":
-            experts = init_device_mesh("cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep"))
+            experts = init_device_mesh(
+                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep")
+            )
             return {**flat, "expt_device_mesh": experts}
         return flat
 
@@ -89,7 +101,9 @@ class Meshes:
         experts = self.arguments(kind).get("expt_device_mesh")
         if experts is None:
             return ExpertPlaces()
-        return ExpertPlaces(experts.get_local_rank("ep"), experts["ep"].size(), experts["ep"].get_group())
+        return ExpertPlaces(
+            experts.get_local_rank("ep"), experts["ep"].size(), experts["ep"].get_group()
+        )
 
 
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
@@ -100,11 +114,16 @@ def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
 
 def loss_of(output: object) -> Tensor:
     """A number that every tensor of `output` adds to, each in its own way."""
-    return sum((number + 1) * (tensor.pow(2).mean() + tensor.mean()) for number, tensor in enumerate(tensors_in(output)))
+    return sum(
+        (number + 1) * (tensor.pow(2).mean() + tensor.mean())
+        for number, tensor in enumerate(tensors_in(output))
+    )
 
 
 def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int) -> Tensor:
-    inputs = [batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)]
+    inputs = [
+        batch(step, rank, microbatch, forward).to(case.dtype) for forward in range(case.forwards)
+    ]
     return sum(loss_of(model(x, step=step)) for x in inputs)
 
 
@@ -120,13 +139,18 @@ def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimiz
 
 def clip(model: nn.Module, order: float | None) -> float:
     """The norm of all gradients, which are scaled to a norm of one half."""
-    return 0.0 if order is None else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=order))
+    return (
+        0.0
+        if order is None
+        else float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type=order))
+    )
 
 
 @dataclass(frozen=True)
 class Step:
     """What one step of training leaves: the norm of final gradients, these, the size of what they are sums of, new weights,
-    all by name, and outputs."""
+    all by name, and outputs.
+    """
 
     norm: float
     gradients: dict[str, Tensor]
@@ -142,7 +166,14 @@ def unsharded_training(case: Case) -> list[Step]:
     """
     mean = not case.settings.get("calculate_per_token_loss", False)
     return _unsharded_training(
-        case.model, case.steps, case.microbatches, case.forwards, mean, case.clip, case.optimizer, case.dtype
+        case.model,
+        case.steps,
+        case.microbatches,
+        case.forwards,
+        mean,
+        case.clip,
+        case.optimizer,
+        case.dtype,
     )
 
 
@@ -161,7 +192,9 @@ def _unsharded_training(
     model = build(name).to(dtype)
     main = build(name).to(dtype).double()
     optimizer = optimizer_over(main, optimizer_name)
-    trainable = {key: parameter for key, parameter in main.named_parameters() if parameter.requires_grad}
+    trainable = {
+        key: parameter for key, parameter in main.named_parameters() if parameter.requires_grad
+    }
     trace = []
     for step in range(steps):
         model.load_state_dict(main.state_dict())
@@ -172,9 +205,13 @@ def _unsharded_training(
                 model.zero_grad()
                 loss_on(model, case, step, rank, microbatch).backward()
                 for key, parameter in model.named_parameters():
-                    if parameter.grad is not None:  # sharding gives a gradient of zero to what was not used
+                    if (
+                        parameter.grad is not None
+                    ):  # sharding gives a gradient of zero to what was not used
                         sums[key] += parameter.grad
-                        sizes[key] += float(parameter.grad.abs().max()) if parameter.numel() else 0.0
+                        sizes[key] += (
+                            float(parameter.grad.abs().max()) if parameter.numel() else 0.0
+                        )
         divisor = dist.get_world_size() if mean else 1
         for key, parameter in trainable.items():
             parameter.grad = sums[key] / divisor
@@ -185,7 +222,15 @@ def _unsharded_training(
         weights = {key: parameter.detach().clone() for key, parameter in main.named_parameters()}
         model.load_state_dict(main.state_dict())
         outputs = evaluate(model, step, dtype)
-        trace.append(Step(norm, gradients, {key: size * factor / divisor for key, size in sizes.items()}, weights, outputs))
+        trace.append(
+            Step(
+                norm,
+                gradients,
+                {key: size * factor / divisor for key, size in sizes.items()},
+                weights,
+                outputs,
+            )
+        )
     return trace
 
 
@@ -205,7 +250,8 @@ def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
 
 def compare(case: Case, meshes: Meshes) -> None:
     """Raise AssertionError where gradients, their norm, weights or outputs of the sharded model are not those of the
-    unsharded one."""
+    unsharded one.
+    """
     trace = unsharded_training(case)
     module = build(case.model, meshes.expert_places(case.mesh)).to(case.dtype)
     main = None if case.dtype == torch.float64 else torch.float32
@@ -221,11 +267,24 @@ def compare(case: Case, meshes: Meshes) -> None:
     global_name: Callable[[str], str] = getattr(module, "global_name", str)
 
     def compare_with(
-        actual: dict[str, DTensor], expected: dict[str, Tensor], what: str, sizes: dict[str, float] | None = None
+        actual: dict[str, DTensor],
+        expected: dict[str, Tensor],
+        what: str,
+        sizes: dict[str, float] | None = None,
     ) -> None:
-        names = {key.removeprefix("module."): global_name(key.removeprefix("module.")) for key in actual}
+        names = {
+            key.removeprefix("module."): global_name(key.removeprefix("module.")) for key in actual
+        }
         sizes = {name: (sizes or {}).get(other, 0.0) for name, other in names.items()}
-        compare_pieces(model, actual, {name: expected[other] for name, other in names.items()}, what, None, case.dtype, sizes)
+        compare_pieces(
+            model,
+            actual,
+            {name: expected[other] for name, other in names.items()},
+            what,
+            None,
+            case.dtype,
+            sizes,
+        )
 
     for number, step in enumerate(trace):
         sharded_backward(case, model, number)
@@ -233,15 +292,26 @@ def compare(case: Case, meshes: Meshes) -> None:
             optimizer.step()
         if case.sync != "step":
             norm = clip(model, case.clip)
-            close(torch.tensor(norm), torch.tensor(step.norm), f"norm in step {number}", max(TOLERANCES[case.dtype], 1e-6))
-        gradients = {key: parameter.grad for key, parameter in model.named_parameters() if parameter.requires_grad}
+            close(
+                torch.tensor(norm),
+                torch.tensor(step.norm),
+                f"norm in step {number}",
+                max(TOLERANCES[case.dtype], 1e-6),
+            )
+        gradients = {
+            key: parameter.grad
+            for key, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
         compare_with(gradients, step.gradients, f"gradient in step {number}", step.sizes)
         if case.sync != "step":
             optimizer.step()
         optimizer.zero_grad()
         compare_with(dict(model.named_parameters()), step.weights, f"weight after step {number}")
         if case.evaluate:
-            for index, (left, right) in enumerate(zip(evaluate(model, number, case.dtype), step.outputs, strict=True)):
+            for index, (left, right) in enumerate(
+                zip(evaluate(model, number, case.dtype), step.outputs, strict=True)
+            ):
                 close_by_size(left, right, f"output {index} after step {number}", case.dtype)
 
 
@@ -264,18 +334,30 @@ def compare_pieces(
         if tolerance is not None or dtype == torch.float64:
             close(piece, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
         else:
-            close_by_size(piece, wanted, f"{what}: {key}", dtype, max((sizes or {}).get(key, 0.0), float(whole.abs().max())))
+            close_by_size(
+                piece,
+                wanted,
+                f"{what}: {key}",
+                dtype,
+                max((sizes or {}).get(key, 0.0), float(whole.abs().max())),
+            )
 
 
 def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
+    )
 
 
-def close_by_size(actual: Tensor, expected: Tensor, what: str, dtype: torch.dtype, size: float | None = None) -> None:
+def close_by_size(
+    actual: Tensor, expected: Tensor, what: str, dtype: torch.dtype, size: float | None = None
+) -> None:
     """Differences relative to the largest number, which is what rounding in a low precision keeps small."""
     if dtype == torch.float64:
         return close(actual, expected, what)
     size = size if size is not None else float(expected.abs().max())
     tolerance = TOLERANCES[dtype] * max(size, 1e-3)
     worst = float((actual.double() - expected).abs().max()) if actual.numel() else 0.0
-    assert actual.isfinite().all() and worst <= tolerance, f"{what}: differs by {worst:.3g} of {size:.3g}"
+    assert actual.isfinite().all() and worst <= tolerance, (
+        f"{what}: differs by {worst:.3g} of {size:.3g}"
+    )

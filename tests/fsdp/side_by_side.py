@@ -31,7 +31,11 @@ def mean_gradients(reference: nn.Module, backward: Backward, step: int) -> dict[
     reference.zero_grad()
     for rank in range(dist.get_world_size()):
         backward(reference, step, rank)
-    trainable = {name: parameter for name, parameter in reference.named_parameters() if parameter.requires_grad}
+    trainable = {
+        name: parameter
+        for name, parameter in reference.named_parameters()
+        if parameter.requires_grad
+    }
     for parameter in trainable.values():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad = gradient / dist.get_world_size()
@@ -49,9 +53,12 @@ def train_side_by_side(
     build_sharded: Callable[[], nn.Module] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, MegatronFSDP]:
-    """Compare gradients before and weights after every step; both models as they are then. `prepare` is done to either.
+    """Compare gradients before and weights after every step; both models as they are then.
 
-    `build_sharded` builds what is sharded, where that is not `build`; both begin with the same seed.
+    `prepare` is done to either.
+
+    `build_sharded` builds what is sharded, where that is not `build`; both begin with the same
+    seed.
     """
     torch.manual_seed(7)
     reference = build()
@@ -69,7 +76,9 @@ def train_side_by_side(
         expected_optimizer.step()
         optimizer.step()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_pieces(model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance)
+        compare_pieces(
+            model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
+        )
     return reference, model
 
 

@@ -26,7 +26,8 @@ def plain(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0))).backward()
 
 
-# ---- models that use autograd in ways of their own ------------------------------------------------------------------
+# ---- models that use autograd in ways of their own
+# ------------------------------------------------------------------
 
 
 class SavesItsWeight(torch.autograd.Function):
@@ -47,7 +48,9 @@ class SavesItsWeight(torch.autograd.Function):
 
 class WithFunction(Block):
     def forward(self, x: Tensor) -> Tensor:
-        return x + SavesItsWeight.apply(torch.tanh(SavesItsWeight.apply(x, self.up.weight)), self.down.weight)
+        return x + SavesItsWeight.apply(
+            torch.tanh(SavesItsWeight.apply(x, self.up.weight)), self.down.weight
+        )
 
 
 class FunctionsOfOthers(Stack):
@@ -61,7 +64,9 @@ class FunctionsOfOthers(Stack):
 
     def body(self, x: Tensor, step: int) -> Tensor:
         x = self.custom(super().body(x, step))
-        return nn.functional.linear(x, self.embed.weight) + SavesItsWeight.apply(x, self.embed.weight)
+        return nn.functional.linear(x, self.embed.weight) + SavesItsWeight.apply(
+            x, self.embed.weight
+        )
 
 
 class GradientInForward(Stack):
@@ -98,15 +103,20 @@ def train_at_all_levels(name: str) -> None:
     mesh = shard_mesh()
     kind = BUILDERS[name]
     for level in LEVELS:
-        train_side_by_side(lambda: kind().double(), plain, level, mesh=mesh, fsdp_unit_modules=list(kind.units))
+        train_side_by_side(
+            lambda: kind().double(), plain, level, mesh=mesh, fsdp_unit_modules=list(kind.units)
+        )
 
 
 @pytest.mark.parametrize("model", BUILDERS)
-def test_models_with_functions_of_their_own_match_the_unsharded_ones(ranks: Ranks, model: str) -> None:
+def test_models_with_functions_of_their_own_match_the_unsharded_ones(
+    ranks: Ranks, model: str
+) -> None:
     ranks(2, train_at_all_levels, model)
 
 
-# ---- calls of autograd by the training loop -------------------------------------------------------------------------
+# ---- calls of autograd by the training loop
+# -------------------------------------------------------------------------
 
 
 def backward_twice(model: nn.Module, step: int, rank: int) -> None:
@@ -137,7 +147,11 @@ def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
 def gradient_of_a_hidden_state(model: nn.Module, step: int, rank: int) -> None:
     """Only the units above it have a backward, and the gradients of their weights are not asked for."""
     hidden: list[Tensor] = []
-    handle = inner(model).blocks[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+    handle = (
+        inner(model)
+        .blocks[0]
+        .register_forward_hook(lambda module, args, output: hidden.append(output))
+    )
     output = model(batch(step, rank, 0))
     handle.remove()
     (gradient,) = torch.autograd.grad(output.sum(), hidden[0], retain_graph=True)
@@ -189,7 +203,7 @@ def backward_with_a_graph(model: nn.Module, step: int, rank: int) -> None:
 
 
 def double_backward(level: int, name: str) -> str:
-    """"right", or the error."""
+    """ "right", or the error."""
     try:
         use = {"penalty": gradient_penalty, "create_graph": backward_with_a_graph}.get(name, plain)
         kind = GradientInForward if name == "in_forward" else Stack
@@ -218,11 +232,15 @@ def gradient_of_parameters(level: int) -> None:
     expected = mean_gradients(build(), plain, 0)
     model.zero_grad()
     plain(model, 0, dist.get_rank())
-    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards")
+    compare_pieces(
+        model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_autograd_grad_of_sharded_parameters_says_that_they_are_not_in_the_graph(ranks: Ranks, level: int) -> None:
+def test_autograd_grad_of_sharded_parameters_says_that_they_are_not_in_the_graph(
+    ranks: Ranks, level: int
+) -> None:
     ranks(2, gradient_of_parameters, level)
 
 
@@ -235,11 +253,15 @@ def backward_after_freeing(level: int) -> None:
     expected = mean_gradients(build(), plain, 0)
     model.zero_grad()
     plain(model, 0, dist.get_rank())
-    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards")
+    compare_pieces(
+        model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(ranks: Ranks, level: int) -> None:
+def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(
+    ranks: Ranks, level: int
+) -> None:
     ranks(2, backward_after_freeing, level)
 
 

@@ -18,7 +18,14 @@ RUNS = [*(f"aot_eager {way}" for way in WAYS), "eager block.compile"]
 
 def test_compiled_models_match_plain_ones_and_are_compiled_once() -> None:
     """Levels 2 and 3; "aot_eager" also traces the backward pass."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     result = subprocess.run(

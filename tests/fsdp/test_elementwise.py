@@ -28,7 +28,9 @@ class Simple(torch.optim.Optimizer):
 
     def with_gradients(self) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
         for group in self.param_groups:
-            yield from ((group, parameter) for parameter in group["params"] if parameter.grad is not None)
+            yield from (
+                (group, parameter) for parameter in group["params"] if parameter.grad is not None
+            )
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad
@@ -81,7 +83,9 @@ class Orthogonalizes(Simple):
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
-        if any(parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]):
+        if any(
+            parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]
+        ):
             raise ValueError("matrices only")
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
@@ -95,7 +99,12 @@ class FactorsTheSecondMoment(Simple):
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         if min(grad.shape) < 128:
             return grad
-        return grad / (grad.square().mean(0, keepdim=True) * grad.square().mean(1, keepdim=True)).sqrt().sqrt()
+        return (
+            grad
+            / (grad.square().mean(0, keepdim=True) * grad.square().mean(1, keepdim=True))
+            .sqrt()
+            .sqrt()
+        )
 
 
 class ClipsTheModel(Simple):
@@ -185,16 +194,28 @@ def test_optimizers_of_torch_are_elementwise_as_known(kind: type) -> None:
     assert reason(Unknown(parameters())) is None
 
 
-@pytest.mark.parametrize("kind", [Simple, Lion, DecaysMatrices, TakesNoClosure, OwnAdam, LambdaDecay])
+@pytest.mark.parametrize(
+    "kind", [Simple, Lion, DecaysMatrices, TakesNoClosure, OwnAdam, LambdaDecay]
+)
 def test_other_elementwise_optimizers_are_taken(kind: type) -> None:
     assert reason(kind(parameters(), lr=0.02)) is None
 
 
-BY_TRIAL = [TrustRatio, NormalizesRows, FactorsTheSecondMoment, ClipsTheModel, LooksTwice, QuantizesBlocks, AddsNoise]
+BY_TRIAL = [
+    TrustRatio,
+    NormalizesRows,
+    FactorsTheSecondMoment,
+    ClipsTheModel,
+    LooksTwice,
+    QuantizesBlocks,
+    AddsNoise,
+]
 
 
 @pytest.mark.parametrize("kind", BY_TRIAL)
-@pytest.mark.parametrize("rate", [0.01, 0.0, torch.tensor(0.0)], ids=["", "before_warm_up", "tensor_before_warm_up"])
+@pytest.mark.parametrize(
+    "rate", [0.01, 0.0, torch.tensor(0.0)], ids=["", "before_warm_up", "tensor_before_warm_up"]
+)
 def test_optimizers_that_look_further_are_refused(kind: type, rate: float | Tensor) -> None:
     assert "is not element-wise" in reason(kind(parameters(), lr=rate))
 
@@ -210,7 +231,9 @@ def test_optimizers_that_cannot_hold_nothing_are_refused() -> None:
 def test_settings_of_every_group_are_tried() -> None:
     matrix, vector = parameters()
     assert reason(OfAnotherKindByGroup([{"params": [matrix]}, {"params": [vector]}])) is None
-    assert "is not element-wise" in reason(OfAnotherKindByGroup([{"params": [vector]}, {"params": [matrix], "whole": True}]))
+    assert "is not element-wise" in reason(
+        OfAnotherKindByGroup([{"params": [vector]}, {"params": [matrix], "whole": True}])
+    )
 
 
 def test_what_cannot_be_built_is_taken_unless_its_name_is_known() -> None:
@@ -248,7 +271,9 @@ def test_nothing_of_the_user_is_touched() -> None:
     assert reason(optimizer)
     assert torch.equal(torch.get_rng_state(), torch_state)
     assert random.getstate() == python_state
-    assert all(torch.equal(left, right) and left.grad is None for left, right in zip(weights, values))
+    assert all(
+        torch.equal(left, right) and left.grad is None for left, right in zip(weights, values)
+    )
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     assert torch.equal(after["state"][0]["kept"], before["state"][0]["kept"])

@@ -20,7 +20,9 @@ from tests.fsdp.reference import batch, compare_pieces, loss_of, optimizer_over,
 Ranks = Callable[..., list[Any]]
 
 
-def message_of(kind: type[Exception], function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def message_of(
+    kind: type[Exception], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> str:
     with pytest.raises(kind) as error:
         function(*args, **kwargs)
     assert error.type is kind
@@ -45,7 +47,16 @@ def everything_wrong() -> str:
 def test_everything_wrong_is_listed_at_once_on_every_rank(ranks: Ranks) -> None:
     messages = ranks(2, everything_wrong)
     assert messages[0] == messages[1]
-    for part in ("no parameters", "zero_dp_strategy", "'zero3'", "nowhere.Block", "int", "average_in_collective", "dp_shard", "('dp', 'cp')"):
+    for part in (
+        "no parameters",
+        "zero_dp_strategy",
+        "'zero3'",
+        "nowhere.Block",
+        "int",
+        "average_in_collective",
+        "dp_shard",
+        "('dp', 'cp')",
+    ):
         assert part in messages[0]
 
 
@@ -56,10 +67,17 @@ def wrong_on_one_rank(wrong: str) -> str:
     if rank == 1 and wrong == "strategy":
         return message_of(ValueError, fully_shard, module, optimizer, zero_dp_strategy=7)
     if rank == 1 and wrong == "optimizer":
-        return message_of(ValueError, fully_shard, module, optimizer_over(models.build("several_units")))
+        return message_of(
+            ValueError, fully_shard, module, optimizer_over(models.build("several_units"))
+        )
     message = message_of(ValueError, fully_shard, module, optimizer)
-    assert all(parameter.numel() and not hasattr(parameter, "_fsdp_model") for parameter in module.parameters())
-    assert isinstance(fully_shard(module, optimizer)[0], MegatronFSDP)  # nothing has happened to them
+    assert all(
+        parameter.numel() and not hasattr(parameter, "_fsdp_model")
+        for parameter in module.parameters()
+    )
+    assert isinstance(
+        fully_shard(module, optimizer)[0], MegatronFSDP
+    )  # nothing has happened to them
     return message
 
 
@@ -71,7 +89,9 @@ def wrong_then_right(wrong: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(("wrong", "part"), [("strategy", "but got 7"), ("optimizer", "none of the module's")])
+@pytest.mark.parametrize(
+    ("wrong", "part"), [("strategy", "but got 7"), ("optimizer", "none of the module's")]
+)
 def test_what_one_rank_has_wrong_is_raised_on_all(ranks: Ranks, wrong: str, part: str) -> None:
     messages = ranks(3, wrong_then_right, wrong)
     assert len(set(messages)) == 1
@@ -90,9 +110,13 @@ def bad_arguments() -> dict[str, str]:
         "unnamed mesh": message_of(ValueError, fully_shard_model, linear, unnamed),
         "axis missing": message_of(ValueError, fully_shard_model, linear, two_axes),
         "no optimizer": message_of(ValueError, fully_shard, linear, "adam"),
-        "unsharded parameters": message_of(ValueError, fully_shard_optimizer, torch.optim.SGD(linear.parameters())),
+        "unsharded parameters": message_of(
+            ValueError, fully_shard_optimizer, torch.optim.SGD(linear.parameters())
+        ),
         "optimizer sharded twice": message_of(
-            ValueError, fully_shard_optimizer, fully_shard_optimizer(torch.optim.SGD(sharded.parameters()))
+            ValueError,
+            fully_shard_optimizer,
+            fully_shard_optimizer(torch.optim.SGD(sharded.parameters())),
         ),
     }
 
@@ -126,7 +150,10 @@ UNBUILT: dict[str, Any] = {
 
 
 def unbuilt_messages() -> dict[str, str]:
-    return {name: message_of(NotImplementedError, fully_shard_model, nn.Linear(2, 2), **{name: value}) for name, value in UNBUILT.items()}
+    return {
+        name: message_of(NotImplementedError, fully_shard_model, nn.Linear(2, 2), **{name: value})
+        for name, value in UNBUILT.items()
+    }
 
 
 def test_what_is_not_built_is_refused_by_name(ranks: Ranks) -> None:
@@ -149,12 +176,19 @@ def poison_one_gradient(level: int) -> str:
     module = models.build("several_units")
     weight = module.blocks[1].up.weight
     model, optimizer = fully_shard(
-        module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level, report_nan_in_param_grad=True
+        module,
+        optimizer_over(module),
+        shard_mesh(),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=level,
+        report_nan_in_param_grad=True,
     )
     loss_of(model(batch(0, dist.get_rank(), 0))).backward()  # a good one is let through
     optimizer.zero_grad()
     handle = weight.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
-    message = message_of(GradientError, lambda: loss_of(model(batch(0, dist.get_rank(), 0))).backward())
+    message = message_of(
+        GradientError, lambda: loss_of(model(batch(0, dist.get_rank(), 0))).backward()
+    )
     handle.remove()
     optimizer.zero_grad()
     loss_of(model(batch(0, dist.get_rank(), 0))).backward()
@@ -162,7 +196,9 @@ def poison_one_gradient(level: int) -> str:
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
-def test_bad_gradient_is_reported_with_parameter_and_rank_on_all_ranks(ranks: Ranks, level: int) -> None:
+def test_bad_gradient_is_reported_with_parameter_and_rank_on_all_ranks(
+    ranks: Ranks, level: int
+) -> None:
     messages = ranks(3, poison_one_gradient, level)
     assert len(set(messages)) == 1
     assert "rank " in messages[0]
@@ -193,14 +229,21 @@ class Failing(nn.Module):
 
 def build_failing() -> nn.Sequential:
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(models.WIDTH, models.WIDTH), Block(), Failing(), Block()).double()
+    return nn.Sequential(
+        nn.Linear(models.WIDTH, models.WIDTH), Block(), Failing(), Block()
+    ).double()
 
 
 def recover(level: int, when: str) -> None:
     reference, module = build_failing(), build_failing()
     expected, optimizer = optimizer_over(reference), optimizer_over(module)
     model, optimizer = fully_shard(
-        module, optimizer, shard_mesh(), fsdp_unit_modules=[Block, Failing], zero_dp_strategy=level, preserve_fp32_weights=False
+        module,
+        optimizer,
+        shard_mesh(),
+        fsdp_unit_modules=[Block, Failing],
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
     )
     for step in range(3):
         optimizer.zero_grad()
@@ -213,9 +256,16 @@ def recover(level: int, when: str) -> None:
         loss_of(model(batch(step, dist.get_rank(), 0))).backward()
         expected.zero_grad()
         world_size = dist.get_world_size()
-        (sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size).backward()
+        (
+            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
+        ).backward()
         gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        compare_pieces(model, {name: parameter.grad for name, parameter in model.named_parameters()}, gradients, f"step {step}")
+        compare_pieces(
+            model,
+            {name: parameter.grad for name, parameter in model.named_parameters()},
+            gradients,
+            f"step {step}",
+        )
         expected.step()
         optimizer.step()
 

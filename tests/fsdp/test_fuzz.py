@@ -14,7 +14,9 @@ DRAWS = 12
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_combinations_match_the_unsharded_model(ranks: Callable[..., list[Any]], world_size: int) -> None:
+def test_random_combinations_match_the_unsharded_model(
+    ranks: Callable[..., list[Any]], world_size: int
+) -> None:
     ranks(world_size, run_draws, 0, 0, DRAWS, world_size)
 
 
@@ -28,6 +30,8 @@ def test_draws_reach_everything() -> None:
     assert {case.settings.get("outer_dp_sharding_strategy", 0) for case in cases} == {0, 1}
     assert {case.sync for case in cases} == {"auto", "no_sync", "manual", "step"}
     assert len({case.dtype for case in cases}) == 3
-    layers = [layer for case in cases if not isinstance(case.model, str) for layer in case.model.layers]
+    layers = [
+        layer for case in cases if not isinstance(case.model, str) for layer in case.model.layers
+    ]
     for name in ("bias", "norm", "scale", "recompute", "unused", "frozen", "num_experts"):
         assert len({bool(getattr(layer, name)) for layer in layers}) == 2, name

@@ -21,8 +21,9 @@ from tests.fsdp.reference import Case, Meshes, batch, compare, compare_pieces, l
 Ranks = Callable[..., list[Any]]
 LEVELS = (0, 1, 2, 3)
 LEVELS_OF_WORLD = {1: (0, 3), 2: LEVELS, 3: (3,), 4: (1,)}
-"""What every model runs at: every level in one world, and every world. Two of them run at every level of every
-world."""
+"""What every model runs at: every level in one world, and every world.
+
+Two of them run at every level of every world."""
 
 
 def compare_all(cases: list[Case]) -> None:
@@ -36,14 +37,20 @@ def compare_all(cases: list[Case]) -> None:
 
 
 def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
-    return [replace(case, settings={"zero_dp_strategy": level, **case.settings}) for level in levels]
+    return [
+        replace(case, settings={"zero_dp_strategy": level, **case.settings}) for level in levels
+    ]
 
 
 @pytest.mark.parametrize("world_size", LEVELS_OF_WORLD)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, world_size: int) -> None:
     everywhere = model in ("several_units", "nested_units")
-    ranks(world_size, compare_all, at_levels(Case(model=model), LEVELS if everywhere else LEVELS_OF_WORLD[world_size]))
+    ranks(
+        world_size,
+        compare_all,
+        at_levels(Case(model=model), LEVELS if everywhere else LEVELS_OF_WORLD[world_size]),
+    )
 
 
 SETTINGS: dict[str, Case] = {
@@ -52,18 +59,40 @@ SETTINGS: dict[str, Case] = {
     "finish_grad_sync": Case(model="unit_unused_in_some_steps", microbatches=2, sync="manual"),
     "reduced_by_the_step": Case(model="frozen_in_part", microbatches=2, sync="step"),
     "without_overlap": Case(
-        model="nested_units", microbatches=2, settings={"overlap_grad_reduce": False, "overlap_param_gather": False}
+        model="nested_units",
+        microbatches=2,
+        settings={"overlap_grad_reduce": False, "overlap_param_gather": False},
     ),
-    "gather_overlap_only": Case(model="frozen_in_part", sync="no_sync", microbatches=2, settings={"overlap_grad_reduce": False}),
-    "reduce_overlap_only": Case(model="parallel_branches", settings={"overlap_param_gather": False}),
-    "per_token_loss": Case(model="tied_across_units", microbatches=2, settings={"calculate_per_token_loss": True}),
-    "average_in_collective": Case(model="scalars", microbatches=2, settings={"average_in_collective": True}),
-    "disable_bucketing": Case(model="unit_called_twice", microbatches=2, settings={"disable_bucketing": True}),
-    "two_forwards_before_backward": Case(model="tied_weight_as_argument", forwards=2, microbatches=2),
-    "two_checkpointed_forwards": Case(model="checkpoint_reentrant", forwards=2, sync="no_sync", microbatches=2),
+    "gather_overlap_only": Case(
+        model="frozen_in_part",
+        sync="no_sync",
+        microbatches=2,
+        settings={"overlap_grad_reduce": False},
+    ),
+    "reduce_overlap_only": Case(
+        model="parallel_branches", settings={"overlap_param_gather": False}
+    ),
+    "per_token_loss": Case(
+        model="tied_across_units", microbatches=2, settings={"calculate_per_token_loss": True}
+    ),
+    "average_in_collective": Case(
+        model="scalars", microbatches=2, settings={"average_in_collective": True}
+    ),
+    "disable_bucketing": Case(
+        model="unit_called_twice", microbatches=2, settings={"disable_bucketing": True}
+    ),
+    "two_forwards_before_backward": Case(
+        model="tied_weight_as_argument", forwards=2, microbatches=2
+    ),
+    "two_checkpointed_forwards": Case(
+        model="checkpoint_reentrant", forwards=2, sync="no_sync", microbatches=2
+    ),
     "without_evaluation": Case(model="unit_unused_in_some_steps", evaluate=False, steps=4),
     "explicit_dtypes": Case(
-        model="several_units", settings={"mixed_precision_policy": MixedPrecisionPolicy(None, torch.float64, torch.float64)}
+        model="several_units",
+        settings={
+            "mixed_precision_policy": MixedPrecisionPolicy(None, torch.float64, torch.float64)
+        },
     ),
 }
 
@@ -86,7 +115,12 @@ class Numbers(nn.Module):
 
 
 def gradient_of_numbers(
-    dtype: torch.dtype, policy: MixedPrecisionPolicy, level: int, inputs: list[list[float]], mode: str, **settings: Any
+    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
+    level: int,
+    inputs: list[list[float]],
+    mode: str,
+    **settings: Any,
 ) -> Tensor:
     """The whole gradient after one backward for each number that this rank has in `inputs`."""
     model = fully_shard_model(
@@ -124,7 +158,11 @@ def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode
 def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
     """What one rank adds is lost in a bf16 sum and kept in an fp32 one; the division by two is exact in both."""
     inputs = [[1.0], [SMALL]]
-    for comm, expected in ((torch.bfloat16, 0.5), (torch.float32, 0.5 + SMALL / 2), (None, 0.5 + SMALL / 2)):
+    for comm, expected in (
+        (torch.bfloat16, 0.5),
+        (torch.float32, 0.5 + SMALL / 2),
+        (None, 0.5 + SMALL / 2),
+    ):
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
         for dtype in (torch.bfloat16, torch.float32):
             for gradient in ranks(2, gradient_of_numbers, dtype, policy, level, inputs, "auto"):
@@ -135,7 +173,9 @@ def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_fp16_gradients_do_not_overflow_where_their_mean_fits(ranks: Ranks, level: int) -> None:
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
-    for gradient in ranks(2, gradient_of_numbers, torch.float32, policy, level, [[60000.0], [60000.0]], "auto"):
+    for gradient in ranks(
+        2, gradient_of_numbers, torch.float32, policy, level, [[60000.0], [60000.0]], "auto"
+    ):
         assert gradient.tolist() == [60000.0] * 5
 
 

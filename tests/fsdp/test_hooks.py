@@ -30,7 +30,9 @@ class Remembering(nn.Module):
 def living_activations() -> int:
     seen: list = []
     net = nn.Sequential(*[Remembering(seen) for _ in range(3)])
-    model, optimizer = fully_shard(net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Remembering])
+    model, optimizer = fully_shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Remembering]
+    )
     gc.collect()
     gc.disable()
     try:

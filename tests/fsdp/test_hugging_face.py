@@ -82,17 +82,21 @@ def loss_on(model: nn.Module, step: int, rank: int) -> Tensor:
     return output.loss
 
 
-def train(name: str, recompute: str, steps: int = 3, **settings: Any) -> tuple[nn.Module, MegatronFSDP]:
+def train(
+    name: str, recompute: str, steps: int = 3, **settings: Any
+) -> tuple[nn.Module, MegatronFSDP]:
     """Compare losses, gradients and weights of every step with those of the unsharded model in float64."""
     build, _ = MODELS[name]
     reference, module = build(), build()
     if recompute:
         module.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
         if recompute == "reentrant":
-            module.enable_input_require_grads()  # without it torch's reentrant kind gives the first layer no gradients
+            # Without it torch's reentrant kind gives the first layer no gradients
+            module.enable_input_require_grads()
     expected_optimizer = optimizer_over(reference)
     model, optimizer = fully_shard(module, optimizer_over(module), **settings)
-    # The one-line call keeps fp32 main weights and gradients unless told otherwise; fp64 weights are rounded to them.
+    # The one-line call keeps fp32 main weights and gradients unless told otherwise; fp64 weights
+    # are rounded to them.
     tolerance = TOLERANCE if "preserve_fp32_weights" in settings else 2e-6
     for each in (reference, model):
         each.train()
@@ -110,14 +114,20 @@ def train(name: str, recompute: str, steps: int = 3, **settings: Any) -> tuple[n
         expected_optimizer.step()
         optimizer.step()
         weights = {key: parameter.detach() for key, parameter in reference.named_parameters()}
-        compare_pieces(model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance)
+        compare_pieces(
+            model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
+        )
     return reference, model
 
 
 def train_at_levels(name: str, recompute: str, levels: tuple[int, ...], by_path: bool) -> None:
     units = [MODELS[name][1] if by_path else import_class(MODELS[name][1])]
     for level in levels:
-        settings = {"zero_dp_strategy": level, "fsdp_unit_modules": units, "preserve_fp32_weights": False}
+        settings = {
+            "zero_dp_strategy": level,
+            "fsdp_unit_modules": units,
+            "preserve_fp32_weights": False,
+        }
         reference, model = train(name, recompute, **settings)
         for each in (reference, model):
             each.eval()
@@ -130,7 +140,9 @@ def import_class(path: str) -> type:
     return getattr(__import__(module, fromlist=[name]), name)
 
 
-@pytest.mark.parametrize("recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
+)
 @pytest.mark.parametrize("model", MODELS)
 def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, recompute: str) -> None:
     levels = (3,) if recompute else (0, 1, 2, 3)
@@ -150,10 +162,13 @@ def outputs(name: str) -> None:
     """What is asked for of the outputs is there, by name, by key and by number, and has gradients."""
     build, layer = MODELS[name]
     reference, module = build(), build()
-    model, _ = fully_shard(module, optimizer_over(module), fsdp_unit_modules=[layer], preserve_fp32_weights=False)
+    model, _ = fully_shard(
+        module, optimizer_over(module), fsdp_unit_modules=[layer], preserve_fp32_weights=False
+    )
     batch = tokens(0, 0)
     actual, expected = (
-        each(input_ids=batch, output_hidden_states=True, use_cache=True) for each in (model, reference)
+        each(input_ids=batch, output_hidden_states=True, use_cache=True)
+        for each in (model, reference)
     )
     assert type(actual) is type(expected) and list(actual) == list(expected)
     for left, right in zip(actual.hidden_states, expected.hidden_states, strict=True):
@@ -166,7 +181,12 @@ def outputs(name: str) -> None:
         key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for key, parameter in reference.named_parameters()
     }
-    compare_pieces(model, {key: parameter.grad for key, parameter in model.named_parameters()}, gradients, "gradient")
+    compare_pieces(
+        model,
+        {key: parameter.grad for key, parameter in model.named_parameters()},
+        gradients,
+        "gradient",
+    )
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -176,10 +196,17 @@ def test_model_outputs_are_whole_and_differentiable(ranks: Ranks, model: str) ->
 
 def generate(name: str) -> None:
     """Greedy, with a cache and without; then train on."""
-    reference, model = train(name, "", steps=1, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False)
+    reference, model = train(
+        name, "", steps=1, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False
+    )
     prompt = tokens(3, 0)
     for use_cache in (True, False):
-        settings = {"max_new_tokens": 5, "do_sample": False, "use_cache": use_cache, "attention_mask": torch.ones_like(prompt)}
+        settings = {
+            "max_new_tokens": 5,
+            "do_sample": False,
+            "use_cache": use_cache,
+            "attention_mask": torch.ones_like(prompt),
+        }
         with torch.no_grad():
             expected = reference.generate(prompt, **settings)
             assert expected.shape == (2, LENGTH + 5)
@@ -199,7 +226,9 @@ def test_generation_gives_the_same_tokens(ranks: Ranks, model: str) -> None:
 
 
 def back_into_the_unsharded_model(name: str) -> None:
-    reference, model = train(name, "", steps=2, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False)
+    reference, model = train(
+        name, "", steps=2, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False
+    )
     state = {key.removeprefix("module."): full(value) for key, value in model.state_dict().items()}
     fresh = MODELS[name][0]()
     with torch.no_grad():
@@ -209,7 +238,9 @@ def back_into_the_unsharded_model(name: str) -> None:
     fresh.load_state_dict(state)
     for key, parameter in fresh.named_parameters():
         close(parameter, reference.get_parameter(key), key)
-    model.load_state_dict(MODELS[name][0]().state_dict())  # and the other way, by the model's own names
+    model.load_state_dict(
+        MODELS[name][0]().state_dict()
+    )  # and the other way, by the model's own names
     with torch.no_grad():
         close(model(tokens(0, 0)).logits, MODELS[name][0]()(tokens(0, 0)).logits, "logits")
 
@@ -219,5 +250,7 @@ def full(value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_a_state_dict_of_whole_tensors_loads_into_the_unsharded_model(ranks: Ranks, model: str) -> None:
+def test_a_state_dict_of_whole_tensors_loads_into_the_unsharded_model(
+    ranks: Ranks, model: str
+) -> None:
     ranks(2, back_into_the_unsharded_model, model)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A walk through the published interface: every argument, field, keyword and member does what its page says, which is seen from
-outside, or is refused by name. A new one without an entry here fails."""
+outside, or is refused by name. A new one without an entry here fails.
+"""
 
 import copy
 import inspect
@@ -21,6 +22,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from megatron.fsdp import collectives
+from megatron.fsdp.device import CpuLanes, Pending
+from megatron.fsdp.model import GradientError
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -32,9 +36,6 @@ from megatron_fsdp import (
     fully_shard_optimizer,
 )
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
-from megatron.fsdp import collectives
-from megatron.fsdp.device import CpuLanes, Pending
-from megatron.fsdp.model import GradientError
 from tests.fsdp import models
 from tests.fsdp.models import BATCH, WIDTH, Block
 from tests.fsdp.reference import batch, close, loss_of
@@ -58,7 +59,9 @@ WALK: dict[str, dict[str, tuple[int, Callable[..., None]]]] = defaultdict(dict)
 """By owner and name: how many ranks it takes, and the function that shows the effect to one of them."""
 
 
-def shows(owner: str, *names: str, world_size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shows(
+    owner: str, *names: str, world_size: int = 2
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The decorated function shows what each of `names` of `owner` does."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +83,11 @@ def mesh_of(*axes: str, sizes: tuple[int, ...] = ()) -> DeviceMesh:
 
 def wrapped(module: nn.Module, **arguments: Any) -> MegatronFSDP:
     """By the class, which synchronises on request only; the function does so after every backward."""
-    return MegatronFSDP(module, FSDPDistributedIndex(mesh_of("dp")), **{"sync_model_each_microbatch": True, **arguments})
+    return MegatronFSDP(
+        module,
+        FSDPDistributedIndex(mesh_of("dp")),
+        **{"sync_model_each_microbatch": True, **arguments},
+    )
 
 
 def stack() -> nn.Module:
@@ -138,7 +145,9 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
         calls.append(("reduce", group, op))
         return scatter(part, full, op=op, group=group, async_op=async_op)
 
-    with patch.multiple(collectives, _all_gather_single=watched_gather, _reduce_scatter_single=watched_scatter):
+    with patch.multiple(
+        collectives, _all_gather_single=watched_gather, _reduce_scatter_single=watched_scatter
+    ):
         yield calls
 
 
@@ -156,7 +165,8 @@ def watching_dtypes() -> Iterator[list[torch.dtype]]:
         yield dtypes
 
 
-# ---- fully_shard_model and MegatronFSDP ------------------------------------------------------------------------------------
+# ---- fully_shard_model and MegatronFSDP
+# ------------------------------------------------------------------------------------
 
 
 @shows_both("module")
@@ -164,7 +174,9 @@ def shows_module(make: Make) -> None:
     module = stack()
     model = make(module)
     assert isinstance(model, MegatronFSDP) and model.module is module
-    assert [name for name, _ in model.named_parameters()] == ["module." + name for name, _ in stack().named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        "module." + name for name, _ in stack().named_parameters()
+    ]
 
 
 @shows("fully_shard_model", "device_mesh", world_size=4)
@@ -188,12 +200,24 @@ def shows_dp_shard_dim(make: Make) -> None:
         assert num_on_all_ranks(fully_shard_model(nn.Linear(4, 7), mesh, name)) == 35 * 4 // size
 
 
-@shows("fully_shard_model", "dp_outer_dim", "hybrid_fsdp_group", "outer_dp_sharding_strategy", world_size=4)
-@shows("FSDPDistributedIndex", "dp_outer_dim", "hybrid_fsdp_group", "hsdp_outer_dp_shard", world_size=4)
+@shows(
+    "fully_shard_model",
+    "dp_outer_dim",
+    "hybrid_fsdp_group",
+    "outer_dp_sharding_strategy",
+    world_size=4,
+)
+@shows(
+    "FSDPDistributedIndex", "dp_outer_dim", "hybrid_fsdp_group", "hsdp_outer_dp_shard", world_size=4
+)
 def shows_hybrid_sharding(make: Make) -> None:
     mesh = mesh_of("outer", "shard", sizes=(2, 2))
     group = mesh["outer", "shard"]._flatten("whole").get_group()
-    arguments: dict[str, Any] = {"dp_shard_dim": "shard", "dp_outer_dim": "outer", "hybrid_fsdp_group": group}
+    arguments: dict[str, Any] = {
+        "dp_shard_dim": "shard",
+        "dp_outer_dim": "outer",
+        "hybrid_fsdp_group": group,
+    }
     sizes = []
     for strategy in (0, 1):
         model = fully_shard_model(stack(), mesh, **arguments, outer_dp_sharding_strategy=strategy)
@@ -206,7 +230,9 @@ def shows_hybrid_sharding(make: Make) -> None:
     assert num_on_all_ranks(MegatronFSDP(stack(), index)) == sizes[1]
     for without in (fully_shard_model, FSDPDistributedIndex):
         first = (stack(),) if without is fully_shard_model else ()
-        assert "dp_outer_dim" in message_of(ValueError, without, *first, mesh, "shard", hybrid_fsdp_group=group)
+        assert "dp_outer_dim" in message_of(
+            ValueError, without, *first, mesh, "shard", hybrid_fsdp_group=group
+        )
 
 
 @shows("fully_shard_model", "tp_dim", world_size=4)
@@ -233,14 +259,36 @@ class WithExperts(nn.Module):
         return self.experts[0](self.dense(x))
 
 
-@shows("fully_shard_model", "expt_device_mesh", "hybrid_fsdp_expt_group", "fsdp_group_ag", "expt_fsdp_group_ag", world_size=4)
-@shows("FSDPDistributedIndex", "expt_device_mesh", "hybrid_fsdp_expt_group", "fsdp_group_ag", "expt_fsdp_group_ag", world_size=4)
+@shows(
+    "fully_shard_model",
+    "expt_device_mesh",
+    "hybrid_fsdp_expt_group",
+    "fsdp_group_ag",
+    "expt_fsdp_group_ag",
+    world_size=4,
+)
+@shows(
+    "FSDPDistributedIndex",
+    "expt_device_mesh",
+    "hybrid_fsdp_expt_group",
+    "fsdp_group_ag",
+    "expt_fsdp_group_ag",
+    world_size=4,
+)
 def shows_experts_and_gather_groups(make: Make) -> None:
     mesh, expert_mesh = mesh_of("outer", "dp", sizes=(1, 4)), mesh_of("dp", "ep", sizes=(2, 2))
     gather, pairs = dist.new_group([0, 1, 2, 3]), [dist.new_group([0, 2]), dist.new_group([1, 3])]
     expert_gather = pairs[dist.get_rank() % 2]
-    arguments: dict[str, Any] = {"dp_shard_dim": "dp", "dp_outer_dim": "outer", "expt_device_mesh": expert_mesh}
-    groups = {"hybrid_fsdp_expt_group": expert_gather, "fsdp_group_ag": gather, "expt_fsdp_group_ag": expert_gather}
+    arguments: dict[str, Any] = {
+        "dp_shard_dim": "dp",
+        "dp_outer_dim": "outer",
+        "expt_device_mesh": expert_mesh,
+    }
+    groups = {
+        "hybrid_fsdp_expt_group": expert_gather,
+        "fsdp_group_ag": gather,
+        "expt_fsdp_group_ag": expert_gather,
+    }
     index = FSDPDistributedIndex(mesh, **arguments, **groups)
     assert index.get_root_mesh(is_expert_parallel=True) is expert_mesh
     assert index.get_dp_group(is_expert_parallel=True) is expert_gather
@@ -252,7 +300,10 @@ def shows_experts_and_gather_groups(make: Make) -> None:
     assert own == {name: 2 if "experts" in name else 4 for name in own}
     with watching_collectives() as calls:
         model(torch.ones(2, 4)).sum().backward()
-    assert {id(group) for kind, group, _ in calls if kind == "gather"} == {id(gather), id(expert_gather)}
+    assert {id(group) for kind, group, _ in calls if kind == "gather"} == {
+        id(gather),
+        id(expert_gather),
+    }
     assert {id(group) for kind, group, _ in calls if kind == "reduce"} == {
         id(mesh.get_group("dp")),
         id(expert_mesh.get_group("dp")),
@@ -303,7 +354,12 @@ def shows_init_model_with_meta_device(make: Make) -> None:
     model = make(module, init_model_with_meta_device=True, fsdp_unit_modules=[Block])
     torch.manual_seed(5)
     first = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-    close(whole(model.state_dict()["module.embed.weight"]).double(), first.weight.detach(), "what reset_parameters gives", 1e-6)
+    close(
+        whole(model.state_dict()["module.embed.weight"]).double(),
+        first.weight.detach(),
+        "what reset_parameters gives",
+        1e-6,
+    )
     backward(model)
     assert all(torch.isfinite(parameter.grad.to_local()).all() for parameter in model.parameters())
 
@@ -316,14 +372,20 @@ def shows_mixed_precision_policy(make: Make) -> None:
         (MixedPrecisionPolicy(), torch.float32, torch.bfloat16),
         (MixedPrecisionPolicy(None), torch.bfloat16, torch.bfloat16),
         (MixedPrecisionPolicy(torch.float64, torch.float32), torch.float64, torch.float32),
-        (MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16), torch.float32, torch.float16),
+        (
+            MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16),
+            torch.float32,
+            torch.float16,
+        ),
     ):
         model = make(stack().bfloat16(), mixed_precision_policy=policy)
         with watching_dtypes() as dtypes:
             backward(model, dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.parameters()} == {weight}
         assert set(dtypes) == {travels}
-        assert {group.grad_shard.dtype for group in model.groups} == {policy.main_grads_dtype or torch.bfloat16}
+        assert {group.grad_shard.dtype for group in model.groups} == {
+            policy.main_grads_dtype or torch.bfloat16
+        }
 
 
 @contextmanager
@@ -346,7 +408,10 @@ def watching_lanes() -> Iterator[list[tuple[str, int]]]:
             events.append(("waited for " + lanes.pop(id(self)), len(events)))
         wait(self)
 
-    with patch.object(CpuLanes, "launch", watched_launch), patch.object(Pending, "wait", watched_wait):
+    with (
+        patch.object(CpuLanes, "launch", watched_launch),
+        patch.object(Pending, "wait", watched_wait),
+    ):
         yield events
 
 
@@ -373,13 +438,18 @@ def most_units_gathered(model: MegatronFSDP) -> int:
 
 @shows("fully_shard_model", "overlap_grad_reduce")
 def shows_overlap_grad_reduce(make: Make) -> None:
-    assert is_waited_for_at_once(make(stack(), fsdp_unit_modules=[Block], overlap_grad_reduce=False), "reduce")
+    assert is_waited_for_at_once(
+        make(stack(), fsdp_unit_modules=[Block], overlap_grad_reduce=False), "reduce"
+    )
     assert not is_waited_for_at_once(make(stack(), fsdp_unit_modules=[Block]), "reduce")
 
 
 @shows("fully_shard_model", "overlap_param_gather")
 def shows_overlap_param_gather(make: Make) -> None:
-    assert most_units_gathered(make(stack(), fsdp_unit_modules=[Block], overlap_param_gather=False)) == 1
+    assert (
+        most_units_gathered(make(stack(), fsdp_unit_modules=[Block], overlap_param_gather=False))
+        == 1
+    )
     assert most_units_gathered(make(stack(), fsdp_unit_modules=[Block])) == 2
 
 
@@ -407,7 +477,9 @@ def shows_preproc_state_dict_for_dcp_ckpt(make: Make) -> None:
         plain = torch.optim.AdamW(model.parameters())
         optimizer = fully_shard_optimizer(plain, wanted)
         assert optimizer is plain
-        assert {is_ready(slots["exp_avg"]) for slots in optimizer.state_dict()["state"].values()} == {wanted}
+        assert {
+            is_ready(slots["exp_avg"]) for slots in optimizer.state_dict()["state"].values()
+        } == {wanted}
 
 
 @shows_both("report_nan_in_param_grad")
@@ -456,7 +528,9 @@ def shows_calculate_per_token_loss(make: Make) -> None:
 
 @shows("fully_shard_model", "enable_fine_grained_param_gather")
 def shows_enable_fine_grained_param_gather(make: Make) -> None:
-    assert "blocks.0.up" in names_of_units(make(stack(), fsdp_unit_modules=[Block], enable_fine_grained_param_gather=True))
+    assert "blocks.0.up" in names_of_units(
+        make(stack(), fsdp_unit_modules=[Block], enable_fine_grained_param_gather=True)
+    )
 
 
 @shows("fully_shard_model", "use_decoupled_grad")
@@ -464,7 +538,10 @@ def shows_use_decoupled_grad(make: Make) -> None:
     policy = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
     model = make(stack().bfloat16(), use_decoupled_grad=True, mixed_precision_policy=policy)
     backward(model, dtype=torch.bfloat16)
-    assert all(parameter.grad is None and parameter.decoupled_grad.dtype == torch.bfloat16 for parameter in model.parameters())
+    assert all(
+        parameter.grad is None and parameter.decoupled_grad.dtype == torch.bfloat16
+        for parameter in model.parameters()
+    )
 
 
 @shows("fully_shard_model", "grad_reduce_in_fp32")
@@ -478,7 +555,9 @@ def shows_grad_reduce_in_fp32(make: Make) -> None:
 @shows("fully_shard_model", "preserve_fp32_weights")
 def shows_preserve_fp32_weights(make: Make) -> None:
     for wanted, dtype in ((True, torch.float32), (False, torch.bfloat16)):
-        assert {p.dtype for p in make(stack().bfloat16(), preserve_fp32_weights=wanted).parameters()} == {dtype}
+        assert {
+            p.dtype for p in make(stack().bfloat16(), preserve_fp32_weights=wanted).parameters()
+        } == {dtype}
 
 
 REFUSED = [
@@ -501,32 +580,53 @@ for _name in REFUSED:
     shows_both(_name)(refusal(_name))
 for _name in ("cuda_graph_mode", "maxpool_double_buffer"):
     shows("fully_shard_model", _name)(refusal(_name))
-shows("MegatronFSDP", "fine_grained_recurse_module_types")(refusal("fine_grained_recurse_module_types"))
+shows("MegatronFSDP", "fine_grained_recurse_module_types")(
+    refusal("fine_grained_recurse_module_types")
+)
 
 
-@shows("MegatronFSDP", "enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook")
+@shows(
+    "MegatronFSDP",
+    "enable_fine_grained_param_gather_hook",
+    "enable_fine_grained_param_gather_backward_hook",
+)
 def shows_fine_grained_hooks(make: Make) -> None:
-    both = ("enable_fine_grained_param_gather_hook", "enable_fine_grained_param_gather_backward_hook")
-    assert "blocks.0.up" in names_of_units(make(stack(), fsdp_unit_modules=[Block], **dict.fromkeys(both, True)))
+    both = (
+        "enable_fine_grained_param_gather_hook",
+        "enable_fine_grained_param_gather_backward_hook",
+    )
+    assert "blocks.0.up" in names_of_units(
+        make(stack(), fsdp_unit_modules=[Block], **dict.fromkeys(both, True))
+    )
     for name in both:
         assert name in message_of(NotImplementedError, make, stack(), **{name: True})
 
 
 @shows("MegatronFSDP", "dist_index", "ddp_config")
 def shows_index_and_config(make: Make) -> None:
-    index, config = FSDPDistributedIndex(mesh_of("dp")), DistributedDataParallelConfig(data_parallel_sharding_strategy="optim")
+    index, config = (
+        FSDPDistributedIndex(mesh_of("dp")),
+        DistributedDataParallelConfig(data_parallel_sharding_strategy="optim"),
+    )
     model = MegatronFSDP(stack(), index, config)
-    assert model.get_distributed_index() is index and model.ddp_config is config and model.strategy == 1
+    assert (
+        model.get_distributed_index() is index
+        and model.ddp_config is config
+        and model.strategy == 1
+    )
     assert MegatronFSDP(stack(), index).strategy == 3
 
 
-# ---- the configuration object ----------------------------------------------------------------------------------------------
+# ---- the configuration object
+# ----------------------------------------------------------------------------------------------
 
 
 def configured(module: nn.Module | None = None, **values: Any) -> MegatronFSDP:
     values = {"data_parallel_sharding_strategy": "optim_grads_params", **values}
     return wrapped(
-        stack() if module is None else module, fsdp_unit_modules=[Block], ddp_config=DistributedDataParallelConfig(**values)
+        stack() if module is None else module,
+        fsdp_unit_modules=[Block],
+        ddp_config=DistributedDataParallelConfig(**values),
     )
 
 
@@ -549,7 +649,11 @@ def shows_average_of_config(make: Make) -> None:
 
 @shows("DistributedDataParallelConfig", "data_parallel_sharding_strategy")
 def shows_strategy_of_config(make: Make) -> None:
-    shows_zero_dp_strategy(lambda module, zero_dp_strategy: configured(module, data_parallel_sharding_strategy=zero_dp_strategy))
+    shows_zero_dp_strategy(
+        lambda module, zero_dp_strategy: configured(
+            module, data_parallel_sharding_strategy=zero_dp_strategy
+        )
+    )
 
 
 @shows("DistributedDataParallelConfig", "outer_dp_sharding_strategy", world_size=4)
@@ -557,15 +661,26 @@ def shows_outer_strategy_of_config(make: Make) -> None:
     index = FSDPDistributedIndex(mesh_of("outer", "shard", sizes=(2, 2)), "shard", "outer")
     sizes = []
     for outer in ("no_shard", "optim"):
-        config = DistributedDataParallelConfig(data_parallel_sharding_strategy=3, outer_dp_sharding_strategy=outer)
+        config = DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=3, outer_dp_sharding_strategy=outer
+        )
         sizes.append(num_on_all_ranks(MegatronFSDP(stack(), index, config)))
     assert sizes[0] == 2 * sizes[1]
 
 
-@shows("DistributedDataParallelConfig", *(f"megatron_fsdp_{name}_dtype" for name in ("main_params", "main_grads", "grad_comm")))
+@shows(
+    "DistributedDataParallelConfig",
+    *(f"megatron_fsdp_{name}_dtype" for name in ("main_params", "main_grads", "grad_comm")),
+)
 def shows_dtypes_of_config(make: Make) -> None:
     def by_config(module: nn.Module, mixed_precision_policy: MixedPrecisionPolicy) -> MegatronFSDP:
-        return configured(module, **{f"megatron_fsdp_{name}": value for name, value in vars(mixed_precision_policy).items()})
+        return configured(
+            module,
+            **{
+                f"megatron_fsdp_{name}": value
+                for name, value in vars(mixed_precision_policy).items()
+            },
+        )
 
     policy = MixedPrecisionPolicy(torch.float64, torch.float32, torch.float16)
     model = by_config(stack().bfloat16(), policy)
@@ -580,15 +695,25 @@ def shows_dtypes_of_config(make: Make) -> None:
 def shows_decoupled_of_config(make: Make) -> None:
     model = configured(megatron_fsdp_use_decoupled_grad=True)
     backward(model)
-    assert all(parameter.grad is None and parameter.decoupled_grad is not None for parameter in model.parameters())
+    assert all(
+        parameter.grad is None and parameter.decoupled_grad is not None
+        for parameter in model.parameters()
+    )
 
 
 @shows("DistributedDataParallelConfig", "megatron_fsdp_enable_fine_grained_param_gather")
 def shows_fine_grained_of_config(make: Make) -> None:
-    assert "blocks.0.up" in names_of_units(configured(megatron_fsdp_enable_fine_grained_param_gather=True))
+    assert "blocks.0.up" in names_of_units(
+        configured(megatron_fsdp_enable_fine_grained_param_gather=True)
+    )
 
 
-@shows("DistributedDataParallelConfig", "bucket_size", "gradient_reduce_div_fusion", "fsdp_all_gather_in_start_param_sync")
+@shows(
+    "DistributedDataParallelConfig",
+    "bucket_size",
+    "gradient_reduce_div_fusion",
+    "fsdp_all_gather_in_start_param_sync",
+)
 def shows_what_has_nothing_to_change(make: Make) -> None:
     """They tune another way of communicating; the class says so."""
     for name, value in {
@@ -617,13 +742,20 @@ for _name in (
     shows("DistributedDataParallelConfig", _name)(refused_field(_name))
 
 
-# ---- the optimizer ---------------------------------------------------------------------------------------------------------
+# ---- the optimizer
+# ---------------------------------------------------------------------------------------------------------
 
 
-def with_optimizer(dtype: torch.dtype = torch.float64, **arguments: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def with_optimizer(
+    dtype: torch.dtype = torch.float64, **arguments: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module = stack().to(dtype)
     return fully_shard(
-        module, torch.optim.SGD(module.parameters(), lr=0.5), mesh_of("dp"), fsdp_unit_modules=[Block], **arguments
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.5),
+        mesh_of("dp"),
+        fsdp_unit_modules=[Block],
+        **arguments,
     )
 
 
@@ -647,7 +779,9 @@ def shows_closure(make: Make) -> None:
 @shows("step", "sync_grad_before_optimizer_step")
 def shows_sync_grad_before_optimizer_step(make: Make) -> None:
     for wanted in (True, False):
-        model, optimizer = with_optimizer(sync_model_each_microbatch=False, preserve_fp32_weights=False)
+        model, optimizer = with_optimizer(
+            sync_model_each_microbatch=False, preserve_fp32_weights=False
+        )
         before = weight(model)
         backward(model)
         optimizer.step(sync_grad_before_optimizer_step=wanted)
@@ -685,7 +819,8 @@ def shows_zero_grad(make: Make) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# ---- members of MegatronFSDP -----------------------------------------------------------------------------------------------
+# ---- members of MegatronFSDP
+# -----------------------------------------------------------------------------------------------
 
 
 @shows("members", "module", "ddp_config", "forward", "get_distributed_index")
@@ -703,7 +838,9 @@ def shows_no_sync(make: Make) -> None:
     with model.no_sync():
         assert model.is_last_microbatch is False
         backward(model)
-    assert model.is_last_microbatch is True and all(parameter.grad is None for parameter in model.parameters())
+    assert model.is_last_microbatch is True and all(
+        parameter.grad is None for parameter in model.parameters()
+    )
     backward(model)
     close(gradient(model), 2 * mean_gradient(2), "gradient", 1e-5)
 
@@ -740,10 +877,18 @@ def shows_start_param_sync(make: Make) -> None:
         close(gradient(model), mean_gradient(2), "gradient", 1e-5)
 
 
-@shows("members", "start_grad_sync", "finish_grad_sync", "synchronize_gradient_reduce", "attach_grad_to_optimizer_state")
+@shows(
+    "members",
+    "start_grad_sync",
+    "finish_grad_sync",
+    "synchronize_gradient_reduce",
+    "attach_grad_to_optimizer_state",
+)
 def shows_gradient_members(make: Make) -> None:
     for level in (1, 3):
-        model = fully_shard_model(stack(), mesh_of("dp"), zero_dp_strategy=level, sync_model_each_microbatch=False)
+        model = fully_shard_model(
+            stack(), mesh_of("dp"), zero_dp_strategy=level, sync_model_each_microbatch=False
+        )
         with model.no_sync():
             backward(model)
         with watching_collectives() as calls:
@@ -755,8 +900,12 @@ def shows_gradient_members(make: Make) -> None:
         close(gradient(model), mean_gradient(2), "gradient", 1e-5)
         model.finish_grad_sync()
         close(gradient(model), mean_gradient(2), "gradient", 1e-5)
-        assert "force_all_reduce" in message_of(NotImplementedError, model.finish_grad_sync, force_all_reduce=True)
-    model = fully_shard_model(stack(), mesh_of("dp"), zero_dp_strategy=0, sync_model_each_microbatch=False)
+        assert "force_all_reduce" in message_of(
+            NotImplementedError, model.finish_grad_sync, force_all_reduce=True
+        )
+    model = fully_shard_model(
+        stack(), mesh_of("dp"), zero_dp_strategy=0, sync_model_each_microbatch=False
+    )
     backward(model)
     model.finish_grad_sync(force_all_reduce=True)
     close(gradient(model), mean_gradient(2), "gradient", 1e-5)
@@ -803,14 +952,18 @@ def shows_stop_communication(make: Make) -> None:
 
 @shows("members", "mixed_precision_context", "reset_mixed_precision_policy")
 def shows_mixed_precision_context(make: Make) -> None:
-    model = wrapped(stack().float(), mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32))
+    model = wrapped(
+        stack().float(), mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32)
+    )
 
     def travels() -> set[torch.dtype]:
         with watching_dtypes() as dtypes:
             backward(model, dtype=torch.float32)
         return set(dtypes)
 
-    with model.mixed_precision_context(MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)):
+    with model.mixed_precision_context(
+        MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    ):
         assert travels() == {torch.bfloat16}
         assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
     assert travels() == {torch.float32}
@@ -818,7 +971,15 @@ def shows_mixed_precision_context(make: Make) -> None:
     assert travels() == {torch.bfloat16}
 
 
-@shows("members", "named_parameters", "state_dict", "load_state_dict", "sharded_params", "groups", "initialiser")
+@shows(
+    "members",
+    "named_parameters",
+    "state_dict",
+    "load_state_dict",
+    "sharded_params",
+    "groups",
+    "initialiser",
+)
 def shows_what_a_module_has(make: Make) -> None:
     model = wrapped(stack())
     assert all(one is two for one, two in zip(model.parameters(), model.parameters(), strict=True))
@@ -827,7 +988,8 @@ def shows_what_a_module_has(make: Make) -> None:
     assert len(model.sharded_params) == sum(len(group.names) for group in model.groups)
 
 
-# ---- the walk --------------------------------------------------------------------------------------------------------------
+# ---- the walk
+# --------------------------------------------------------------------------------------------------------------
 
 
 def walk(owner: str, name: str) -> None:
@@ -843,7 +1005,10 @@ def _shared(owner: str, name: str) -> bool:
     _, function = WALK[owner][name]
     makes_wrapped = owner == "MegatronFSDP"
     earlier = STEPS[: STEPS.index((owner, name))]
-    return any(WALK[one][two][1] is function and (one == "MegatronFSDP") == makes_wrapped for one, two in earlier)
+    return any(
+        WALK[one][two][1] is function and (one == "MegatronFSDP") == makes_wrapped
+        for one, two in earlier
+    )
 
 
 RUNS = [step for step in STEPS if not _shared(*step)]
@@ -873,12 +1038,17 @@ def test_the_walk_leaves_no_member_out() -> None:
 
 def keywords_of_a_sharded_optimizer() -> dict[str, list[str]]:
     _, optimizer = with_optimizer()
-    return {name: list(inspect.signature(getattr(optimizer, name)).parameters) for name in ("step", "zero_grad")}
+    return {
+        name: list(inspect.signature(getattr(optimizer, name)).parameters)
+        for name in ("step", "zero_grad")
+    }
 
 
 def test_the_walk_leaves_no_keyword_of_the_optimizer_out(ranks: Ranks) -> None:
     (keywords,) = ranks(1, keywords_of_a_sharded_optimizer)
-    assert {name: set(WALK[name]) for name in keywords} == {name: set(each) for name, each in keywords.items()}
+    assert {name: set(WALK[name]) for name in keywords} == {
+        name: set(each) for name, each in keywords.items()
+    }
 
 
 def by_position() -> None:
@@ -899,16 +1069,23 @@ def by_position() -> None:
         [Block],
         "optim",
     )
-    assert isinstance(model, MegatronFSDP) and model.strategy == 1 and isinstance(optimizer, torch.optim.SGD)
+    assert (
+        isinstance(model, MegatronFSDP)
+        and model.strategy == 1
+        and isinstance(optimizer, torch.optim.SGD)
+    )
 
 
 def test_fully_shard_takes_the_arguments_of_fully_shard_model_in_their_order(ranks: Ranks) -> None:
     first, second, *others = inspect.signature(fully_shard).parameters
-    assert [first, *others] == list(inspect.signature(fully_shard_model).parameters) and second == "optimizer"
+    assert [first, *others] == list(
+        inspect.signature(fully_shard_model).parameters
+    ) and second == "optimizer"
     ranks(2, by_position)
 
 
-# ---- the documented examples -----------------------------------------------------------------------------------------------
+# ---- the documented examples
+# -----------------------------------------------------------------------------------------------
 
 
 class DocumentedModel(nn.Module):
@@ -921,8 +1098,12 @@ class DocumentedModel(nn.Module):
         self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
 
     def forward(self, x: Tensor) -> Tensor:
-        dense = nn.functional.linear(DTensor.from_local(x, self.mesh) if self.mesh else x, self.dense.weight)
-        return (dense.full_tensor() if self.mesh else dense).mean(-1, keepdim=True) + self.experts[0](x)
+        dense = nn.functional.linear(
+            DTensor.from_local(x, self.mesh) if self.mesh else x, self.dense.weight
+        )
+        return (dense.full_tensor() if self.mesh else dense).mean(-1, keepdim=True) + self.experts[
+            0
+        ](x)
 
     mesh: DeviceMesh | None = None
 
@@ -932,14 +1113,20 @@ def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
     mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
     mesh[("dp_outer", "dp_shard", "cp")]._flatten("hsdp")
     ranks_of = mesh.mesh
-    # Expert parallelism of one: the expert's data ranks are those of an outer slice, for every tensor-parallel rank.
+    # Expert parallelism of one: the expert's data ranks are those of an outer slice, for every
+    # tensor-parallel rank.
     expert_ranks = ranks_of[mesh.get_local_rank("dp_outer")].reshape(-1, sizes[3])
     expert_mesh = DeviceMesh.from_group(
-        [mesh["dp_shard_cp"].get_group(), mesh["tp"].get_group()], "cpu", expert_ranks, mesh_dim_names=("dp_shard_cp", "tp")
+        [mesh["dp_shard_cp"].get_group(), mesh["tp"].get_group()],
+        "cpu",
+        expert_ranks,
+        mesh_dim_names=("dp_shard_cp", "tp"),
     )
     module, reference = DocumentedModel().double(), DocumentedModel().double()
     module.mesh = mesh["tp"]
-    module.dense.weight = nn.Parameter(distribute_tensor(module.dense.weight.detach(), mesh["tp"], [Shard(0)]))
+    module.dense.weight = nn.Parameter(
+        distribute_tensor(module.dense.weight.detach(), mesh["tp"], [Shard(0)])
+    )
     model, optimizer = fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=0.01),
@@ -958,14 +1145,22 @@ def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
     place, num_places = mesh["hsdp"].get_local_rank(), mesh["hsdp"].size()
     for step in range(2):
         loss_of(model(batch(step, place, 0))).backward()
-        (sum(loss_of(reference(batch(step, other, 0))) for other in range(num_places)) / num_places).backward()
+        (
+            sum(loss_of(reference(batch(step, other, 0))) for other in range(num_places))
+            / num_places
+        ).backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
         expected.step()
         optimizer.zero_grad()
         expected.zero_grad()
         for name, value in model.state_dict().items():
-            close(whole(value), reference.get_parameter(name.removeprefix("module.")).detach(), f"{name} after step {step}", 1e-9)
+            close(
+                whole(value),
+                reference.get_parameter(name.removeprefix("module.")).detach(),
+                f"{name} after step {step}",
+                1e-9,
+            )
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 2)], ids=str)
@@ -979,7 +1174,13 @@ def fresh(scale: float = 1.0, level: int = 3) -> tuple[MegatronFSDP, torch.optim
         for parameter in module.parameters():
             parameter.mul_(scale)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
-    return fully_shard(module, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=level, preserve_fp32_weights=False)
+    return fully_shard(
+        module,
+        optimizer,
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
@@ -1035,11 +1236,19 @@ def torch_functions(path: str, full: bool) -> None:
         close(whole(value), expected.get_parameter(name).detach(), name)
         for slot in ("exp_avg", "exp_avg_sq"):
             moment = expected_optimizer.state_dict()["state"][number][slot]
-            close(whole(state["state"]["module." + name][slot]).view(moment.shape), moment, f"{slot} of {name}")
+            close(
+                whole(state["state"]["module." + name][slot]).view(moment.shape),
+                moment,
+                f"{slot} of {name}",
+            )
 
     other, other_optimizer = fresh(scale=-2.0)
     set_state_dict(
-        other, other_optimizer, model_state_dict=copy.deepcopy(weights), optim_state_dict=copy.deepcopy(state), options=options
+        other,
+        other_optimizer,
+        model_state_dict=copy.deepcopy(weights),
+        optim_state_dict=copy.deepcopy(state),
+        options=options,
     )
     train(other, other_optimizer, 2, 4)
     train(expected, expected_optimizer, 2, 4)
@@ -1070,7 +1279,9 @@ def load_the_copy(path: str) -> None:
         close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
 
 
-def test_a_deep_copy_of_a_state_dict_is_saved_and_loaded_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_deep_copy_of_a_state_dict_is_saved_and_loaded_elsewhere(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks(2, save_a_copy, str(tmp_path))
     for world_size in (2, 3):
         ranks(world_size, load_the_copy, str(tmp_path))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: every element has one owner, no cut divides a grain, boxes are exactly the range, padding is small.
 
-Small modules are drawn by hypothesis and compared element by element; sweeps over thousands of random modules reach world
-sizes of 4096.
+Small modules are drawn by hypothesis and compared element by element; sweeps over thousands of
+random modules reach world sizes of 4096.
 """
 
 import subprocess
@@ -41,17 +41,31 @@ Module = list[tuple[Shape, Granularity]]
 
 dims = st.one_of(st.integers(1, 9), st.integers(1, 70))
 shapes = st.one_of(
-    st.just(()), st.tuples(dims), st.tuples(dims, dims), st.tuples(dims, st.integers(1, 9), st.integers(1, 5)), st.just((0,))
+    st.just(()),
+    st.tuples(dims),
+    st.tuples(dims, dims),
+    st.tuples(dims, st.integers(1, 9), st.integers(1, 5)),
+    st.just((0,)),
 )
 REQUIREMENTS = [ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), WHOLE_TENSOR]
-granularities = st.sampled_from([PREFER_ROWS, PREFER_ROWS, PREFER_ROWS, Granularity("rows", 4, is_required=False), *REQUIREMENTS])
+granularities = st.sampled_from(
+    [
+        PREFER_ROWS,
+        PREFER_ROWS,
+        PREFER_ROWS,
+        Granularity("rows", 4, is_required=False),
+        *REQUIREMENTS,
+    ]
+)
 modules = st.lists(st.tuples(shapes, granularities), min_size=1, max_size=8)
 world_sizes = st.one_of(st.integers(1, 5), st.integers(1, 33))
 examples = settings(max_examples=500, deadline=None, database=None, derandomize=True)
 
 
 def plan_module(module: Module, world_size: int) -> Layout:
-    return plan([shape for shape, _ in module], world_size, [granularity for _, granularity in module])
+    return plan(
+        [shape for shape, _ in module], world_size, [granularity for _, granularity in module]
+    )
 
 
 def random_shape(random: Random, size: int) -> Shape:
@@ -66,13 +80,25 @@ def random_modules(seed: int, count: int, requirement_share: float) -> Iterator[
     """Modules and world sizes, small and large alike likely."""
     random = Random(seed)
     for _ in range(count):
-        world_size = random.choice([random.randint(1, 16), 2 ** random.randint(0, 12), random.randint(1, 4096)])
+        world_size = random.choice(
+            [random.randint(1, 16), 2 ** random.randint(0, 12), random.randint(1, 4096)]
+        )
         size = random.choice([4, 12, 40, 150])
         of_this_module = random.choice([0.0, requirement_share])
-        yield [
-            (random_shape(random, size), random.choice(REQUIREMENTS) if random.random() < of_this_module else PREFER_ROWS)
-            for _ in range(random.randint(1, 9))
-        ], world_size
+        yield (
+            [
+                (
+                    random_shape(random, size),
+                    (
+                        random.choice(REQUIREMENTS)
+                        if random.random() < of_this_module
+                        else PREFER_ROWS
+                    ),
+                )
+                for _ in range(random.randint(1, 9))
+            ],
+            world_size,
+        )
 
 
 def cuts(slot: Slot, layout: Layout) -> list[int]:
@@ -126,7 +152,9 @@ def test_shard_ranges_are_where_the_flat_buffer_has_them(module: Module, world_s
             run, (begin, end) = layout.owned(index, rank), layout.shard_range(index, rank)
             assert 0 <= begin <= end <= layout.shard_size
             assert shard[begin:end] == [(index, element) for element in range(run.start, run.stop)]
-        assert len(shard) - shard.count(None) == sum(layout.owned(index, rank).numel for index in range(len(module)))
+        assert len(shard) - shard.count(None) == sum(
+            layout.owned(index, rank).numel for index in range(len(module))
+        )
 
 
 @examples
@@ -135,7 +163,11 @@ def test_pieces_by_rows_are_whole_rows_on_every_rank(module: Module, world_size:
     layout = plan_module(module, world_size)
     for index, slot in enumerate(layout.slots):
         runs = [layout.owned(index, rank) for rank in range(world_size)]
-        whole = all(run.start % row_size(slot.shape) == 0 and run.stop % row_size(slot.shape) == 0 for run in runs if run.numel)
+        whole = all(
+            run.start % row_size(slot.shape) == 0 and run.stop % row_size(slot.shape) == 0
+            for run in runs
+            if run.numel
+        )
         assert slot.by_rows == (whole and slot.shape != ())
         if slot.by_rows:
             assert all(run.local_shape[1:] == slot.shape[1:] for run in runs if run.numel)
@@ -159,11 +191,18 @@ def test_requirements_do_not_give_way_to_wishes_where_space_is_short() -> None:
     """Two to five ranks and a few parameters of some rows: there is not room for everybody's rows."""
     random, given_up = Random(10), 0
     for _ in range(4000):
-        shapes = [(random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16, 50])) for _ in range(random.randint(2, 5))]
-        module = [(shape, random.choice([PREFER_ROWS, ROWS, Granularity("rows", 3)])) for shape in shapes]
+        shapes = [
+            (random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16, 50]))
+            for _ in range(random.randint(2, 5))
+        ]
+        module = [
+            (shape, random.choice([PREFER_ROWS, ROWS, Granularity("rows", 3)])) for shape in shapes
+        ]
         layout = plan_module(module, random.randint(2, 5))
         for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
-            assert not granularity.is_required or all(allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout))
+            assert not granularity.is_required or all(
+                allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout)
+            )
             given_up += not slot.by_rows
     assert given_up > 100
 
@@ -178,12 +217,20 @@ def test_every_element_has_one_owner_in_thousands_of_modules() -> None:
             end = slot.stop
         assert end <= layout.numel
         for index, slot in enumerate(layout.slots):
-            owners = range(slot.start // layout.shard_size, -(-slot.stop // layout.shard_size)) if slot.numel else range(0)
+            owners = (
+                range(slot.start // layout.shard_size, -(-slot.stop // layout.shard_size))
+                if slot.numel
+                else range(0)
+            )
             owned = [layout.owned(index, rank) for rank in owners]
             assert [run.start for run in owned] == [0, *(run.stop for run in owned)][: len(owned)]
             assert all(run.numel for run in owned) and sum(run.numel for run in owned) == slot.numel
-            others = {0, world_size // 2, world_size - 1, owners.start - 1, owners.stop}.difference(owners)
-            assert not any(layout.owned(index, rank).numel for rank in others if 0 <= rank < world_size)
+            others = {0, world_size // 2, world_size - 1, owners.start - 1, owners.stop}.difference(
+                owners
+            )
+            assert not any(
+                layout.owned(index, rank).numel for rank in others if 0 <= rank < world_size
+            )
 
 
 def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
@@ -192,12 +239,19 @@ def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
     for module, world_size in random_modules(seed=3, count=400, requirement_share=0.2):
         layout = plan_module([entry for entry in module if prod(entry[0]) <= 100_000], world_size)
         for index, slot in enumerate(layout.slots):
-            ranks = {min(slot.start // layout.shard_size + i, world_size - 1) for i in (0, 1)} | {random.randrange(world_size)}
+            ranks = {min(slot.start // layout.shard_size + i, world_size - 1) for i in (0, 1)} | {
+                random.randrange(world_size)
+            }
             numbers = torch.arange(slot.numel).view(slot.shape)
             for run in (layout.owned(index, rank) for rank in ranks):
                 boxes = run.boxes()
-                parts = [numbers[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten() for box in boxes]
-                assert torch.equal(torch.cat([numbers.new_empty(0), *parts]), torch.arange(run.start, run.stop))
+                parts = [
+                    numbers[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten()
+                    for box in boxes
+                ]
+                assert torch.equal(
+                    torch.cat([numbers.new_empty(0), *parts]), torch.arange(run.start, run.stop)
+                )
                 assert len(boxes) <= max(2 * len(slot.shape) - 1, 1)
                 assert not slot.by_rows or len(boxes) <= 1
 
@@ -208,7 +262,9 @@ def wishes_only(module: Module) -> bool:
 
 def bound(module: Module, world_size: int) -> float:
     """What the docstring of `plan` promises where nothing is required."""
-    return max(ROW_BUDGET * sum(prod(shape) for shape, _ in module), ALIGNMENT * (world_size + len(module)))
+    return max(
+        ROW_BUDGET * sum(prod(shape) for shape, _ in module), ALIGNMENT * (world_size + len(module))
+    )
 
 
 def test_padding_is_bounded_in_thousands_of_modules() -> None:
@@ -221,16 +277,23 @@ def test_padding_is_bounded_in_thousands_of_modules() -> None:
 def test_element_runs_cost_alignment_only() -> None:
     for module, world_size in random_modules(seed=5, count=1000, requirement_share=0.0):
         layout = plan([shape for shape, _ in module], world_size, ELEMENTS)
-        assert layout.padding <= max((ALIGNMENT - 1) * len(module) + ALIGNMENT * (world_size - 1), ALIGNMENT * world_size)
+        assert layout.padding <= max(
+            (ALIGNMENT - 1) * len(module) + ALIGNMENT * (world_size - 1), ALIGNMENT * world_size
+        )
 
 
 def test_wishes_add_no_padding_to_what_requirements_cost() -> None:
     mixed = 0
     for module, world_size in random_modules(seed=6, count=2000, requirement_share=0.4):
-        required = [(shape, granularity if granularity.is_required else ELEMENTS) for shape, granularity in module]
+        required = [
+            (shape, granularity if granularity.is_required else ELEMENTS)
+            for shape, granularity in module
+        ]
         layout, without_wishes = plan_module(module, world_size), plan_module(required, world_size)
         assert layout.padding <= max(bound(module, world_size), without_wishes.padding)
-        mixed += not wishes_only(module) and any(not granularity.is_required for _, granularity in module)
+        mixed += not wishes_only(module) and any(
+            not granularity.is_required for _, granularity in module
+        )
     assert mixed > 500
 
 
@@ -239,7 +302,10 @@ def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
     random = Random(7)
     for _ in range(2000):
         world_size = random.choice([2, 3, 8, 64, 1000])
-        shapes = [(random.randint(1, 60), random.choice([1, 3, 8, 20, 48])) for _ in range(random.randint(1, 5))]
+        shapes = [
+            (random.randint(1, 60), random.choice([1, 3, 8, 20, 48]))
+            for _ in range(random.randint(1, 5))
+        ]
         rows = [lcm(row_size(shape), ALIGNMENT) for shape in shapes]
         usual = world_size * lcm(*rows)
         assert plan(shapes, world_size, ROWS).padding <= usual + sum(rows)
@@ -249,16 +315,24 @@ def best_of_all_orders(shapes: list[Shape], world_size: int, largest_shard: int)
     """Brute force over orders and shard sizes: fewest parameters cut inside a row, then the smallest shard."""
     found = [(len(shapes), largest_shard)]
     for shard in range(ALIGNMENT, largest_shard + 1, ALIGNMENT):
-        found += [(0, shard) for order in permutations(shapes) if fits_by_rows(order, world_size, shard)]
+        found += [
+            (0, shard) for order in permutations(shapes) if fits_by_rows(order, world_size, shard)
+        ]
     return min(found)
 
 
 def fits_by_rows(order: tuple[Shape, ...], world_size: int, shard: int) -> bool:
     cursor = 0
     for shape in order:
-        starts = range(-(-cursor // ALIGNMENT) * ALIGNMENT, world_size * shard - prod(shape) + 1, ALIGNMENT)
+        starts = range(
+            -(-cursor // ALIGNMENT) * ALIGNMENT, world_size * shard - prod(shape) + 1, ALIGNMENT
+        )
         borders = range(0, world_size * shard, shard)
-        good = (s for s in starts if all((b - s) % row_size(shape) == 0 for b in borders if s < b < s + prod(shape)))
+        good = (
+            s
+            for s in starts
+            if all((b - s) % row_size(shape) == 0 for b in borders if s < b < s + prod(shape))
+        )
         start = next(good, None)
         if start is None:
             return False
@@ -271,9 +345,15 @@ def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard
     random, possible, reached, smallest = Random(8), 0, 0, 0
     for _ in range(400):
         world_size = random.choice([2, 3, 4])
-        shapes = [(random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16])) for _ in range(random.randint(1, 3))]
+        shapes = [
+            (random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16]))
+            for _ in range(random.randint(1, 3))
+        ]
         elements = sum(map(prod, shapes))
-        largest = int(elements + bound([(shape, PREFER_ROWS) for shape in shapes], world_size)) // world_size
+        largest = (
+            int(elements + bound([(shape, PREFER_ROWS) for shape in shapes], world_size))
+            // world_size
+        )
         broken, shard = best_of_all_orders(shapes, world_size, largest)
         layout = plan(shapes, world_size)
         if not broken:
@@ -300,14 +380,20 @@ def test_boxes_are_the_range_in_order(run: Run) -> None:
     covered = [
         index
         for offsets, sizes in boxes
-        for index in product(*(range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True)))
+        for index in product(
+            *(range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        )
     ]
     assert covered == expected
     assert all(prod(sizes) for _, sizes in boxes)
     assert len(boxes) <= max(2 * len(run.shape) - 1, 1)
 
 
-UNITS = [pytest.param(unit, id=f"{model}-{unit.name}".replace(" ", "_")) for model, units in MODELS.items() for unit in units]
+UNITS = [
+    pytest.param(unit, id=f"{model}-{unit.name}".replace(" ", "_"))
+    for model, units in MODELS.items()
+    for unit in units
+]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -327,7 +413,12 @@ def test_the_padding_table_is_a_command_that_judges_its_figures() -> None:
 
 @pytest.mark.parametrize(
     ("model", "unit", "millions"),
-    [("Llama-3-70B", "layer", 856), ("Qwen2.5-7B", "layer", 233), ("DeepSeek-V3", "dense", 233), ("GPT-OSS-120B", "dense", 26.9)],
+    [
+        ("Llama-3-70B", "layer", 856),
+        ("Qwen2.5-7B", "layer", 233),
+        ("DeepSeek-V3", "dense", 233),
+        ("GPT-OSS-120B", "dense", 26.9),
+    ],
 )
 def test_the_shapes_of_known_models_add_up(model: str, unit: str, millions: float) -> None:
     (shapes,) = (candidate.shapes for candidate in MODELS[model] if candidate.name == unit)
@@ -337,7 +428,12 @@ def test_the_shapes_of_known_models_add_up(model: str, unit: str, millions: floa
 def test_rows_are_kept_whole_where_that_is_cheap() -> None:
     layout = plan([(64, 16), (64,), (30, 16)], 4)
     assert all(slot.by_rows for slot in layout.slots)
-    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [(25, 16), (25, 16), (14, 16), (0, 16)]
+    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [
+        (25, 16),
+        (25, 16),
+        (14, 16),
+        (0, 16),
+    ]
 
 
 def test_flat_runs_where_rows_would_cost_more() -> None:
@@ -362,12 +458,21 @@ def test_required_rows_are_kept_whatever_they_cost() -> None:
 def test_a_whole_tensor_has_one_owner_and_others_fill_what_it_leaves() -> None:
     layout = plan([(64, 64), (32, 64), (16, 64)], 3, [WHOLE_TENSOR, PREFER_ROWS, PREFER_ROWS])
     assert layout.shard_size == 4096
-    assert sorted(layout.owned(0, rank).local_shape for rank in range(3)) == [(0, 64), (0, 64), (64, 64)]
+    assert sorted(layout.owned(0, rank).local_shape for rank in range(3)) == [
+        (0, 64),
+        (0, 64),
+        (64, 64),
+    ]
 
 
 def test_blocks_of_rows_are_cut_between_blocks() -> None:
     layout = plan([(300, 8)], 4, Granularity("rows", 128))
-    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [(128, 8), (128, 8), (44, 8), (0, 8)]
+    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [
+        (128, 8),
+        (128, 8),
+        (44, 8),
+        (0, 8),
+    ]
 
 
 def test_element_runs_stay_on_the_block_of_a_quantized_format() -> None:
@@ -385,17 +490,27 @@ def test_one_rank_owns_everything_in_its_own_shape() -> None:
     assert [layout.owned(index, 0).local_shape for index in range(3)] == [(3, 5), (), (7,)]
 
 
-@pytest.mark.parametrize("granularity", [PREFER_ROWS, *REQUIREMENTS], ids=lambda wanted: f"{wanted.count}_{wanted.unit}")
+@pytest.mark.parametrize(
+    "granularity", [PREFER_ROWS, *REQUIREMENTS], ids=lambda wanted: f"{wanted.count}_{wanted.unit}"
+)
 def test_far_more_ranks_than_elements(granularity: Granularity) -> None:
     layout = plan([(), (1,), (2, 3), (0, 4)], 4096, granularity)
-    assert [sum(layout.owned(index, rank).numel for rank in range(4096)) for index in range(4)] == [1, 1, 6, 0]
+    assert [sum(layout.owned(index, rank).numel for rank in range(4096)) for index in range(4)] == [
+        1,
+        1,
+        6,
+        0,
+    ]
     assert layout.padding <= ALIGNMENT * (4096 + 4)
 
 
 def test_parameters_without_elements_lie_behind_all_others() -> None:
     """Between two others they would split a gap, or look like the end of one inside another parameter."""
     layout = plan([(0,), (5, 3), (0, 7), (12,)], 2)
-    assert all(slot.start >= max(layout.slots[1].stop, layout.slots[3].stop) for slot in (layout.slots[0], layout.slots[2]))
+    assert all(
+        slot.start >= max(layout.slots[1].stop, layout.slots[3].stop)
+        for slot in (layout.slots[0], layout.slots[2])
+    )
     assert plan([(0,), (3, 0)], 4).numel == 4 * ALIGNMENT
     assert plan([], 4).slots == ()
 
@@ -411,7 +526,11 @@ def test_the_layout_does_not_depend_on_the_hash_seed() -> None:
     folder = Path(layout_module.__file__).parent
     printed = [
         subprocess.run(
-            [sys.executable, "-c", program], cwd=folder, env={"PYTHONHASHSEED": seed}, capture_output=True, check=True
+            [sys.executable, "-c", program],
+            cwd=folder,
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
         ).stdout
         for seed in ("1", "2")
     ]
@@ -419,7 +538,9 @@ def test_the_layout_does_not_depend_on_the_hash_seed() -> None:
 
 
 def test_equal_layers_are_planned_once() -> None:
-    assert plan([[8, 8], torch.Size((3,))], 2) is plan(((8, 8), (3,)), 2, [PREFER_ROWS, PREFER_ROWS])
+    assert plan([[8, 8], torch.Size((3,))], 2) is plan(
+        ((8, 8), (3,)), 2, [PREFER_ROWS, PREFER_ROWS]
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from megatron.fsdp import fully_shard
 from tests.fsdp import models
 from tests.fsdp.models import WIDTH, Block, Stack
 from tests.fsdp.reference import batch, close, compare_pieces, loss_of, optimizer_over, shard_mesh
-from tests.fsdp.side_by_side import Backward, compare_outputs, inner, mean_gradients, shard, train_side_by_side
+from tests.fsdp.side_by_side import (
+    Backward,
+    compare_outputs,
+    inner,
+    mean_gradients,
+    shard,
+    train_side_by_side,
+)
 
 Ranks = Callable[..., list[Any]]
 LEVELS = (0, 1, 2, 3)
@@ -32,7 +39,8 @@ def plain(model: nn.Module, step: int, rank: int) -> None:
     loss_of(model(batch(step, rank, 0))).backward()
 
 
-# ---- what may happen between forward and backward -------------------------------------------------------------------
+# ---- what may happen between forward and backward
+# -------------------------------------------------------------------
 
 
 def evaluation_in_between(model: nn.Module, step: int, rank: int) -> None:
@@ -147,7 +155,8 @@ def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, us
     ranks(2, use_at_all_levels, use)
 
 
-# ---- training and evaluation ----------------------------------------------------------------------------------------
+# ---- training and evaluation
+# ----------------------------------------------------------------------------------------
 
 
 class Normalised(Block):
@@ -161,11 +170,21 @@ class Normalised(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(self.statistics(x))
-        return checkpoint(self.dropout, x, use_reentrant=False) if self.recompute and self.training else self.dropout(x)
+        return (
+            checkpoint(self.dropout, x, use_reentrant=False)
+            if self.recompute and self.training
+            else self.dropout(x)
+        )
 
 
 def build_normalised() -> nn.Module:
-    layers = [nn.Linear(WIDTH, WIDTH), Normalised(), Normalised(recompute=True), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 3)]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        Normalised(),
+        Normalised(recompute=True),
+        nn.BatchNorm1d(WIDTH),
+        nn.Linear(WIDTH, 3),
+    ]
     return nn.Sequential(*layers).double()
 
 
@@ -188,7 +207,7 @@ def switch_modes(level: int) -> None:
     assert not any(module.training for module in model.modules())
     first, second = model(x).detach(), model(x).detach()
     assert torch.equal(first, second)
-    reference.load_state_dict({name: value for name, value in model.module.named_buffers()}, strict=False)
+    reference.load_state_dict(dict(model.module.named_buffers()), strict=False)
     reference.eval()
     close(first, reference(x), "evaluation")
     model.train()
@@ -202,7 +221,8 @@ def test_dropout_and_running_statistics_follow_the_mode(ranks: Ranks, level: int
     ranks(2, switch_modes, level)
 
 
-# ---- freezing -------------------------------------------------------------------------------------------------------
+# ---- freezing
+# -------------------------------------------------------------------------------------------------------
 
 
 def freeze_the_blocks(model: nn.Module) -> None:
@@ -221,11 +241,15 @@ def freeze_afterwards(level: int) -> None:
     expected = mean_gradients(reference, plain, 5)
     model.zero_grad()
     plain(model, 5, dist.get_rank())
-    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, expected, "thawed")
+    compare_pieces(
+        model, {name: p.grad for name, p in model.named_parameters()}, expected, "thawed"
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_frozen_after_sharding_is_not_updated_and_thaws_again(ranks: Ranks, level: int) -> None:
+def test_what_is_frozen_after_sharding_is_not_updated_and_thaws_again(
+    ranks: Ranks, level: int
+) -> None:
     ranks(2, freeze_afterwards, level)
 
 
@@ -245,7 +269,8 @@ def test_what_was_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int)
         assert "embed.weight" in message and "frozen when the model was sharded" in message
 
 
-# ---- looking at parameters ------------------------------------------------------------------------------------------
+# ---- looking at parameters
+# ------------------------------------------------------------------------------------------
 
 
 def read_parameters(level: int) -> None:
@@ -263,7 +288,10 @@ def read_parameters(level: int) -> None:
         outside = model.module.blocks[0].up.weight
         assert outside.shape == expected.shape
         if level == 3:
-            assert outside is weight and dict(model.module.named_parameters())["blocks.0.up.weight"] is weight
+            assert (
+                outside is weight
+                and dict(model.module.named_parameters())["blocks.0.up.weight"] is weight
+            )
             close(outside.full_tensor(), expected, "sharded weight")
         else:
             close(outside, expected, "whole weight")
@@ -276,17 +304,25 @@ def read_parameters(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(ranks: Ranks, level: int) -> None:
+def test_weights_are_whole_inside_of_a_forward_and_sharded_outside_at_level_3(
+    ranks: Ranks, level: int
+) -> None:
     ranks(2, read_parameters, level)
 
 
-# ---- copies and conversions -----------------------------------------------------------------------------------------
+# ---- copies and conversions
+# -----------------------------------------------------------------------------------------
 
 
 def try_to_copy(level: int) -> list[str]:
     model, _ = shard(build(), level)
     messages = []
-    for attempt in (copy.deepcopy, copy.copy, pickle.dumps, lambda model: torch.save(model, io.BytesIO())):
+    for attempt in (
+        copy.deepcopy,
+        copy.copy,
+        pickle.dumps,
+        lambda model: torch.save(model, io.BytesIO()),
+    ):
         with pytest.raises(NotImplementedError) as error:
             attempt(model)
         messages.append(str(error.value))
@@ -301,16 +337,29 @@ def try_to_copy(level: int) -> list[str]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_of_the_model_are_refused_and_of_its_state_dict_work(ranks: Ranks, level: int) -> None:
+def test_copies_of_the_model_are_refused_and_of_its_state_dict_work(
+    ranks: Ranks, level: int
+) -> None:
     for messages in ranks(2, try_to_copy, level):
         assert len(messages) == 4 and all("state_dict" in message for message in messages)
 
 
 def convert(level: int) -> None:
     model, _ = shard(build(), level)
-    for same in (lambda: model.to("cpu"), lambda: model.cpu(), lambda: model.double(), lambda: model.to(torch.float64)):
+    for same in (
+        lambda: model.to("cpu"),
+        lambda: model.cpu(),
+        lambda: model.double(),
+        lambda: model.to(torch.float64),
+    ):
         assert same() is model
-    conversions = (model.half, model.float, model.bfloat16, lambda: model.to(torch.float32), lambda: model.to("meta"))
+    conversions = (
+        model.half,
+        model.float,
+        model.bfloat16,
+        lambda: model.to(torch.float32),
+        lambda: model.to("meta"),
+    )
     for change in conversions:
         with pytest.raises(NotImplementedError, match="cannot be moved or converted"):
             change()
@@ -318,11 +367,14 @@ def convert(level: int) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_conversions_that_change_nothing_work_and_others_are_refused(ranks: Ranks, level: int) -> None:
+def test_conversions_that_change_nothing_work_and_others_are_refused(
+    ranks: Ranks, level: int
+) -> None:
     ranks(2, convert, level)
 
 
-# ---- several models -------------------------------------------------------------------------------------------------
+# ---- several models
+# -------------------------------------------------------------------------------------------------
 
 
 def two_models(level: int) -> None:
@@ -337,7 +389,9 @@ def two_models(level: int) -> None:
         pairs.append((reference, optimizer_over(reference), *shard(module, level, mesh)))
 
     def interleaved(models_: list[nn.Module], step: int, rank: int) -> None:
-        first, second = (loss_of(model(batch(step, rank, number))) for number, model in enumerate(models_))
+        first, second = (
+            loss_of(model(batch(step, rank, number))) for number, model in enumerate(models_)
+        )
         second.backward()
         first.backward()
 
@@ -354,7 +408,9 @@ def two_models(level: int) -> None:
         train_both(pairs, use, step)
 
 
-def train_both(pairs: list[tuple], use: Callable[[list[nn.Module], int, int], None], step: int) -> None:
+def train_both(
+    pairs: list[tuple], use: Callable[[list[nn.Module], int, int], None], step: int
+) -> None:
     for reference, *_ in pairs:
         reference.zero_grad()
     for rank in range(dist.get_world_size()):
@@ -369,7 +425,9 @@ def train_both(pairs: list[tuple], use: Callable[[list[nn.Module], int, int], No
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_pieces(model, dict(model.named_parameters()), weights, f"{use.__name__}: model {number}")
+        compare_pieces(
+            model, dict(model.named_parameters()), weights, f"{use.__name__}: model {number}"
+        )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -394,17 +452,23 @@ def inside_of_another(level: int) -> None:
     torch.manual_seed(3)
     reference = Around(build())
     module = build()
-    model, optimizer = shard(module, level, mesh)
+    model, _optimizer = shard(module, level, mesh)
     around = Around(model)
     around.before.load_state_dict(reference.before.state_dict())
     expected = mean_gradients(reference, plain, 0)
     plain(around, 0, dist.get_rank())
-    inside = {name.removeprefix("body."): value for name, value in expected.items() if name.startswith("body.")}
+    inside = {
+        name.removeprefix("body."): value
+        for name, value in expected.items()
+        if name.startswith("body.")
+    }
     compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, inside, "inside")
     local = around.before.weight.grad  # plain: nobody reduces it
     dist.all_reduce(local)
     close(local / dist.get_world_size(), expected["before.weight"], "outside")
-    assert sum(1 for name, _ in around.named_parameters() if name.startswith("body.module.")) == len(inside)
+    assert sum(
+        1 for name, _ in around.named_parameters() if name.startswith("body.module.")
+    ) == len(inside)
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard(around, optimizer_over(around), mesh)
 
@@ -414,7 +478,8 @@ def test_a_sharded_model_works_inside_an_unsharded_module(ranks: Ranks, level: i
     ranks(2, inside_of_another, level)
 
 
-# ---- hooks of users -------------------------------------------------------------------------------------------------
+# ---- hooks of users
+# -------------------------------------------------------------------------------------------------
 
 
 class Hooked(Stack):
@@ -459,7 +524,9 @@ def raise_value_error(*unused: Any) -> None:
 def states_after_an_exception(interrupt: bool) -> set[str]:
     """What is gathered at level 3 after a forward that failed in the middle, and one that did not."""
     model, _ = shard(build(), 3)
-    handle = model.module.blocks[1].up.register_forward_hook(raise_interrupt if interrupt else raise_value_error)
+    handle = model.module.blocks[1].up.register_forward_hook(
+        raise_interrupt if interrupt else raise_value_error
+    )
     for context in (torch.no_grad(), torch.enable_grad()):
         with pytest.raises((KeyboardInterrupt, ValueError)), context:
             model(batch(0, 0, 0))
@@ -472,5 +539,5 @@ def states_after_an_exception(interrupt: bool) -> set[str]:
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "interrupt"])
 def test_a_failed_forward_leaves_nothing_gathered_for_good(ranks: Ranks, interrupt: bool) -> None:
-    """torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up."""
+    """Torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up."""
     assert ranks(2, states_after_an_exception, interrupt) == [{"SHARDED"}] * 2

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is gathered and accumulated at any time: the unit in use and a window of one unit; nothing afterwards.
 
-Bytes are counted at every allocation and release of the engine's storages, embedding, final norm and head included.
+Bytes are counted at every allocation and release of the engine's storages, embedding, final norm
+and head included.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +38,11 @@ class Deep(Stack):
 
     def body(self, x: Tensor, step: int) -> Tensor:
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
+            x = (
+                checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+                if self.recompute
+                else block(x)
+            )
         return x
 
 
@@ -70,7 +75,11 @@ def look_at(model: MegatronFSDP) -> Sample:
         )
     ]
     tensors += [parameter.grad for group in model.groups for parameter in group.parameters]
-    storages = {tensor.untyped_storage().data_ptr(): stored(tensor) for tensor in tensors if tensor is not None}
+    storages = {
+        tensor.untyped_storage().data_ptr(): stored(tensor)
+        for tensor in tensors
+        if tensor is not None
+    }
     return Sample(
         names(lambda group: stored(group.compute.flat)),
         names(lambda group: stored(local_gradients(group))),
@@ -112,7 +121,9 @@ def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
 
 
 def build(level: int, recompute: str = "", **settings: Any) -> MegatronFSDP:
-    return fully_shard_model(Deep(recompute), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level, **settings)
+    return fully_shard_model(
+        Deep(recompute), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level, **settings
+    )
 
 
 def train(model: MegatronFSDP) -> None:
@@ -149,20 +160,29 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
 
         with watching(model) as samples:
             loss_of(output).backward()
-        # A unit begins its backward before the one above it is freed, so two are alive even without a window.
+        # A unit begins its backward before the one above it is freed, so two are alive even without
+        # a window.
         assert 1 <= peak_in_units(samples, "gathered") <= 2
         assert max(sizes) <= max(sample.gathered_bytes for sample in samples) <= two_units
         # Buffers of gradients are made in the first backward, where nothing watches yet.
-        assert (max(sizes) if number else 0) <= max(sample.gradient_bytes for sample in samples) <= two_units
+        assert (
+            (max(sizes) if number else 0)
+            <= max(sample.gradient_bytes for sample in samples)
+            <= two_units
+        )
         assert peak_in_units(samples, "with_gradients") <= 1 + window
         left = look_at(model)
         assert (left.gathered, left.with_gradients) == (nothing.gathered, nothing.with_gradients)
-        assert all(parameter.grad is None for group in model.groups for parameter in group.parameters)
+        assert all(
+            parameter.grad is None for group in model.groups for parameter in group.parameters
+        )
         model.zero_grad()
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
-@pytest.mark.parametrize("recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"])
+@pytest.mark.parametrize(
+    "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]
+)
 def test_level_3_gathers_one_unit_and_a_window(ranks: Ranks, recompute: str, overlap: bool) -> None:
     ranks(2, watch_level_3, recompute, overlap)
 
@@ -171,7 +191,12 @@ def watch_hybrid() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     for outer in (0, 1):
         model = fully_shard_model(
-            Deep(), mesh, "inner", "outer", fsdp_unit_modules=[Block], outer_dp_sharding_strategy=outer
+            Deep(),
+            mesh,
+            "inner",
+            "outer",
+            fsdp_unit_modules=[Block],
+            outer_dp_sharding_strategy=outer,
         )
         train(model)
         with watching(model) as samples:
@@ -179,7 +204,9 @@ def watch_hybrid() -> None:
         assert peak_in_units(samples, "gathered") == 2
         assert peak_in_units(samples, "with_gradients") in (1, 2)
         assert (look_at(model).gathered, look_at(model).with_gradients) == ([], [])
-        assert all(group._inner_sum._total is None for group in model.groups)  # given back after the last microbatch
+        assert all(
+            group._inner_sum._total is None for group in model.groups
+        )  # given back after the last microbatch
 
 
 def test_hybrid_sharding_gathers_one_unit_and_a_window(ranks: Ranks) -> None:

@@ -45,7 +45,8 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
-        # Not with plain biases: the true gradient of the keys' is zero, and AdamW blows its rounding up.
+        # Not with plain biases: the true gradient of the keys' is zero, and AdamW blows its
+        # rounding up.
         self.attention = nn.MultiheadAttention(HIDDEN, HEADS, bias=False, add_bias_kv=True)
         self.statistics = nn.BatchNorm1d(HIDDEN)
         self.convolution = nn.Conv1d(1, 2, 3, padding=1)
@@ -122,25 +123,36 @@ def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Te
     assert all(parameter.is_meta for parameter in before.values())
     torch.manual_seed(7 + (dist.get_rank() if own_seeds else 0))
     settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
-    model = fully_shard_model(module, init_model_with_meta_device=True, preserve_fp32_weights=False, **settings)
+    model = fully_shard_model(
+        module, init_model_with_meta_device=True, preserve_fp32_weights=False, **settings
+    )
     with torch.no_grad():
         model(batch(0, 0, 0))  # every weight can be gathered
-    values = {name.removeprefix("module."): full_tensor(parameter) for name, parameter in model.named_parameters()}
+    values = {
+        name.removeprefix("module."): full_tensor(parameter)
+        for name, parameter in model.named_parameters()
+    }
     assert {name: p.requires_grad for name, p in model.named_parameters()} == {
         f"module.{name}": parameter.requires_grad for name, parameter in before.items()
     }
     assert model.module.head.weight is model.module.embed.weight
-    return values | {name: buffer for name, buffer in model.module.named_buffers() if "running" not in name}
+    return values | {
+        name: buffer for name, buffer in model.module.named_buffers() if "running" not in name
+    }
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(ranks: Ranks, case: str, freeze: bool) -> None:
+def test_weights_are_those_of_the_model_built_on_the_cpu_for_every_world(
+    ranks: Ranks, case: str, freeze: bool
+) -> None:
     torch.manual_seed(7)
     reference = build()
     expected = {name: parameter.detach() for name, parameter in reference.named_parameters()}
     reference(batch(0, 0, 0))
-    expected |= {name: buffer for name, buffer in reference.named_buffers() if "running" not in name}
+    expected |= {
+        name: buffer for name, buffer in reference.named_buffers() if "running" not in name
+    }
     for world_size in (2, 4) if case.startswith("hybrid") else (1, 2, 4):
         for values in ranks(world_size, initialise, case, freeze):
             assert values.keys() == expected.keys()
@@ -163,8 +175,18 @@ def train(case: str, freeze: bool) -> None:
     mesh, settings = CASES[case]
     settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
     level = settings.pop("zero_dp_strategy", 3)
-    place = {"init_model_with_meta_device": True, "build_sharded": lambda: build(on_meta=True, freeze=freeze)}
-    train_side_by_side(lambda: build(freeze=freeze), backward, level, mesh=settings["device_mesh"], **place, **settings)
+    place = {
+        "init_model_with_meta_device": True,
+        "build_sharded": lambda: build(on_meta=True, freeze=freeze),
+    }
+    train_side_by_side(
+        lambda: build(freeze=freeze),
+        backward,
+        level,
+        mesh=settings["device_mesh"],
+        **place,
+        **settings,
+    )
 
 
 @pytest.mark.parametrize("freeze", [False, True], ids=["trainable", "frozen_parts"])
@@ -173,7 +195,8 @@ def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: b
     ranks(2 if CASES[case][0] == "flat" else 4, train, case, freeze)
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory
+# ---------------------------------------------------------------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
@@ -184,7 +207,9 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, StorageWeakRef] = {}
         self.peak = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves((args, kwargs, result)):
             if type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu":
@@ -204,7 +229,9 @@ class LiveBytes(TorchDispatchMode):
         return total
 
 
-def peak_of_sharding(on_meta: bool, level: int, policy: MixedPrecisionPolicy, dtype: torch.dtype) -> tuple[int, int]:
+def peak_of_sharding(
+    on_meta: bool, level: int, policy: MixedPrecisionPolicy, dtype: torch.dtype
+) -> tuple[int, int]:
     """Bytes at the peak of building and sharding, and afterwards."""
     gc.collect()
     mesh = Meshes().arguments("flat")
@@ -226,16 +253,27 @@ def peak_of_sharding(on_meta: bool, level: int, policy: MixedPrecisionPolicy, dt
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_fp32_main"])
-def test_no_more_than_one_unit_is_whole_at_a_time(ranks: Ranks, level: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_fp32_main"]
+)
+def test_no_more_than_one_unit_is_whole_at_a_time(
+    ranks: Ranks, level: int, dtype: torch.dtype
+) -> None:
     unit = sum(parameter.numel() for parameter in Part().parameters()) * dtype.itemsize
     policy = MixedPrecisionPolicy(torch.float32)
     slack = unit // 8
-    # gloo's thread may hold a broadcast's memory for a moment after the broadcast is over: the lowest peak of some runs.
+    # gloo's thread may hold a broadcast's memory for a moment after the broadcast is over: the
+    # lowest peak of some runs.
     runs = [ranks(4, peak_of_sharding, True, level, policy, dtype) for _ in range(3)]
     for peak, left in map(min, zip(*runs)):
-        shards = 8 * unit / 4 * (4 / dtype.itemsize + (dtype != torch.float32))  # main weights, and compute shards
-        assert left <= (shards if level == 3 else 8 * unit + (dtype != torch.float32) * 2 * 8 * unit / 4) + slack
+        shards = (
+            8 * unit / 4 * (4 / dtype.itemsize + (dtype != torch.float32))
+        )  # main weights, and compute shards
+        assert (
+            left
+            <= (shards if level == 3 else 8 * unit + (dtype != torch.float32) * 2 * 8 * unit / 4)
+            + slack
+        )
         assert peak <= left + unit + slack, (peak / unit, left / unit)
     for peak, left in ranks(4, peak_of_sharding, False, level, policy, dtype):
         assert peak >= 8 * unit + unit / 4
@@ -243,7 +281,8 @@ def test_no_more_than_one_unit_is_whole_at_a_time(ranks: Ranks, level: int, dtyp
             assert peak > left + 2 * unit, (peak / unit, left / unit)
 
 
-# ---- parts and errors -----------------------------------------------------------------------------------------------
+# ---- parts and errors
+# -----------------------------------------------------------------------------------------------
 
 
 def keep_what_is_there() -> None:
@@ -254,12 +293,17 @@ def keep_what_is_there() -> None:
     module.layers[0].statistics.running_mean.fill_(3.0)
     torch.manual_seed(3)
     model = fully_shard_model(
-        module, **Meshes().arguments("flat"), fsdp_unit_modules=[Layer], init_model_with_meta_device=True,
+        module,
+        **Meshes().arguments("flat"),
+        fsdp_unit_modules=[Layer],
+        init_model_with_meta_device=True,
         preserve_fp32_weights=False,
     )
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
-    expected |= {f"layers.1.{name}": parameter.detach() for name, parameter in Layer().named_parameters()}
+    expected |= {
+        f"layers.1.{name}": parameter.detach() for name, parameter in Layer().named_parameters()
+    }
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
         close(full_tensor(parameter), expected[name.removeprefix("module.")], name, 0.0)
@@ -287,7 +331,12 @@ def initialise_tied_head(level: int, world_mesh: str) -> dict[str, Tensor]:
     with torch.device("meta"):
         module = TiedHeadWithBias()
     torch.manual_seed(7)
-    model = fully_shard_model(module, **Meshes().arguments(world_mesh), zero_dp_strategy=level, init_model_with_meta_device=True)
+    model = fully_shard_model(
+        module,
+        **Meshes().arguments(world_mesh),
+        zero_dp_strategy=level,
+        init_model_with_meta_device=True,
+    )
     model(torch.ones(2, WIDTH)).sum().backward()
     assert model.module.head.weight is model.module.embed.weight
     return {name: full_tensor(parameter) for name, parameter in model.named_parameters()}
@@ -313,7 +362,9 @@ def refusals() -> list[str]:
     messages = []
     for level, module_class in ((3, Unknown), (0, nn.Linear)):
         with torch.device("meta"):
-            module = nn.Sequential(nn.Linear(3, 3), module_class(3, 3) if module_class is nn.Linear else Unknown())
+            module = nn.Sequential(
+                nn.Linear(3, 3), module_class(3, 3) if module_class is nn.Linear else Unknown()
+            )
         with pytest.raises(ValueError) as error:
             fully_shard_model(module, zero_dp_strategy=level, init_model_with_meta_device=True)
         assert all(parameter.is_meta for parameter in module.parameters())

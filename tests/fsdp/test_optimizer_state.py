@@ -26,9 +26,17 @@ from tests.fsdp.test_optimizer import (
     unsharded_step,
 )
 
-
 FRESH = (
-    *("adamw", "adamw_fused", "adam_amsgrad", "sgd", "sgd_momentum", "sgd_dampening", "rmsprop", "rmsprop_foreach"),
+    *(
+        "adamw",
+        "adamw_fused",
+        "adam_amsgrad",
+        "sgd",
+        "sgd_momentum",
+        "sgd_dampening",
+        "rmsprop",
+        "rmsprop_foreach",
+    ),
     *("adagrad", "adagrad_fused", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
 )
 
@@ -39,7 +47,9 @@ def look_at_fresh_states() -> None:
     for make in (OPTIMIZERS[name] for name in FRESH):
         module = models.build("scalars")
         model, optimizer = fully_shard(module, make(module.parameters()), mesh, **IN_ONE_GROUP)
-        compare_fresh_states(make, [(model, optimizer), (after, fully_shard_optimizer(make(after.parameters())))])
+        compare_fresh_states(
+            make, [(model, optimizer), (after, fully_shard_optimizer(make(after.parameters())))]
+        )
 
 
 def compare_fresh_states(
@@ -51,7 +61,9 @@ def compare_fresh_states(
     for parameter in reference.parameters():
         parameter.grad = torch.zeros_like(parameter)
     expected.step()
-    lazy = isinstance(expected, torch.optim.ASGD | torch.optim.Rprop) or expected.defaults.get("dampening")
+    lazy = isinstance(expected, torch.optim.ASGD | torch.optim.Rprop) or expected.defaults.get(
+        "dampening"
+    )
     for model, optimizer in pairs:
         for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
             slots, wanted = optimizer.state.get(parameter, {}), expected.state.get(other, {})
@@ -77,7 +89,10 @@ def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tens
     state = optimizer.state_dict()
     names = [name for group in state["param_groups"] for name in group["param_names"]]
     return {
-        names[key]: {slot: (value.to_local() if isinstance(value, DTensor) else value).clone() for slot, value in slots.items()}
+        names[key]: {
+            slot: (value.to_local() if isinstance(value, DTensor) else value).clone()
+            for slot, value in slots.items()
+        }
         for key, slots in state["state"].items()
     }
 
@@ -102,7 +117,11 @@ def reordered(parameters: list[tuple[str, nn.Parameter]], way: str) -> list[dict
         return groups[::-1]
     if way == "parameters":
         return [{**group, "params": group["params"][::-1]} for group in groups]
-    return [{"params": rest, "lr": 0.02}, {"params": matrices[::-1], "lr": 0.003}] if way == "settings" else groups
+    return (
+        [{"params": rest, "lr": 0.02}, {"params": matrices[::-1], "lr": 0.003}]
+        if way == "settings"
+        else groups
+    )
 
 
 def load_by_name(source: str) -> None:
@@ -114,13 +133,17 @@ def load_by_name(source: str) -> None:
         unsharded_step(expected_module, saved, 0)
     else:
         expected_model = fully_shard_model(expected_module, mesh, **sharding(expected_module))
-        saved = fully_shard_optimizer(torch.optim.AdamW(reordered(list(expected_model.named_parameters()), "as_is")))
+        saved = fully_shard_optimizer(
+            torch.optim.AdamW(reordered(list(expected_model.named_parameters()), "as_is"))
+        )
         sharded_step(expected_model, saved, 0)
     loaded = []
     for way in ("as_is", "groups", "parameters", "settings"):
         module = models.build("scalars")
         model = fully_shard_model(module, mesh, **sharding(module))
-        optimizer = fully_shard_optimizer(torch.optim.AdamW(reordered(list(model.named_parameters()), way)))
+        optimizer = fully_shard_optimizer(
+            torch.optim.AdamW(reordered(list(model.named_parameters()), way))
+        )
         own_names = [group["param_names"] for group in optimizer.param_groups]
         if source == "torch_functions":
             state = torch_state_dict.get_optimizer_state_dict(expected_model, saved)
@@ -145,19 +168,32 @@ def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
 def load_what_does_not_fit() -> None:
     """And nothing is changed."""
     module = models.build("several_units")
-    model, optimizer = fully_shard(module, OPTIMIZERS["adamw"](two_groups(module)), shard_mesh(), **sharding(module))
+    model, optimizer = fully_shard(
+        module, OPTIMIZERS["adamw"](two_groups(module)), shard_mesh(), **sharding(module)
+    )
     sharded_step(model, optimizer, 0)
     state = optimizer.state_dict()
     before = pieces_by_name(optimizer)
     names = [group["param_names"] for group in state["param_groups"]]
 
     def with_names(*lists: list[str]) -> dict[str, Any]:
-        return {**state, "param_groups": [{**group, "param_names": each} for group, each in zip(state["param_groups"], lists)]}
+        return {
+            **state,
+            "param_groups": [
+                {**group, "param_names": each} for group, each in zip(state["param_groups"], lists)
+            ],
+        }
 
-    other_key = {**state, "state": {**state["state"], 0: {**state["state"][0], "exp_avg": torch.zeros(2, 2)}}}
+    other_key = {
+        **state,
+        "state": {**state["state"], 0: {**state["state"][0], "exp_avg": torch.zeros(2, 2)}},
+    }
     for wrong, message in (
         (with_names(names[0], ["stranger", *names[1][1:]]), "stranger"),
-        (with_names([names[1][0], *names[0][1:]], [names[0][0], *names[1][1:]]), "grouped in another way"),
+        (
+            with_names([names[1][0], *names[0][1:]], [names[0][0], *names[1][1:]]),
+            "grouped in another way",
+        ),
         (with_names([names[0][0]] * len(names[0]), names[1]), r"param_groups\[0\]"),
         (other_key, r"expects shape \(5, 5\) but got \(2, 2\)"),
     ):
@@ -177,11 +213,15 @@ def copy_state(level: int, flatten: bool) -> None:
     model, optimizer = sharded_pair("frozen_in_part", level)
     for step in range(2):
         state = optimizer.state_dict()
-        assert len(state["state"]) == sum(parameter.requires_grad for parameter in model.parameters())
+        assert len(state["state"]) == sum(
+            parameter.requires_grad for parameter in model.parameters()
+        )
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
-        by_name = copy.deepcopy(torch_state_dict.get_optimizer_state_dict(model, optimizer, options=options))
+        by_name = copy.deepcopy(
+            torch_state_dict.get_optimizer_state_dict(model, optimizer, options=options)
+        )
         other, fresh = sharded_pair("frozen_in_part", level)
         torch_state_dict.set_optimizer_state_dict(other, fresh, by_name, options=options)
         assert_same_state(fresh, optimizer)
@@ -194,7 +234,9 @@ def copy_state(level: int, flatten: bool) -> None:
     assert next(iter(optimizer.state.values()))["step"].item() == 2  # looking has taken no step
 
 
-@pytest.mark.parametrize(("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"])
+@pytest.mark.parametrize(
+    ("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"]
+)
 def test_state_can_be_copied_at_any_time(ranks: Ranks, level: int, flatten: bool) -> None:
     ranks(2, copy_state, level, flatten)
 

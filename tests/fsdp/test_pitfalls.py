@@ -41,7 +41,17 @@ from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.models import BATCH, WIDTH, Block
 from tests.fsdp.random_models import Drawn, Layer
-from tests.fsdp.reference import Case, Meshes, batch, close, compare, compare_pieces, loss_of, optimizer_over, shard_mesh
+from tests.fsdp.reference import (
+    Case,
+    Meshes,
+    batch,
+    close,
+    compare,
+    compare_pieces,
+    loss_of,
+    optimizer_over,
+    shard_mesh,
+)
 from tests.fsdp.test_errors import message_of
 from tests.fsdp.test_memory import Deep, look_at, peak_bytes, peak_in_units, train, watching
 
@@ -72,34 +82,71 @@ def with_settings(case: Case, *settings: dict[str, Any]) -> list[Case]:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name.removeprefix("module."): uneven_dtensor_to_full_tensor(value) for name, value in state.items()}
+    return {
+        name.removeprefix("module."): uneven_dtensor_to_full_tensor(value)
+        for name, value in state.items()
+    }
 
 
-# ---- gradients -----------------------------------------------------------------------------------------------------------
+# ---- gradients
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_01_hybrid_sharding_with_sharded_optimizer_state_gives_the_mean(ranks: Ranks) -> None:
-    case = gradients_of("several_units", mesh="outer2", clip=2.0, optimizer="sgd", settings={"outer_dp_sharding_strategy": 1})
-    ranks(4, compare_all, with_settings(case, {}, {"average_in_collective": True}, {"calculate_per_token_loss": True}))
+    case = gradients_of(
+        "several_units",
+        mesh="outer2",
+        clip=2.0,
+        optimizer="sgd",
+        settings={"outer_dp_sharding_strategy": 1},
+    )
+    ranks(
+        4,
+        compare_all,
+        with_settings(
+            case, {}, {"average_in_collective": True}, {"calculate_per_token_loss": True}
+        ),
+    )
 
 
-def test_02_hybrid_sharding_at_level_1_without_overlap_reduces_over_the_outer_axis(ranks: Ranks) -> None:
-    case = gradients_of("several_units", mesh="outer2", microbatches=2, settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP})
+def test_02_hybrid_sharding_at_level_1_without_overlap_reduces_over_the_outer_axis(
+    ranks: Ranks,
+) -> None:
+    case = gradients_of(
+        "several_units",
+        mesh="outer2",
+        microbatches=2,
+        settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP},
+    )
     ranks(4, compare_all, [replace(case, sync=sync) for sync in ("auto", "no_sync", "step")])
 
 
-def test_03_a_shard_axis_of_one_rank_does_not_double_gradients_at_every_microbatch(ranks: Ranks) -> None:
+def test_03_a_shard_axis_of_one_rank_does_not_double_gradients_at_every_microbatch(
+    ranks: Ranks,
+) -> None:
     for world_size, mesh in ((1, "flat"), (2, "outer2")):
         for sync, overlap in (("auto", {}), ("manual", WITHOUT_OVERLAP)):
-            case = gradients_of("several_units", mesh=mesh, microbatches=3, sync=sync, settings=overlap)
-            ranks(world_size, compare_all, with_settings(case, *({"zero_dp_strategy": level} for level in LEVELS)))
+            case = gradients_of(
+                "several_units", mesh=mesh, microbatches=3, sync=sync, settings=overlap
+            )
+            ranks(
+                world_size,
+                compare_all,
+                with_settings(case, *({"zero_dp_strategy": level} for level in LEVELS)),
+            )
 
 
 def test_04_only_the_new_contribution_is_divided_at_each_microbatch(ranks: Ranks) -> None:
     case = gradients_of("several_units", microbatches=3)
     cases = [replace(case, sync=sync) for sync in ("auto", "manual")]
     ranks(
-        2, compare_all, [each for one in cases for each in with_settings(one, *({"zero_dp_strategy": level} for level in LEVELS))]
+        2,
+        compare_all,
+        [
+            each
+            for one in cases
+            for each in with_settings(one, *({"zero_dp_strategy": level} for level in LEVELS))
+        ],
     )
 
 
@@ -112,13 +159,25 @@ def test_05_hybrid_sharding_keeps_the_gradients_of_every_microbatch(ranks: Ranks
 
 def test_06_averaging_in_the_collective_remembers_the_expert_factor(ranks: Ranks) -> None:
     model = Drawn(layers=(Layer(hidden=7, num_experts=4), Layer(hidden=3)))
-    case = gradients_of(model, mesh="ep2", microbatches=2, clip=2.0, settings={"average_in_collective": True})
+    case = gradients_of(
+        model, mesh="ep2", microbatches=2, clip=2.0, settings={"average_in_collective": True}
+    )
     ranks(4, compare_all, with_settings(case, {"zero_dp_strategy": 1}, {"zero_dp_strategy": 3}))
 
 
 def test_07_level_1_with_frozen_parameters_and_without_overlap_trains(ranks: Ranks) -> None:
-    case = Case(model="frozen_in_part", microbatches=2, settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP})
-    ranks(2, compare_all, [case, replace(case, sync="manual"), replace(case, model="frozen_at_the_bottom", sync="no_sync")])
+    case = Case(
+        model="frozen_in_part", microbatches=2, settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP}
+    )
+    ranks(
+        2,
+        compare_all,
+        [
+            case,
+            replace(case, sync="manual"),
+            replace(case, model="frozen_at_the_bottom", sync="no_sync"),
+        ],
+    )
 
 
 class Numbers(nn.Module):
@@ -141,12 +200,19 @@ def accumulate_small_numbers(mesh: str) -> None:
         for keywords in ({"mixed_precision_policy": BF16_WITH_FP32}, {"grad_reduce_in_fp32": True}):
             for sync in (True, False):
                 model = fully_shard_model(
-                    Numbers(), **arguments, zero_dp_strategy=level, sync_model_each_microbatch=sync, **keywords
+                    Numbers(),
+                    **arguments,
+                    zero_dp_strategy=level,
+                    sync_model_each_microbatch=sync,
+                    **keywords,
                 )
                 for number in (1.0, *[SMALL] * 8):
                     model(number).backward()
                 model.finish_grad_sync()
-                assert uneven_dtensor_to_full_tensor(next(model.parameters()).grad).tolist() == [1 + 8 * SMALL] * 5
+                assert (
+                    uneven_dtensor_to_full_tensor(next(model.parameters()).grad).tolist()
+                    == [1 + 8 * SMALL] * 5
+                )
 
 
 def test_08_gradients_of_bf16_weights_accumulate_in_fp32(ranks: Ranks) -> None:
@@ -177,17 +243,24 @@ def attributes_of_the_output_layer() -> None:
     module = models.build("tied_across_units")
     module.blocks[0].up.weight.shared = True
     model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[Block])
-    assert [name for name, parameter in model.named_parameters() if hasattr(parameter, "shared")] == ["module.blocks.0.up.weight"]
+    assert [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, "shared")
+    ] == ["module.blocks.0.up.weight"]
 
 
-def test_10_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_optimizer(ranks: Ranks) -> None:
+def test_10_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_optimizer(
+    ranks: Ranks,
+) -> None:
     """Which copies on other pipeline stages count is the adapter's decision, by Megatron-Core's attribute `shared`."""
     ranks(2, attributes_of_the_output_layer)
     case = Case(model="tied_across_units", clip=2.0)
     ranks(
         2,
         compare_all,
-        [*with_settings(case, {"zero_dp_strategy": 0}, {}), replace(case, model="tied_weight_as_argument", clip=1.0)],
+        [
+            *with_settings(case, {"zero_dp_strategy": 0}, {}),
+            replace(case, model="tied_weight_as_argument", clip=1.0),
+        ],
     )
 
 
@@ -206,8 +279,13 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
         reduce(self, *arguments)
 
     module = models.build(name)
-    with patch.object(ParamGroup, "unshard", watched_unshard), patch.object(ParamGroup, "reduce", watched_reduce):
-        model, optimizer = fully_shard(module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units)
+    with (
+        patch.object(ParamGroup, "unshard", watched_unshard),
+        patch.object(ParamGroup, "reduce", watched_reduce),
+    ):
+        model, optimizer = fully_shard(
+            module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units
+        )
         for step in range(3):
             loss_of(model(batch(step, dist.get_rank(), 0), step=step)).backward()
             optimizer.step()
@@ -222,15 +300,22 @@ def test_11_collectives_have_one_order_on_all_ranks(ranks: Ranks, name: str) -> 
     assert all(order == orders[0] for order in orders)
 
 
-# ---- weights and optimizer -----------------------------------------------------------------------------------------------
+# ---- weights and optimizer
+# -----------------------------------------------------------------------------------------------
 
 
 def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
     module, reference = models.build("several_units"), models.build("several_units")
     settings = {"lr": 0.1, "weight_decay": 0.5}
-    optimizer, expected = (getattr(torch.optim, kind)(each.parameters(), **settings) for each in (module, reference))
-    model, optimizer = fully_shard(module, optimizer, shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False)
-    torch_state_dict.get_optimizer_state_dict(model, optimizer)  # torch takes a step where it finds no state
+    optimizer, expected = (
+        getattr(torch.optim, kind)(each.parameters(), **settings) for each in (module, reference)
+    )
+    model, optimizer = fully_shard(
+        module, optimizer, shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False
+    )
+    torch_state_dict.get_optimizer_state_dict(
+        model, optimizer
+    )  # torch takes a step where it finds no state
     for slots in optimizer.state_dict()["state"].values():
         assert float(slots["step"]) == 0
         assert not slots["exp_avg"].to_local().any() and not slots["exp_avg_sq"].to_local().any()
@@ -255,13 +340,21 @@ def train_with_two_groups(level: int) -> None:
         decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
         return torch.optim.AdamW(
-            [{"params": decayed, "lr": 0.05, "weight_decay": 0.3}, {"params": others, "lr": 0.01, "weight_decay": 0.0}]
+            [
+                {"params": decayed, "lr": 0.05, "weight_decay": 0.3},
+                {"params": others, "lr": 0.01, "weight_decay": 0.0},
+            ]
         )
 
     module, reference = models.build("several_units"), models.build("several_units")
-    model, optimizer = fully_shard(module, groups_of(module), shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False)
+    model, optimizer = fully_shard(
+        module, groups_of(module), shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False
+    )
     expected = groups_of(reference)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.05, 0.3), (0.01, 0.0)]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.05, 0.3),
+        (0.01, 0.0),
+    ]
     for step in range(2):
         for each, each_optimizer in ((model, optimizer), (reference, expected)):
             each_optimizer.zero_grad()
@@ -279,7 +372,9 @@ def test_13_param_groups_keep_their_learning_rates_and_weight_decays(ranks: Rank
 def outputs_are_those_of_the_main_weights(model: MegatronFSDP, name: str) -> None:
     """In every bit: of a module that is built from the main weights."""
     unsharded = models.build(name, torch.bfloat16)
-    unsharded.load_state_dict({key: value.bfloat16() for key, value in whole(model.state_dict()).items()})
+    unsharded.load_state_dict(
+        {key: value.bfloat16() for key, value in whole(model.state_dict()).items()}
+    )
     x = batch(9, 0, 0).bfloat16()
     with torch.no_grad():
         assert torch.equal(model(x), unsharded(x))
@@ -288,7 +383,9 @@ def outputs_are_those_of_the_main_weights(model: MegatronFSDP, name: str) -> Non
 def bf16_model(level: int, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module = models.build("several_units", torch.bfloat16)
     settings = {"fsdp_unit_modules": [Block], "mixed_precision_policy": BF16_WITH_FP32, **settings}
-    return fully_shard(module, torch.optim.AdamW(module.parameters(), lr=0.01), zero_dp_strategy=level, **settings)
+    return fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.01), zero_dp_strategy=level, **settings
+    )
 
 
 def train_bf16(level: int, mesh: str, **settings: Any) -> None:
@@ -362,7 +459,9 @@ def dtypes_that_travel(mesh: str) -> None:
             module = models.build("several_units", torch.float32)
             policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
             with watching_reductions() as dtypes:
-                model = fully_shard_model(module, **arguments, zero_dp_strategy=level, mixed_precision_policy=policy)
+                model = fully_shard_model(
+                    module, **arguments, zero_dp_strategy=level, mixed_precision_policy=policy
+                )
                 loss_of(model(batch(0, dist.get_rank(), 0).float())).backward()
                 model.finish_grad_sync()
             assert dtypes and set(dtypes) == {comm or torch.float32}
@@ -379,11 +478,23 @@ def settings_that_arrive() -> None:
     arrives: dict[str, tuple[Any, Callable[[MegatronFSDP], bool]]] = {
         "overlap_grad_reduce": (False, lambda model: not model._schedule._overlap.grad_reduce),
         "overlap_param_gather": (False, lambda model: not model._schedule._overlap.param_gather),
-        "average_in_collective": (True, lambda model: model.groups[0]._communicator.average_in_collective),
-        "calculate_per_token_loss": (True, lambda model: model.groups[0]._communicator.divisor == 1),
-        "fsdp_group_ag": (other_group, lambda model: model.groups[0]._communicator.gather is other_group),
+        "average_in_collective": (
+            True,
+            lambda model: model.groups[0]._communicator.average_in_collective,
+        ),
+        "calculate_per_token_loss": (
+            True,
+            lambda model: model.groups[0]._communicator.divisor == 1,
+        ),
+        "fsdp_group_ag": (
+            other_group,
+            lambda model: model.groups[0]._communicator.gather is other_group,
+        ),
         "disable_bucketing": (True, lambda model: len(model._units) == 1),
-        "enable_fine_grained_param_gather": (True, lambda model: "blocks.0.up" in [unit.name for unit in model._units]),
+        "enable_fine_grained_param_gather": (
+            True,
+            lambda model: "blocks.0.up" in [unit.name for unit in model._units],
+        ),
         "sync_model_each_microbatch": (False, lambda model: not model._auto_sync),
         "report_nan_in_param_grad": (True, lambda model: model._report_nan),
         "check_for_nan_in_grad": (True, lambda model: model._report_nan),
@@ -394,7 +505,9 @@ def settings_that_arrive() -> None:
     mesh = shard_mesh()
     unchanged = fully_shard_model(models.build("several_units"), mesh, fsdp_unit_modules=[Block])
     for name, (value, has_arrived) in arrives.items():
-        model = fully_shard_model(models.build("several_units"), mesh, fsdp_unit_modules=[Block], **{name: value})
+        model = fully_shard_model(
+            models.build("several_units"), mesh, fsdp_unit_modules=[Block], **{name: value}
+        )
         assert has_arrived(model) and not has_arrived(unchanged), name
 
 
@@ -403,7 +516,8 @@ def test_17_every_option_of_the_public_function_is_passed_on(ranks: Ranks) -> No
     ranks(2, settings_that_arrive)
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory
+# --------------------------------------------------------------------------------------------------------------
 
 
 def watch_small_model() -> list[int]:
@@ -426,7 +540,11 @@ def gradients_without_units(level: int) -> tuple[int, int, int]:
     model = fully_shard_model(Deep(), shard_mesh(), zero_dp_strategy=level)
     with watching(model) as samples:
         train(model)
-    return peak_in_units(samples, "with_gradients"), max(sample.bytes for sample in samples), len(model._units)
+    return (
+        peak_in_units(samples, "with_gradients"),
+        max(sample.bytes for sample in samples),
+        len(model._units),
+    )
 
 
 def test_19_level_2_stays_below_level_1_with_units_and_without(ranks: Ranks) -> None:
@@ -446,12 +564,16 @@ def watch_both_ends() -> None:
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[Block])
     with watching(model) as samples:
         output = model(torch.randn(BATCH, WIDTH))
-    assert ENDS <= {name for sample in samples for name in sample.gathered}
-    assert not any(ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered)
+    assert {name for sample in samples for name in sample.gathered} >= ENDS
+    assert not any(
+        ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered
+    )
     assert look_at(model).gathered == []
     with watching(model) as samples:
         loss_of(output).backward()
-    assert not any(ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered)
+    assert not any(
+        ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered
+    )
     assert look_at(model).gathered == []
 
 
@@ -460,7 +582,9 @@ def test_20_embedding_and_output_layer_are_freed_as_any_unit(ranks: Ranks) -> No
 
 
 def watch_reduction_inputs(level: int) -> int:
-    model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level)
+    model = fully_shard_model(
+        Deep(), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level
+    )
     train(model)
     with watching(model) as samples:
         loss_of(model(torch.randn(BATCH, WIDTH))).backward()
@@ -496,7 +620,10 @@ def test_22_padding_is_small_and_rows_that_are_promised_whole_are_never_cut() ->
         assert layout.padding <= 0.01 * sum(map(prod, GPT_OSS_ATTENTION))
     random = Random(0)
     modules = [[(1, 7), (6, 3)]] + [
-        [tuple(random.randint(1, 9) for _ in range(random.randint(1, 3))) for _ in range(random.randint(1, 5))]
+        [
+            tuple(random.randint(1, 9) for _ in range(random.randint(1, 3)))
+            for _ in range(random.randint(1, 5))
+        ]
         for _ in range(300)
     ]
     for shapes in modules:
@@ -520,7 +647,9 @@ def watching_order(seen: list[int]) -> Iterator[None]:
         def call(self: Communicator, *tensors: Any) -> Pending:
             pending = original(self, *tensors)
             # The storage object itself: its address is 0 once it is freed.
-            users[id(pending)] = {tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None}
+            users[id(pending)] = {
+                tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None
+            }
             kept.append(pending)  # so that no other takes its id
             return pending
 
@@ -538,14 +667,25 @@ def watching_order(seen: list[int]) -> Iterator[None]:
         seen.append(len(users))
         free(tensor)
 
-    names = ("all_gather", "reduce_scatter", "all_reduce", "reduce_scatter_outer", "all_reduce_outer")
+    names = (
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+        "reduce_scatter_outer",
+        "all_reduce_outer",
+    )
     with patch.multiple(Communicator, **{name: watched(name) for name in names}):
-        with patch.object(Pending, "wait", watched_wait), patch.object(device, "free", watched_free):
+        with (
+            patch.object(Pending, "wait", watched_wait),
+            patch.object(device, "free", watched_free),
+        ):
             yield
 
 
 def watch_releases(level: int) -> list[int]:
-    model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level)
+    model = fully_shard_model(
+        Deep(), shard_mesh(), fsdp_unit_modules=[Block], zero_dp_strategy=level
+    )
     seen: list[int] = []
     with watching_order(seen):
         for _ in range(2):
@@ -562,33 +702,61 @@ def test_23_storage_is_freed_only_after_its_last_reader_was_waited_for(ranks: Ra
             assert level == 2 or max(seen) >= 1  # others are under way meanwhile
 
 
-# ---- lifecycle -----------------------------------------------------------------------------------------------------------
+# ---- lifecycle
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_24_units_return_any_nest_and_edit_their_inputs(ranks: Ranks) -> None:
     cases = [Case(model=name) for name in ("odd_outputs", "edits_in_place", "keyword_inputs")]
-    ranks(2, compare_all, [*cases, Case(model=Drawn(layers=(Layer(hidden=3), Layer(hidden=8)), is_output_a_dict=True))])
+    ranks(
+        2,
+        compare_all,
+        [
+            *cases,
+            Case(model=Drawn(layers=(Layer(hidden=3), Layer(hidden=8)), is_output_a_dict=True)),
+        ],
+    )
 
 
 def test_25_parameters_may_be_unused_and_modules_called_twice(ranks: Ranks) -> None:
-    ranks(2, compare_all, [Case(model=name) for name in ("unused_parameters", "unit_unused_in_some_steps", "unit_called_twice")])
+    ranks(
+        2,
+        compare_all,
+        [
+            Case(model=name)
+            for name in ("unused_parameters", "unit_unused_in_some_steps", "unit_called_twice")
+        ],
+    )
 
 
 def test_26_weights_may_be_tied_across_units_and_have_no_dims(ranks: Ranks) -> None:
-    cases = [Case(model=name) for name in ("tied_across_units", "tied_weight_as_argument", "scalars")]
-    drawn = Drawn(layers=(Layer(hidden=3, scale="scalar"), Layer(hidden=3)), tied_layers=(0, 1), head="tied")
+    cases = [
+        Case(model=name) for name in ("tied_across_units", "tied_weight_as_argument", "scalars")
+    ]
+    drawn = Drawn(
+        layers=(Layer(hidden=3, scale="scalar"), Layer(hidden=3)), tied_layers=(0, 1), head="tied"
+    )
     ranks(2, compare_all, [*cases, Case(model=drawn, clip=2.0)])
 
 
 def test_27_level_3_works_without_unit_modules(ranks: Ranks) -> None:
     case = Case(model="no_units", microbatches=2)
     ranks(
-        2, compare_all, with_settings(case, {"fsdp_unit_modules": None}, {"fsdp_unit_modules": []}, {"disable_bucketing": True})
+        2,
+        compare_all,
+        with_settings(
+            case,
+            {"fsdp_unit_modules": None},
+            {"fsdp_unit_modules": []},
+            {"disable_bucketing": True},
+        ),
     )
 
 
 def watch_recomputation(reentrant: bool) -> None:
-    model = fully_shard_model(Deep("reentrant" if reentrant else "non_reentrant"), shard_mesh(), fsdp_unit_modules=[Block])
+    model = fully_shard_model(
+        Deep("reentrant" if reentrant else "non_reentrant"), shard_mesh(), fsdp_unit_modules=[Block]
+    )
     for _ in range(2):
         output = model(torch.randn(BATCH, WIDTH))
         assert look_at(model).gathered == []
@@ -601,7 +769,11 @@ def watch_recomputation(reentrant: bool) -> None:
 def test_28_recomputation_leaves_nothing_gathered_and_frees_nothing_too_early(ranks: Ranks) -> None:
     for reentrant in (True, False):
         ranks(2, watch_recomputation, reentrant)
-    names = [f"checkpoint_{where}{kind}" for where in ("", "inside_") for kind in ("reentrant", "non_reentrant")]
+    names = [
+        f"checkpoint_{where}{kind}"
+        for where in ("", "inside_")
+        for kind in ("reentrant", "non_reentrant")
+    ]
     ranks(2, compare_all, [gradients_of(name, microbatches=2) for name in names])
 
 
@@ -610,9 +782,14 @@ def train_a_stage() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
     stage, place = mesh.get_local_rank("stage"), mesh.get_local_rank("dp")
     whole_model = models.build("several_units")
-    parts = (nn.Sequential(whole_model.embed, whole_model.blocks[0]), nn.Sequential(whole_model.blocks[1], whole_model.head))
+    parts = (
+        nn.Sequential(whole_model.embed, whole_model.blocks[0]),
+        nn.Sequential(whole_model.blocks[1], whole_model.head),
+    )
     reference = copy.deepcopy(parts)
-    model = fully_shard_model(parts[stage], mesh["dp"], fsdp_unit_modules=[Block], preserve_fp32_weights=False)
+    model = fully_shard_model(
+        parts[stage], mesh["dp"], fsdp_unit_modules=[Block], preserve_fp32_weights=False
+    )
     other = mesh.get_group("stage")
     for microbatch in range(2):
         x = batch(0, place, microbatch)
@@ -622,7 +799,12 @@ def train_a_stage() -> None:
             (loss_of(reference[1](reference[0](batch(0, rank, microbatch)))) / 2).backward()
     model.finish_grad_sync()
     expected = {name: parameter.grad for name, parameter in reference[stage].named_parameters()}
-    compare_pieces(model, {name: parameter.grad for name, parameter in model.named_parameters()}, expected, f"stage {stage}")
+    compare_pieces(
+        model,
+        {name: parameter.grad for name, parameter in model.named_parameters()},
+        expected,
+        f"stage {stage}",
+    )
 
 
 def run_stage(model: nn.Module, stage: int, x: Tensor, group: dist.ProcessGroup) -> None:
@@ -642,10 +824,17 @@ def run_stage(model: nn.Module, stage: int, x: Tensor, group: dist.ProcessGroup)
 
 def shard_other_stages_by_mistake() -> str:
     """Ranks of one data axis that hold other stages."""
-    return message_of(ValueError, fully_shard_model, nn.Linear(2, 2) if dist.get_rank() else nn.Linear(2, 3), shard_mesh())
+    return message_of(
+        ValueError,
+        fully_shard_model,
+        nn.Linear(2, 2) if dist.get_rank() else nn.Linear(2, 3),
+        shard_mesh(),
+    )
 
 
-def test_29_pipeline_stages_train_and_ranks_that_hold_other_modules_are_told_together(ranks: Ranks) -> None:
+def test_29_pipeline_stages_train_and_ranks_that_hold_other_modules_are_told_together(
+    ranks: Ranks,
+) -> None:
     ranks(4, train_a_stage)
     messages = ranks(2, shard_other_stages_by_mistake)
     assert messages[0] == messages[1]
@@ -663,7 +852,9 @@ def shard_beside_megatron_core() -> None:
     model = MegatronFSDP(models.build("several_units"), FSDPDistributedIndex(), config)
     loss_of(model(batch(0, 0, 0))).backward()
     model.finish_grad_sync()
-    assert model.strategy == 2 and all(parameter.grad is not None for parameter in model.parameters())
+    assert model.strategy == 2 and all(
+        parameter.grad is not None for parameter in model.parameters()
+    )
 
 
 WITHOUT_MEGATRON_CORE = """
@@ -684,7 +875,13 @@ print("trained")
 
 def test_30_the_engine_works_with_megatron_core_beside_it_and_without(ranks: Ranks) -> None:
     ranks(2, shard_beside_megatron_core)
-    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    place = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_MEGATRON_CORE],
         env={**os.environ, **place},
@@ -699,7 +896,11 @@ def test_30_the_engine_works_with_megatron_core_beside_it_and_without(ranks: Ran
 def copy_state(level: int, dtype: torch.dtype) -> None:
     module = models.build("scalars", dtype)
     model, optimizer = fully_shard(
-        module, optimizer_over(module), shard_mesh(), zero_dp_strategy=level, fsdp_unit_modules=[Block]
+        module,
+        optimizer_over(module),
+        shard_mesh(),
+        zero_dp_strategy=level,
+        fsdp_unit_modules=[Block],
     )
     loss_of(model(batch(0, 0, 0).to(dtype))).backward()
     optimizer.step()
@@ -711,10 +912,14 @@ def copy_state(level: int, dtype: torch.dtype) -> None:
     loss_of(model(batch(1, 0, 0).to(dtype))).backward()
     optimizer.step()
     assert all(torch.equal(value, before[name]) for name, value in whole(best).items())
-    assert not all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+    assert not all(
+        torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items()
+    )
     model.load_state_dict(best)
     optimizer.load_state_dict(best_optimizer)
-    assert all(torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in whole(model.state_dict()).items()
+    )
     assert {float(slots["step"]) for slots in optimizer.state_dict()["state"].values()} == {1.0}
 
 

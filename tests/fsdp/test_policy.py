@@ -17,13 +17,27 @@ BF16, FP32 = torch.bfloat16, torch.float32
 def test_strategy_is_a_number_a_name_or_a_member(level: int) -> None:
     name = ["no_shard", "optim", "optim_grads", "optim_grads_params"][level]
     strategy = ShardingStrategy.parse(level)
-    assert strategy == ShardingStrategy.parse(name) == ShardingStrategy.parse(name.upper()) == ShardingStrategy(level) == level
-    assert [strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters] == [level >= 1, level >= 2, level >= 3]
+    assert (
+        strategy
+        == ShardingStrategy.parse(name)
+        == ShardingStrategy.parse(name.upper())
+        == ShardingStrategy(level)
+        == level
+    )
+    assert [strategy.shards_optimizer, strategy.shards_gradients, strategy.shards_parameters] == [
+        level >= 1,
+        level >= 2,
+        level >= 3,
+    ]
 
 
 @pytest.mark.parametrize("value", [4, -1, "zero3", "3", True, None, 1.0])
 def test_other_strategies_are_refused_by_name(value: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"outer expects one of no_shard/0, optim/1") + f".* but got {re.escape(repr(value))}"):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("outer expects one of no_shard/0, optim/1")
+        + f".* but got {re.escape(repr(value))}",
+    ):
         ShardingStrategy.parse(value, "outer")
 
 
@@ -38,13 +52,17 @@ def test_other_strategies_are_refused_by_name(value: Any) -> None:
         (MixedPrecisionPolicy(None, None, FP32), True, Precision(BF16, BF16, BF16, FP32)),
     ],
 )
-def test_missing_dtypes_follow_the_parameter(policy: MixedPrecisionPolicy, trainable: bool, expected: Precision) -> None:
+def test_missing_dtypes_follow_the_parameter(
+    policy: MixedPrecisionPolicy, trainable: bool, expected: Precision
+) -> None:
     assert policy.resolve(BF16, trainable) == expected
 
 
 @pytest.mark.parametrize("value", [torch.int32, "float32", 32])
 def test_dtypes_that_are_none_are_refused(value: Any) -> None:
-    with pytest.raises(ValueError, match="main_grads_dtype expects a floating-point torch.dtype or None"):
+    with pytest.raises(
+        ValueError, match="main_grads_dtype expects a floating-point torch.dtype or None"
+    ):
         MixedPrecisionPolicy(main_grads_dtype=value)
 
 
@@ -52,7 +70,9 @@ def test_old_keywords_mean_the_same_as_a_policy() -> None:
     assert precision_policy(None, None, None) == MixedPrecisionPolicy()
     assert precision_policy(None, True, None) == MixedPrecisionPolicy(FP32, FP32, FP32)
     assert precision_policy(None, None, False) == MixedPrecisionPolicy(None)
-    assert precision_policy(MixedPrecisionPolicy(FP32, FP32), True, True) == MixedPrecisionPolicy(FP32, FP32)
+    assert precision_policy(MixedPrecisionPolicy(FP32, FP32), True, True) == MixedPrecisionPolicy(
+        FP32, FP32
+    )
 
 
 @pytest.mark.parametrize(

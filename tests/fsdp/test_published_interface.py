@@ -20,28 +20,63 @@ from megatron_fsdp.utils import contains_submesh, get_mesh_names
 
 MODULES: dict[str, list[str]] = {
     "megatron_fsdp": [
-        *("DistributedDataParallelConfig", "FSDPDistributedIndex", "MegatronFSDP", "MixedPrecisionPolicy", "ShardingStrategy"),
+        *(
+            "DistributedDataParallelConfig",
+            "FSDPDistributedIndex",
+            "MegatronFSDP",
+            "MixedPrecisionPolicy",
+            "ShardingStrategy",
+        ),
         *("__version__", "fully_shard", "fully_shard_model", "fully_shard_optimizer"),
     ],
-    "megatron_fsdp.fully_shard": ["ShardingStrategy", "fully_shard", "fully_shard_model", "fully_shard_optimizer"],
+    "megatron_fsdp.fully_shard": [
+        "ShardingStrategy",
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+    ],
     "megatron_fsdp.megatron_fsdp": ["MegatronFSDP"],
     "megatron_fsdp.mixed_precision": ["MixedPrecisionPolicy"],
     "megatron_fsdp.distributed_data_parallel_config": ["DistributedDataParallelConfig"],
     "megatron_fsdp.utils": ["FSDPDistributedIndex", "contains_submesh", "get_mesh_names"],
     "megatron_fsdp.package_info": ["__version__"],
     "megatron_fsdp.uneven_dtensor": [
-        *("filter_unflattened_state_dict", "gather_and_compute_chunk_metadata", "gather_uneven_dtensor_to_full_tensor"),
-        *("get_unflattened_state_dict", "preprocess_state_dict_for_uneven_dtensor", "redistribute_uneven_dtensor_to_replicated"),
-        *("split_dtensor", "uneven_dtensor_to_full_tensor", "update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor"),
+        *(
+            "filter_unflattened_state_dict",
+            "gather_and_compute_chunk_metadata",
+            "gather_uneven_dtensor_to_full_tensor",
+        ),
+        *(
+            "get_unflattened_state_dict",
+            "preprocess_state_dict_for_uneven_dtensor",
+            "redistribute_uneven_dtensor_to_replicated",
+        ),
+        *(
+            "split_dtensor",
+            "uneven_dtensor_to_full_tensor",
+            "update_uneven_dtensor_chunk_metadata",
+            "validate_uneven_dtensor",
+        ),
     ],
 }
 
 MESH = {
-    **dict.fromkeys(["device_mesh", "dp_shard_dim", "dp_outer_dim", "tp_dim", "hybrid_fsdp_group", "hybrid_fsdp_expt_group"]),
+    **dict.fromkeys(
+        [
+            "device_mesh",
+            "dp_shard_dim",
+            "dp_outer_dim",
+            "tp_dim",
+            "hybrid_fsdp_group",
+            "hybrid_fsdp_expt_group",
+        ]
+    ),
 }
 SHARD = {
     **MESH,
-    **dict.fromkeys(["expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag", "fsdp_unit_modules"]),
+    **dict.fromkeys(
+        ["expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag", "fsdp_unit_modules"]
+    ),
     "zero_dp_strategy": 3,
     "outer_dp_sharding_strategy": 0,
     "device": None,
@@ -51,18 +86,39 @@ SHARD = {
     "overlap_param_gather": True,
     "sync_model_each_microbatch": True,
     "preproc_state_dict_for_dcp_ckpt": True,
-    **dict.fromkeys(["report_nan_in_param_grad", "average_in_collective", "disable_bucketing"], False),
-    **dict.fromkeys(["calculate_per_token_loss", "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer"], False),
-    **dict.fromkeys(["fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration"], False),
-    **dict.fromkeys(["enable_fine_grained_param_gather", "use_decoupled_grad", "cuda_graph_mode", "maxpool_double_buffer"], False),
-    **dict.fromkeys(["check_for_nan_in_grad", "grad_reduce_in_fp32", "preserve_fp32_weights"]),  # older spellings
+    **dict.fromkeys(
+        ["report_nan_in_param_grad", "average_in_collective", "disable_bucketing"], False
+    ),
+    **dict.fromkeys(
+        ["calculate_per_token_loss", "keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer"],
+        False,
+    ),
+    **dict.fromkeys(
+        ["fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration"], False
+    ),
+    **dict.fromkeys(
+        [
+            "enable_fine_grained_param_gather",
+            "use_decoupled_grad",
+            "cuda_graph_mode",
+            "maxpool_double_buffer",
+        ],
+        False,
+    ),
+    **dict.fromkeys(
+        ["check_for_nan_in_grad", "grad_reduce_in_fp32", "preserve_fp32_weights"]
+    ),  # older spellings
 }
 REQUIRED = inspect.Parameter.empty
 SIGNATURES: dict[str, dict[str, Any]] = {
     "fully_shard_model": {"module": REQUIRED, **SHARD},
     "fully_shard": {"module": REQUIRED, "optimizer": REQUIRED, **SHARD},
     "fully_shard_optimizer": {"optimizer": REQUIRED, "preproc_state_dict_for_dcp_ckpt": True},
-    "MixedPrecisionPolicy": {"main_params_dtype": torch.float32, "main_grads_dtype": None, "grad_comm_dtype": None},
+    "MixedPrecisionPolicy": {
+        "main_params_dtype": torch.float32,
+        "main_grads_dtype": None,
+        "grad_comm_dtype": None,
+    },
     "FSDPDistributedIndex": {
         **MESH,
         "hsdp_outer_dp_shard": False,
@@ -76,16 +132,27 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         "fsdp_unit_modules": None,
         "disable_bucketing": False,
         "device": None,
-        **dict.fromkeys(["calculate_per_token_loss", "init_model_with_meta_device", "sync_model_each_microbatch"], False),
+        **dict.fromkeys(
+            [
+                "calculate_per_token_loss",
+                "init_model_with_meta_device",
+                "sync_model_each_microbatch",
+            ],
+            False,
+        ),
         **dict.fromkeys(["keep_fp8_transpose_cache", "nccl_ub", "fsdp_double_buffer"], False),
-        **dict.fromkeys(["fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration"], False),
+        **dict.fromkeys(
+            ["fsdp_db_use_persist_buf_on_alloc_fail", "disable_symmetric_registration"], False
+        ),
         "enable_fine_grained_param_gather_hook": False,
         "enable_fine_grained_param_gather_backward_hook": False,
         "fine_grained_recurse_module_types": None,
         "report_nan_in_param_grad": False,
     },
     "DistributedDataParallelConfig": {
-        **dict.fromkeys(["overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad"], False),
+        **dict.fromkeys(
+            ["overlap_grad_reduce", "overlap_param_gather", "check_for_nan_in_grad"], False
+        ),
         "bucket_size": None,
         **dict.fromkeys(["average_in_collective", "fp8_param_gather"], False),
         "data_parallel_sharding_strategy": "no_shard",
@@ -98,15 +165,48 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         **dict.fromkeys(["disable_symmetric_registration", "fsdp_manual_registration"], False),
         "megatron_fsdp_main_params_dtype": torch.float32,
         **dict.fromkeys(["megatron_fsdp_main_grads_dtype", "megatron_fsdp_grad_comm_dtype"]),
-        **dict.fromkeys(["megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode"], False),
-        **dict.fromkeys(["megatron_fsdp_enable_fine_grained_param_gather", "megatron_fsdp_max_pool_double_buffer"], False),
+        **dict.fromkeys(
+            ["megatron_fsdp_use_decoupled_grad", "megatron_fsdp_cuda_graph_mode"], False
+        ),
+        **dict.fromkeys(
+            [
+                "megatron_fsdp_enable_fine_grained_param_gather",
+                "megatron_fsdp_max_pool_double_buffer",
+            ],
+            False,
+        ),
     },
 }
 MEMBERS = [
-    *("module", "ddp_config", "forward", "no_sync", "sync", "set_model_auto_sync", "is_last_microbatch", "start_param_sync"),
-    *("synchronize_param_gather", "start_grad_sync", "finish_grad_sync", "synchronize_gradient_reduce", "zero_grad_buffer"),
-    *("attach_grad_to_optimizer_state", "install_optimized_model_weights", "scale_gradients", "broadcast_params"),
-    *("stop_communication", "mixed_precision_context", "reset_mixed_precision_policy", "get_distributed_index"),
+    *(
+        "module",
+        "ddp_config",
+        "forward",
+        "no_sync",
+        "sync",
+        "set_model_auto_sync",
+        "is_last_microbatch",
+        "start_param_sync",
+    ),
+    *(
+        "synchronize_param_gather",
+        "start_grad_sync",
+        "finish_grad_sync",
+        "synchronize_gradient_reduce",
+        "zero_grad_buffer",
+    ),
+    *(
+        "attach_grad_to_optimizer_state",
+        "install_optimized_model_weights",
+        "scale_gradients",
+        "broadcast_params",
+    ),
+    *(
+        "stop_communication",
+        "mixed_precision_context",
+        "reset_mixed_precision_policy",
+        "get_distributed_index",
+    ),
 ]
 
 
@@ -131,7 +231,9 @@ def test_config_fields_are_all_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize("submodule", ["fully_shard", "utils", "megatron_fsdp"])
-def test_fully_shard_is_the_function_whatever_was_imported_first(submodule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_shard_is_the_function_whatever_was_imported_first(
+    submodule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "megatron_fsdp"]:
         monkeypatch.delitem(sys.modules, name)
     importlib.import_module(f"megatron_fsdp.{submodule}")
@@ -152,20 +254,36 @@ def members_of_a_sharded_model() -> tuple[list[str], dict[str, str], dict[str, s
     assert model.module is linear
     assert model.is_last_microbatch is True
     assert isinstance(model.get_distributed_index(), megatron_fsdp.FSDPDistributedIndex)
-    assert all(left is right for left, right in zip(model.parameters(), model.parameters(), strict=True))
-    signatures = {name: str(inspect.signature(getattr(optimizer, name))).split(" ->")[0] for name in ("step", "zero_grad")}
-    methods = {name: str(inspect.signature(getattr(model, name))).split(" ->")[0] for name in ("finish_grad_sync", "scale_gradients")}
+    assert all(
+        left is right for left, right in zip(model.parameters(), model.parameters(), strict=True)
+    )
+    signatures = {
+        name: str(inspect.signature(getattr(optimizer, name))).split(" ->")[0]
+        for name in ("step", "zero_grad")
+    }
+    methods = {
+        name: str(inspect.signature(getattr(model, name))).split(" ->")[0]
+        for name in ("finish_grad_sync", "scale_gradients")
+    }
     return missing, signatures, methods
 
 
-def test_members_of_the_model_and_keywords_of_the_optimizer(ranks: Callable[..., list[Any]]) -> None:
+def test_members_of_the_model_and_keywords_of_the_optimizer(
+    ranks: Callable[..., list[Any]],
+) -> None:
     (result,) = ranks(1, members_of_a_sharded_model)
     missing, signatures, methods = result
     assert missing == []
-    for keyword in ("*, sync_grad_before_optimizer_step: 'bool' = True", "install_optimized_model_weights: 'bool' = True"):
+    for keyword in (
+        "*, sync_grad_before_optimizer_step: 'bool' = True",
+        "install_optimized_model_weights: 'bool' = True",
+    ):
         assert keyword in signatures["step"]
     assert "(closure: " in signatures["step"]
-    assert signatures["zero_grad"] == "(set_to_none: 'bool' = True, *, zero_grad_buffer: 'bool' = True)"
+    assert (
+        signatures["zero_grad"]
+        == "(set_to_none: 'bool' = True, *, zero_grad_buffer: 'bool' = True)"
+    )
     assert methods["finish_grad_sync"] == "(force_all_reduce: 'bool' = False)"
 
 
@@ -178,7 +296,14 @@ def look_at_meshes() -> None:
     assert get_mesh_names(mesh["tp"], only_submesh_dims=True) == ["tp"]
     assert get_mesh_names(None) == []
     assert get_mesh_names(init_device_mesh("cpu", (dist.get_world_size(),))) == []
-    for names, expected in {"tp": True, ("dp", "tp"): True, "all": True, "cp": False, ("dp", "cp"): False, (): False}.items():
+    for names, expected in {
+        "tp": True,
+        ("dp", "tp"): True,
+        "all": True,
+        "cp": False,
+        ("dp", "cp"): False,
+        (): False,
+    }.items():
         assert contains_submesh(mesh, names) is expected, names
     assert contains_submesh(None, "dp") is contains_submesh(mesh, None) is False
     assert engine_mesh.FSDPDistributedIndex(mesh, "all").size == dist.get_world_size()

@@ -79,7 +79,9 @@ def gathers_per_step() -> dict[str, int]:
 
     net = Tied()
     model, optimizer = fully_shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Layer, nn.Embedding, Output]
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        fsdp_unit_modules=[Layer, nn.Embedding, Output],
     )
     tokens = torch.randint(16, (2, 4))
     for step in range(3):
@@ -94,7 +96,7 @@ def gathers_per_step() -> dict[str, int]:
 
 def test_a_borrowed_unit_does_not_waste_gathers() -> None:
     """Two gathers of every layer; the embedding is needed at both ends of both passes."""
-    (counts, _) = ranks(2, gathers_per_step)
+    counts, _ = ranks(2, gathers_per_step)
     assert {name: count for name, count in counts.items() if "layers" in name} == {
         f"layers.{number}.linear.weight": 2 for number in range(3)
     }
@@ -105,7 +107,10 @@ def large_fp16_gradients() -> bool:
     net = nn.Linear(64, 64).half()
     model = fully_shard_model(net, report_nan_in_param_grad=True, zero_dp_strategy=1)
     model(torch.full((4, 64), 40.0, dtype=torch.float16)).float().mul(20).sum().backward()
-    return all(torch.isfinite(parameter.grad._local_tensor).all().item() for parameter in model.parameters())
+    return all(
+        torch.isfinite(parameter.grad._local_tensor).all().item()
+        for parameter in model.parameters()
+    )
 
 
 def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm() -> None:
@@ -114,12 +119,16 @@ def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm() -> None:
 
 def main_weights_around_a_broadcast(level: int) -> bool:
     net = nn.Linear(8, 8).bfloat16()
-    model, optimizer = fully_shard(net, torch.optim.AdamW(net.parameters(), lr=1e-5), zero_dp_strategy=level)
+    model, optimizer = fully_shard(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-5), zero_dp_strategy=level
+    )
     model(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     before = [full_tensor(parameter) for parameter in model.parameters()]
     model.broadcast_params()
-    return all(torch.equal(left, full_tensor(right)) for left, right in zip(before, model.parameters()))
+    return all(
+        torch.equal(left, full_tensor(right)) for left, right in zip(before, model.parameters())
+    )
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -129,7 +138,9 @@ def test_a_broadcast_keeps_fp32_main_weights(level: int) -> None:
 
 def outputs_without_install(level: int) -> list[float]:
     net = nn.Linear(8, 8)
-    model, optimizer = fully_shard(net, torch.optim.SGD(net.parameters(), lr=0.5), zero_dp_strategy=level)
+    model, optimizer = fully_shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.5), zero_dp_strategy=level
+    )
     x = torch.ones(1, 8)
     model(x).sum().backward()
     optimizer.step(install_optimized_model_weights=False)
@@ -150,9 +161,19 @@ def precision_of_config() -> tuple:
         megatron_fsdp_main_grads_dtype=torch.float32,
     )
     model = MegatronFSDP(nn.Linear(4, 4).bfloat16(), FSDPDistributedIndex(), config)
-    other = MegatronFSDP(nn.Linear(4, 4), FSDPDistributedIndex(), config, MixedPrecisionPolicy(main_params_dtype=torch.float64))
+    other = MegatronFSDP(
+        nn.Linear(4, 4),
+        FSDPDistributedIndex(),
+        config,
+        MixedPrecisionPolicy(main_params_dtype=torch.float64),
+    )
     precision = model.groups[0].precision
-    return precision.main_param, precision.main_grad, model._report_nan, other.groups[0].precision.main_param
+    return (
+        precision.main_param,
+        precision.main_grad,
+        model._report_nan,
+        other.groups[0].precision.main_param,
+    )
 
 
 def test_the_fields_of_the_config_are_used() -> None:
@@ -193,7 +214,9 @@ def test_counters_of_a_scalar_parameter_are_not_sharded() -> None:
 
 def gradients_after_a_failed_backward(level: int) -> bool:
     net = nn.Sequential(Layer(), Layer())
-    model = fully_shard_model(net, fsdp_unit_modules=[Layer], zero_dp_strategy=level, sync_model_each_microbatch=False)
+    model = fully_shard_model(
+        net, fsdp_unit_modules=[Layer], zero_dp_strategy=level, sync_model_each_microbatch=False
+    )
     x = torch.randn(2, 8)
 
     def explode(gradient: torch.Tensor) -> None:
@@ -214,7 +237,9 @@ def gradients_after_a_failed_backward(level: int) -> bool:
     model.zero_grad()
     model(x).sum().backward()
     model.finish_grad_sync()
-    return all(torch.equal(left, full_tensor(right.grad)) for left, right in zip(once, model.parameters())) and bool(dist.get_world_size())
+    return all(
+        torch.equal(left, full_tensor(right.grad)) for left, right in zip(once, model.parameters())
+    ) and bool(dist.get_world_size())
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -236,7 +261,10 @@ def test_assigning_a_state_dict_is_refused_not_ignored() -> None:
 def states_after_a_step(overlap: bool) -> set[str]:
     net = nn.Linear(8, 8)
     model, optimizer = fully_shard(
-        net, torch.optim.SGD(net.parameters(), lr=0.1), zero_dp_strategy=2, overlap_param_gather=overlap
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        zero_dp_strategy=2,
+        overlap_param_gather=overlap,
     )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
@@ -254,11 +282,16 @@ def train_drawn(case: Case) -> None:
 
 def test_a_block_called_plainly_and_then_recomputed_keeps_its_weights_to_the_end() -> None:
     """The pass inside a reentrant checkpoint brought all gradients of the whole model's unit, which was freed; the plain call
-    of the same block was still to come. Found by fuzzing (seed 12, draw 872)."""
+    of the same block was still to come. Found by fuzzing (seed 12, draw 872).
+    """
     first = random_models.Layer(3, norm=True, recompute="reentrant", calls=2, frozen=("up", "down"))
     drawn = random_models.Drawn((first, random_models.Layer(2)), frozen_embedding=True)
     for level in (2, 3):
-        settings = {"zero_dp_strategy": level, "disable_bucketing": True, "overlap_grad_reduce": False}
+        settings = {
+            "zero_dp_strategy": level,
+            "disable_bucketing": True,
+            "overlap_grad_reduce": False,
+        }
         ranks(2, train_drawn, Case(model=drawn, settings=settings))
 
 
@@ -297,7 +330,9 @@ def test_a_model_may_call_itself() -> None:
 def two_layers(level: int = 3, **settings: object) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    return fully_shard(module, torch.optim.AdamW(module.parameters(), lr=0.1), zero_dp_strategy=level, **settings)
+    return fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.1), zero_dp_strategy=level, **settings
+    )
 
 
 def whole_weights(model: MegatronFSDP) -> list[torch.Tensor]:
@@ -318,7 +353,7 @@ def write_after_steps(level: int) -> None:
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(level: int) -> None:
-    """gloo writes a rank's own part too, at any time before an in-place gather ends."""
+    """Gloo writes a rank's own part too, at any time before an in-place gather ends."""
     ranks(2, write_after_steps, level)
 
 
@@ -344,7 +379,12 @@ def freeze_inside(level: int) -> None:
     before = whole_weights(model)
     model(torch.randn(4, 64)).sum().backward()
     optimizer.step()
-    assert [bool(torch.equal(old, new)) for old, new in zip(before, whole_weights(model))] == [True, True, False, False]
+    assert [bool(torch.equal(old, new)) for old, new in zip(before, whole_weights(model))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -378,7 +418,9 @@ def scale_after_clipping() -> None:
     model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     model.scale_gradients(2.0)
-    norm = float(torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
+    norm = float(
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])
+    )
     assert norm == pytest.approx(2e-3, rel=1e-2)
 
 
@@ -452,7 +494,9 @@ def differentiate_inside() -> None:
     torch.manual_seed(0)
     module = ForceField()
     reference = copy.deepcopy(module)
-    model = fully_shard_model(nn.Sequential(module), fsdp_unit_modules=[ForceField], preserve_fp32_weights=False)
+    model = fully_shard_model(
+        nn.Sequential(module), fsdp_unit_modules=[ForceField], preserve_fp32_weights=False
+    )
     for _ in range(2):
         torch.testing.assert_close(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
 

@@ -28,7 +28,9 @@ Ranks = Callable[..., list[Any]]
 NAMES = ["scalars", "tied_across_units", "frozen_in_part"]
 
 
-def sharded(name: str, level: int, module: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sharded(
+    name: str, level: int, module: nn.Module | None = None, **settings: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = models.build(name) if module is None else module
     return fully_shard(
         module,
@@ -50,13 +52,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {
+        name: uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
 
 
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0) -> None:
+def assert_equal(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0
+) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}")
+        torch.testing.assert_close(
+            actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
+        )
 
 
 def look_at_any_moment(name: str, level: int) -> None:
@@ -70,16 +79,22 @@ def look_at_any_moment(name: str, level: int) -> None:
     assert_equal(whole(model.state_dict()), expected)
     optimizer.step()
     state = model.state_dict()
-    assert {key: value.shape for key, value in state.items()} == {key: value.shape for key, value in expected.items()}
+    assert {key: value.shape for key, value in state.items()} == {
+        key: value.shape for key, value in expected.items()
+    }
     unsharded = models.build(name)
-    unsharded.load_state_dict({key.removeprefix("module."): value for key, value in whole(state).items()})
+    unsharded.load_state_dict(
+        {key.removeprefix("module."): value for key, value in whole(state).items()}
+    )
     for left, right in zip(evaluate(model, 0), evaluate(unsharded, 0), strict=True):
         assert torch.equal(left, right)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
-def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(ranks: Ranks, name: str, level: int) -> None:
+def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
+    ranks: Ranks, name: str, level: int
+) -> None:
     ranks(3, look_at_any_moment, name, level)
 
 
@@ -87,13 +102,19 @@ def gather_in_three_ways() -> None:
     model, _ = sharded("scalars", 3)
     for value in model.state_dict().values():
         full = uneven_dtensor_to_full_tensor(value)
-        for gather in (redistribute_uneven_dtensor_to_replicated, gather_uneven_dtensor_to_full_tensor):
+        for gather in (
+            redistribute_uneven_dtensor_to_replicated,
+            gather_uneven_dtensor_to_full_tensor,
+        ):
             replicated = gather(value)
             assert isinstance(replicated, DTensor)
             assert replicated.placements == (Replicate(),)
             assert replicated.shape == value.shape
             assert torch.equal(replicated.to_local(), full)
-        assert gather_uneven_dtensor_to_full_tensor(value, target_device="cpu").to_local().device.type == "cpu"
+        assert (
+            gather_uneven_dtensor_to_full_tensor(value, target_device="cpu").to_local().device.type
+            == "cpu"
+        )
 
 
 def test_uneven_dtensors_are_gathered_whole(ranks: Ranks) -> None:
@@ -104,7 +125,10 @@ def keep_the_best(level: int) -> None:
     """copy.deepcopy keeps what was, torch.save and torch.load (weights_only, its default) bring it back."""
     model, optimizer = sharded("scalars", level)
     train(model, optimizer, 1)
-    best_model, best_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    best_model, best_optimizer = (
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(optimizer.state_dict()),
+    )
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     before = whole(best_model)
@@ -116,7 +140,9 @@ def keep_the_best(level: int) -> None:
 
     model.load_state_dict(best_model)
     optimizer.load_state_dict(best_optimizer)
-    assert all(torch.equal(left, right) for left, right in zip(evaluate(model, 0), outputs, strict=True))
+    assert all(
+        torch.equal(left, right) for left, right in zip(evaluate(model, 0), outputs, strict=True)
+    )
     train(model, optimizer, 2)
     assert_equal(whole(model.state_dict()), later)
 
@@ -140,10 +166,14 @@ def save(name: str, level: int, path: str, with_torch_functions: bool) -> None:
     dcp.save(state, checkpoint_id=path)
 
 
-def checkpointed_state(model: nn.Module, optimizer: torch.optim.Optimizer, with_torch_functions: bool) -> dict[str, Any]:
+def checkpointed_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, with_torch_functions: bool
+) -> dict[str, Any]:
     if with_torch_functions:
         model_state, optimizer_state = torch_state_dict.get_state_dict(model, optimizer)
-        assert set(optimizer_state["state"]) == {name for name, p in model.named_parameters() if p.requires_grad}
+        assert set(optimizer_state["state"]) == {
+            name for name, p in model.named_parameters() if p.requires_grad
+        }
         return {"model": model_state, "optimizer": optimizer_state}
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
@@ -167,11 +197,17 @@ def load(name: str, level: int, path: str, with_torch_functions: bool) -> None:
     else:
         model.load_state_dict(state["model"], strict=False)
         optimizer.load_state_dict(state["optimizer"])
-    for left, right in zip(evaluate(model, 0), evaluate(expected, 0), strict=True):  # active at once
+    for left, right in zip(
+        evaluate(model, 0), evaluate(expected, 0), strict=True
+    ):  # active at once
         torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-11)
     train(model, optimizer, 2)
     train(expected, expected_optimizer, 2)
-    assert_equal(whole(model.state_dict()), {"module." + key: value for key, value in expected.state_dict().items()}, 1e-11)
+    assert_equal(
+        whole(model.state_dict()),
+        {"module." + key: value for key, value in expected.state_dict().items()},
+        1e-11,
+    )
 
 
 PAIRS = [((2, 3), (3, 3)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (4, 3)), ((3, 1), (2, 2))]
@@ -184,7 +220,11 @@ PAIRS = [((2, 3), (3, 3)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (4, 3)),
     ids=str,
 )
 def test_checkpoint_loads_into_another_world_and_strategy(
-    ranks: Ranks, tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int], with_torch_functions: bool
+    ranks: Ranks,
+    tmp_path: Path,
+    saved: tuple[int, int],
+    loaded: tuple[int, int],
+    with_torch_functions: bool,
 ) -> None:
     for name in NAMES:
         path = str(tmp_path / name)
@@ -199,7 +239,9 @@ def load_unsharded(level: int) -> None:
     train(expected, expected_optimizer, 2)
     for prefix in ("", "module."):
         model, optimizer = sharded("scalars", level)
-        result = model.load_state_dict({prefix + key: value for key, value in expected.state_dict().items()})
+        result = model.load_state_dict(
+            {prefix + key: value for key, value in expected.state_dict().items()}
+        )
         assert not result.missing_keys
         assert not result.unexpected_keys
         optimizer.load_state_dict(copy.deepcopy(expected_optimizer.state_dict()))
@@ -210,7 +252,11 @@ def load_unsharded(level: int) -> None:
         copied_optimizer.load_state_dict(copy.deepcopy(expected_optimizer.state_dict()))
         train(model, optimizer, 2)
         train(copied, copied_optimizer, 2)
-        assert_equal(whole(model.state_dict()), {"module." + key: value for key, value in copied.state_dict().items()}, 1e-11)
+        assert_equal(
+            whole(model.state_dict()),
+            {"module." + key: value for key, value in copied.state_dict().items()},
+            1e-11,
+        )
 
 
 @pytest.mark.parametrize("level", [0, 1, 3])
@@ -220,7 +266,11 @@ def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: i
 
 def load_into_bf16() -> None:
     """The weights of the next forward are the loaded ones, before any optimizer step."""
-    model = fully_shard_model(models.build("several_units", torch.bfloat16), shard_mesh(), fsdp_unit_modules=[models.Block])
+    model = fully_shard_model(
+        models.build("several_units", torch.bfloat16),
+        shard_mesh(),
+        fsdp_unit_modules=[models.Block],
+    )
     other = models.Stack().bfloat16()
     model.load_state_dict(other.float().state_dict())
     x = batch(0, 0, 0).bfloat16()
@@ -258,7 +308,13 @@ def load_what_does_not_fit() -> str:
 
 def test_what_does_not_fit_is_listed_and_nothing_is_loaded(ranks: Ranks) -> None:
     for message in ranks(2, load_what_does_not_fit):
-        for part in ("embed.weight", "(5, 5)", "(2, 2)", "missing keys: head.bias", "unexpected keys: stranger"):
+        for part in (
+            "embed.weight",
+            "(5, 5)",
+            "(2, 2)",
+            "missing keys: head.bias",
+            "unexpected keys: stranger",
+        ):
             assert part in message
 
 
@@ -281,12 +337,19 @@ def test_buffers_are_in_the_state(ranks: Ranks) -> None:
 
 def load_state_of_another_layout() -> str:
     saved = fully_shard_model(
-        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]), shard_mesh(), disable_bucketing=True
+        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]),
+        shard_mesh(),
+        disable_bucketing=True,
     )
     units = fully_shard_model(
-        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]), shard_mesh(), fsdp_unit_modules=[nn.Linear]
+        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]),
+        shard_mesh(),
+        fsdp_unit_modules=[nn.Linear],
     )
-    runs = [[value._local_tensor.run for value in model.state_dict().values()] for model in (saved, units)]
+    runs = [
+        [value._local_tensor.run for value in model.state_dict().values()]
+        for model in (saved, units)
+    ]
     assert any(left != right for left, right in zip(*runs))
     with pytest.raises(RuntimeError) as error:
         units.load_state_dict(saved.state_dict())
@@ -344,7 +407,9 @@ def all_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
     state = whole(model.state_dict())
     for name, parameter in model.named_parameters():
         for slot in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}.{slot}"] = uneven_dtensor_to_full_tensor(optimizer.state[parameter][slot])
+            state[f"{name}.{slot}"] = uneven_dtensor_to_full_tensor(
+                optimizer.state[parameter][slot]
+            )
     return state
 
 
@@ -370,7 +435,9 @@ def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("saved", ["hybrid_optim", "hybrid_bf16", "bf16_on_two"])
-def test_checkpoint_loads_bitwise_under_every_other_layout(ranks: Ranks, saved: str, tmp_path: Path) -> None:
+def test_checkpoint_loads_bitwise_under_every_other_layout(
+    ranks: Ranks, saved: str, tmp_path: Path
+) -> None:
     expected = ranks(LAYOUTS[saved][0], save_layout, saved, str(tmp_path))[0]
     for layout, (world_size, *_) in LAYOUTS.items():
         ranks(world_size, load_layout, layout, str(tmp_path), expected)

@@ -73,7 +73,10 @@ def split(model: Model, mesh: DeviceMesh, style: str) -> Model:
     for block in model.blocks:
         # Plain local tensors would say nothing of the whole's size where its parts are not equal.
         is_even = block.up.out_features % mesh.size() == 0
-        plan: dict[str, Any] = {"up": ColwiseParallel(use_local_output=is_even), "down": RowwiseParallel()}
+        plan: dict[str, Any] = {
+            "up": ColwiseParallel(use_local_output=is_even),
+            "down": RowwiseParallel(),
+        }
         if style == "sequence":
             plan |= {
                 "norm": SequenceParallel(sequence_dim=0),
@@ -111,7 +114,9 @@ def whole(tensor: Tensor) -> Tensor:
     return full_tensor(tensor).detach()
 
 
-def compare_all(model: MegatronFSDP, expected: dict[str, Tensor], what: str, gradients: bool = False) -> None:
+def compare_all(
+    model: MegatronFSDP, expected: dict[str, Tensor], what: str, gradients: bool = False
+) -> None:
     for name, parameter in model.named_parameters():
         wanted = expected[name.removeprefix("module.")]
         close(whole(parameter.grad if gradients else parameter), wanted, f"{what}: {name}")
@@ -123,14 +128,22 @@ def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -
     data_rank, data_size = data_place(place["device_mesh"])
     reference, module = build(hidden), split(build(hidden), place["device_mesh"]["tp"], style)
     expected_optimizer = optimizer_over(reference)
-    settings = {"fsdp_unit_modules": [Block], "zero_dp_strategy": level, "preserve_fp32_weights": False}
-    model, optimizer = fully_shard(module, optimizer_over(module), **place, **settings, outer_dp_sharding_strategy=outer)
+    settings = {
+        "fsdp_unit_modules": [Block],
+        "zero_dp_strategy": level,
+        "preserve_fp32_weights": False,
+    }
+    model, optimizer = fully_shard(
+        module, optimizer_over(module), **place, **settings, outer_dp_sharding_strategy=outer
+    )
     for step in range(STEPS):
         expected_optimizer.zero_grad()
         (sum(loss_on(reference, step, rank) for rank in range(data_size)) / data_size).backward()
         optimizer.zero_grad()
         loss_on(model, step, data_rank).backward()
-        gradients = {name: parameter.grad.clone() for name, parameter in reference.named_parameters()}
+        gradients = {
+            name: parameter.grad.clone() for name, parameter in reference.named_parameters()
+        }
         compare_all(model, gradients, f"gradient in step {step}", gradients=True)
         limit = 0.05  # well below what it is
         expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), limit)
@@ -147,7 +160,9 @@ def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -
 
 @pytest.mark.parametrize("style", ["tensor", "sequence"])
 @pytest.mark.parametrize("level", range(4))
-def test_torch_tensor_parallel_models_match_the_unsharded_one(ranks: Ranks, level: int, style: str) -> None:
+def test_torch_tensor_parallel_models_match_the_unsharded_one(
+    ranks: Ranks, level: int, style: str
+) -> None:
     ranks(4, train, "dp2_tp2", level, 10, style)
 
 
@@ -157,11 +172,14 @@ def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: in
 
 
 @pytest.mark.parametrize(("level", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
-def test_hybrid_sharding_with_tensor_parallelism_matches(ranks: Ranks, level: int, outer: int) -> None:
+def test_hybrid_sharding_with_tensor_parallelism_matches(
+    ranks: Ranks, level: int, outer: int
+) -> None:
     ranks(8, train, "outer2_dp2_tp2", level, 10, "tensor", outer)
 
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# ----------------------------------------------------------------------------------------------------
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -172,19 +190,27 @@ def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range)
         optimizer.step()
 
 
-def sharded(hidden: int, tensor_parallel: bool, level: int) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def sharded(
+    hidden: int, tensor_parallel: bool, level: int
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     module, place = build(hidden), {"device_mesh": shard_mesh()}
     if tensor_parallel:
         place = mesh_arguments("dp2_tp2")
         module = split(module, place["device_mesh"]["tp"], "tensor")
-    settings = {"fsdp_unit_modules": [Block], "zero_dp_strategy": level, "preserve_fp32_weights": False}
+    settings = {
+        "fsdp_unit_modules": [Block],
+        "zero_dp_strategy": level,
+        "preserve_fp32_weights": False,
+    }
     return fully_shard(module, optimizer_over(module), **place, **settings)
 
 
 def save(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
     model, optimizer = sharded(hidden, tensor_parallel, level)
     take_steps(model, optimizer, range(2))
-    checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    checkpoint.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path
+    )
 
 
 def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) -> None:
@@ -192,7 +218,9 @@ def load_and_go_on(path: str, hidden: int, tensor_parallel: bool, level: int) ->
     expected_optimizer = optimizer_over(reference)
     take_steps(reference, expected_optimizer, range(2))
     model, optimizer = sharded(hidden, tensor_parallel, level)
-    take_steps(model, optimizer, range(5, 6))  # weights and moments that are not those of the checkpoint
+    take_steps(
+        model, optimizer, range(5, 6)
+    )  # weights and moments that are not those of the checkpoint
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     checkpoint.load(state, checkpoint_id=path)
     model.load_state_dict(state["model"])
@@ -225,12 +253,15 @@ def load_without_sharding(path: str, hidden: int) -> None:
         close(state["model"][f"module.{name}"], parameter.detach(), name)
 
 
-def test_a_checkpoint_of_both_parallelisms_loads_into_the_unsharded_model(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_of_both_parallelisms_loads_into_the_unsharded_model(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks(4, save, str(tmp_path), 7, True, 3)
     ranks(1, load_without_sharding, str(tmp_path), 7)
 
 
-# ---- Megatron-Core's attributes -------------------------------------------------------------------------------------
+# ---- Megatron-Core's attributes
+# -------------------------------------------------------------------------------------
 
 
 class Marked(nn.Module):
@@ -259,7 +290,9 @@ WHOLE = {"column": (12, 5), "row": (5, 8), "bias": (12, 1), "norm": (5, 1)}
 PLACEMENTS = {"column": Shard(0), "row": Shard(1), "bias": Shard(0), "norm": Replicate()}
 
 
-def chunks_of_marked(level: int) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
+def chunks_of_marked(
+    level: int,
+) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
     """Offsets, sizes and values of every chunk that this rank would write."""
     place = mesh_arguments("dp2_tp2")
     tp = place["device_mesh"]["tp"]
@@ -271,13 +304,20 @@ def chunks_of_marked(level: int) -> dict[str, list[tuple[tuple[int, ...], tuple[
         expected = whole_weight(*WHOLE[short])
         expected = expected.flatten() if short in ("bias", "norm") else expected
         assert tuple(parameter.shape) == tuple(expected.shape)
-        assert parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")] == PLACEMENTS[short]
+        assert (
+            parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
+            == PLACEMENTS[short]
+        )
         assert (parameter.tensor_model_parallel, parameter.partition_stride) == (short != "norm", 1)
         assert torch.equal(full_tensor(parameter), expected), name
         local = model.state_dict()[name]._local_tensor  # `to_local` makes a plain view of it
         items = local.__create_write_items__(name, local)
         chunks[short] = [
-            (tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes), local.__get_tensor_shard__(item.index).clone())
+            (
+                tuple(item.tensor_data.chunk.offsets),
+                tuple(item.tensor_data.chunk.sizes),
+                local.__get_tensor_shard__(item.index).clone(),
+            )
             for item in items
         ]
         assert all(tuple(item.tensor_data.size) == tuple(expected.shape) for item in items)
@@ -285,7 +325,9 @@ def chunks_of_marked(level: int) -> dict[str, list[tuple[tuple[int, ...], tuple[
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(ranks: Ranks, level: int) -> None:
+def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(
+    ranks: Ranks, level: int
+) -> None:
     per_rank = ranks(4, chunks_of_marked, level)
     for name, shape in WHOLE.items():
         expected = whole_weight(*shape)
@@ -302,7 +344,12 @@ def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(ranks: Ranks,
 def gradient_of_marked(level: int) -> None:
     place = mesh_arguments("dp2_tp2")
     tp, (data_rank, data_size) = place["device_mesh"]["tp"], data_place(place["device_mesh"])
-    model = fully_shard_model(Marked(tp.get_local_rank(), tp.size()), **place, zero_dp_strategy=level, preserve_fp32_weights=False)
+    model = fully_shard_model(
+        Marked(tp.get_local_rank(), tp.size()),
+        **place,
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
     model(torch.full((1,), 1.0 + data_rank, dtype=torch.float64)).backward()
     mean = sum(1.0 + rank for rank in range(data_size)) / data_size
     for name, parameter in model.named_parameters():
@@ -310,9 +357,16 @@ def gradient_of_marked(level: int) -> None:
         close(whole(parameter.grad), torch.full_like(whole(parameter), mean), name)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     elements = 60 + 40 + 12 + 5  # the copies of the norm count once
-    close(norm.full_tensor() if isinstance(norm, DTensor) else norm, torch.tensor(mean * elements**0.5, dtype=torch.float64), "norm", 1e-9)
+    close(
+        norm.full_tensor() if isinstance(norm, DTensor) else norm,
+        torch.tensor(mean * elements**0.5, dtype=torch.float64),
+        "norm",
+        1e-9,
+    )
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(ranks: Ranks, level: int) -> None:
+def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(
+    ranks: Ranks, level: int
+) -> None:
     ranks(4, gradient_of_marked, level)

@@ -46,11 +46,20 @@ class Odd(models.Scaled):
 
     def __init__(self) -> None:
         super().__init__()
-        self.odd, self.odd_cube = nn.Parameter(torch.randn(3, 67)), nn.Parameter(torch.randn(3, 5, 23))
+        self.odd, self.odd_cube = (
+            nn.Parameter(torch.randn(3, 67)),
+            nn.Parameter(torch.randn(3, 5, 23)),
+        )
         self.rows, self.blocks = nn.Parameter(torch.randn(7, 8)), nn.Parameter(torch.randn(5, 2, 4))
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
-        return super().forward(x) + self.odd.sum() + self.odd_cube.sum() + self.rows.prod() + self.blocks.prod()
+        return (
+            super().forward(x)
+            + self.odd.sum()
+            + self.odd_cube.sum()
+            + self.rows.prod()
+            + self.blocks.prod()
+        )
 
 
 class TwoLayers(nn.Module):
@@ -60,7 +69,11 @@ class TwoLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.scale = nn.Linear(5, 8), nn.Linear(8, 5), nn.Parameter(torch.tensor(0.5))
+        self.up, self.down, self.scale = (
+            nn.Linear(5, 8),
+            nn.Linear(8, 5),
+            nn.Parameter(torch.tensor(0.5)),
+        )
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
         return self.down(torch.tanh(self.up(x))) * self.scale
@@ -72,7 +85,9 @@ CUT_INSIDE_ROWS = ("odd", "inner.weight", "element runs")
 KINDS = ["level0", "level1", "level3", "hybrid", "hybrid_optim", "tensor"]
 
 
-def build(kind: str, shift: float = 0.0, train: bool = True, ready: bool = True) -> tuple[Any, Any, nn.Module, Any]:
+def build(
+    kind: str, shift: float = 0.0, train: bool = True, ready: bool = True
+) -> tuple[Any, Any, nn.Module, Any]:
     """A sharded model and optimizer, and the same without sharding; both after one step, with gradients of another."""
     torch.manual_seed(3)
     plain = (TwoLayers if kind == "tensor" else Odd)().double()
@@ -82,14 +97,22 @@ def build(kind: str, shift: float = 0.0, train: bool = True, ready: bool = True)
     module = copy.deepcopy(plain)
     size = dist.get_world_size()
     mesh: DeviceMesh = shard_mesh()
-    settings: dict[str, Any] = {"zero_dp_strategy": int(kind[-1]) if kind.startswith("level") else 3}
+    settings: dict[str, Any] = {
+        "zero_dp_strategy": int(kind[-1]) if kind.startswith("level") else 3
+    }
     if kind.startswith("hybrid"):
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("outer", "inner"))
-        settings |= {"dp_shard_dim": "inner", "dp_outer_dim": "outer", "outer_dp_sharding_strategy": int(kind == "hybrid_optim")}
+        settings |= {
+            "dp_shard_dim": "inner",
+            "dp_outer_dim": "outer",
+            "outer_dp_sharding_strategy": int(kind == "hybrid_optim"),
+        }
     if kind == "tensor":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
         settings |= {"dp_shard_dim": "data", "tp_dim": "tensor"}
-        parallelize_module(module, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(
+            module, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
     model, optimizer = fully_shard(
         module,
         optimizer_over(module),
@@ -114,10 +137,14 @@ def run_step(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | Non
         optimizer.zero_grad()
 
 
-def everything(model: Any, optimizer: Any, plain: nn.Module, plain_optimizer: Any) -> Iterator[tuple[str, DTensor, Tensor]]:
+def everything(
+    model: Any, optimizer: Any, plain: nn.Module, plain_optimizer: Any
+) -> Iterator[tuple[str, DTensor, Tensor]]:
     """Every DTensor that a user gets hold of, beside the whole tensor."""
     state, optimizer_state = model.state_dict(), optimizer.state_dict()["state"]
-    for position, ((name, sharded), whole) in enumerate(zip(model.named_parameters(), plain.parameters(), strict=True)):
+    for position, ((name, sharded), whole) in enumerate(
+        zip(model.named_parameters(), plain.parameters(), strict=True)
+    ):
         yield f"{name} parameter", sharded, whole.detach()
         yield f"{name} gradient", sharded.grad, whole.grad
         yield f"{name} in the model's state dict", state[name], whole.detach()
@@ -128,13 +155,17 @@ def everything(model: Any, optimizer: Any, plain: nn.Module, plain_optimizer: An
 
 def close(actual: Tensor, expected: Tensor, name: str) -> None:
     expected = expected.reshape(actual.shape)  # the optimizer sees a scalar as a vector of one
-    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}"
+    )
 
 
 def uneven(whole: Tensor, mesh: DeviceMesh, sizes: list[int], dim: int = 0) -> DTensor:
     """A user's own DTensor with ranges of ``sizes`` of ``dim`` over a mesh of one axis."""
     local = whole.split(sizes, dim)[dist.get_rank()]
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
@@ -146,24 +177,42 @@ def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
     yield "columns", distribute_tensor(whole, line, [Shard(1)]), whole
     yield "cube", distribute_tensor(whole.view(6, 5, 2), line, [Shard(1)]), whole.view(6, 5, 2)
     yield "replicated", distribute_tensor(whole, grid, [Replicate(), Replicate()]), whole
-    for placements in ([Shard(0), Shard(1)], [Shard(1), Shard(0)], [Shard(0), Shard(0)], [Replicate(), Shard(0)]):
+    for placements in (
+        [Shard(0), Shard(1)],
+        [Shard(1), Shard(0)],
+        [Shard(0), Shard(0)],
+        [Replicate(), Shard(0)],
+    ):
         yield str(placements), distribute_tensor(whole, grid, placements), whole
     yield "uneven", uneven(whole, line, [0, 4, 0, 2]), whole
     yield "uneven columns", uneven(whole, line, [1, 0, 7, 2], dim=1), whole
     yield "bf16", uneven(whole.bfloat16(), line, [5, 0, 1, 0]), whole.bfloat16()
     flat = whole.view(-1).split([13, 0, 40, 7])[dist.get_rank()]
-    runs = DTensor.from_local(flat, line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    runs = DTensor.from_local(
+        flat, line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
     yield "element runs", runs, whole
     for name, pieces in {
-        "element runs of columns": [*whole[:, :3].reshape(-1).split([7, 11]), *whole[:, 3:].reshape(-1).split([0, 42])],
+        "element runs of columns": [
+            *whole[:, :3].reshape(-1).split([7, 11]),
+            *whole[:, 3:].reshape(-1).split([0, 42]),
+        ],
         "empty without a width": [whole[:, :4], whole.new_empty(0), whole[:2, 4:], whole[2:, 4:]],
     }.items():
         local = pieces[dist.get_rank()]
-        dtensor = DTensor.from_local(local, grid, [Shard(1), Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+        dtensor = DTensor.from_local(
+            local,
+            grid,
+            [Shard(1), Shard(0)],
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
         yield name, dtensor, whole
 
 
-# ---- whole tensors ---------------------------------------------------------------------------------------------------
+# ---- whole tensors
+# ---------------------------------------------------------------------------------------------------
 
 
 def gather(kind: str) -> None:
@@ -178,7 +227,9 @@ def gather(kind: str) -> None:
         assert replicated.shape == dtensor.shape
         assert all(isinstance(placement, Replicate) for placement in replicated.placements)
         close(replicated.to_local(), whole, name)
-    assert torch.equal(gather_uneven_dtensor_to_full_tensor(dtensor).to_local(), replicated.to_local())
+    assert torch.equal(
+        gather_uneven_dtensor_to_full_tensor(dtensor).to_local(), replicated.to_local()
+    )
     assert gather_uneven_dtensor_to_full_tensor(dtensor, target_device="meta").to_local().is_meta
 
 
@@ -195,7 +246,11 @@ def look_for_odd_cases() -> None:
     assert cut == {"module.odd", "module.odd_cube", "module.inner.weight", "module.scale"}
     counts = [None] * dist.get_world_size()
     dist.all_gather_object(counts, {name: len(run.boxes()) for name, run in runs.items()})
-    assert {each["module.scale"] for each in counts} == {each["module.blocks"] for each in counts} == {0, 1}
+    assert (
+        {each["module.scale"] for each in counts}
+        == {each["module.blocks"] for each in counts}
+        == {0, 1}
+    )
     assert max(each["module.odd_cube"] for each in counts) > 2
 
 
@@ -207,13 +262,19 @@ def gather_odd_placements() -> None:
     line = init_device_mesh("cpu", (2,))
     partial = DTensor.from_local(torch.ones(3), line, [Partial()], run_check=False)
     assert torch.equal(uneven_dtensor_to_full_tensor(partial), torch.full((3,), 2.0))
-    for function in (gather_and_compute_chunk_metadata, validate_uneven_dtensor, lambda value: split_dtensor(value, 1)):
+    for function in (
+        gather_and_compute_chunk_metadata,
+        validate_uneven_dtensor,
+        lambda value: split_dtensor(value, 1),
+    ):
         with pytest.raises(NotImplementedError, match="redistribute first"):
             function(partial)
     nothing = uneven(torch.empty(0, 3), line, [0, 0])
     assert uneven_dtensor_to_full_tensor(nothing).shape == (0, 3)
     validate_uneven_dtensor(nothing)
-    short = DTensor.from_local(torch.ones(2), line, [Shard(0)], run_check=False, shape=(5,), stride=(1,))
+    short = DTensor.from_local(
+        torch.ones(2), line, [Shard(0)], run_check=False, shape=(5,), stride=(1,)
+    )
     with pytest.raises(ValueError, match=r"hold 4 elements, but shape \(5,\) has 5"):
         uneven_dtensor_to_full_tensor(short)
 
@@ -222,7 +283,8 @@ def test_other_placements_and_wrong_sizes_are_summed_or_refused(ranks: Ranks) ->
     ranks(2, gather_odd_placements)
 
 
-# ---- chunks ----------------------------------------------------------------------------------------------------------
+# ---- chunks
+# ----------------------------------------------------------------------------------------------------------
 
 
 def compare_chunks(kind: str) -> None:
@@ -257,7 +319,9 @@ def compare_chunks(kind: str) -> None:
 
 
 def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-    return whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))].reshape(-1)
+    return whole[
+        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
+    ].reshape(-1)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "users_own"])
@@ -272,7 +336,12 @@ def hold_nothing() -> list[Any]:
 
 
 def test_a_rank_with_nothing_has_size_zero(ranks: Ranks) -> None:
-    assert ranks(4, hold_nothing) == [[(0, 0), (1, 3)], [(1, 0), (0, 3)], [(1, 0), (3, 3)], [(4, 0), (0, 3)]]
+    assert ranks(4, hold_nothing) == [
+        [(0, 0), (1, 3)],
+        [(1, 0), (0, 3)],
+        [(1, 0), (3, 3)],
+        [(4, 0), (0, 3)],
+    ]
 
 
 class Count(TorchDispatchMode):
@@ -282,7 +351,9 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
@@ -302,7 +373,9 @@ def count_collectives(kind: str) -> tuple[list[str], list[str], list[str]]:
     with Count() as one:
         gather_and_compute_chunk_metadata(parameters[-1])
     with Count() as many:
-        gradients = {str(number): parameter.grad.detach() for number, parameter in enumerate(parameters)}  # strangers
+        gradients = {
+            str(number): parameter.grad.detach() for number, parameter in enumerate(parameters)
+        }  # strangers
         preprocess_state_dict_for_uneven_dtensor(gradients)
     return known.names, one.names, many.names
 
@@ -333,7 +406,8 @@ def test_state_dicts_that_differ_between_ranks_are_refused_everywhere(ranks: Ran
     assert "second" in first
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# -----------------------------------------------------------------------------------------------------
 
 
 def state_of(kind: str, way: str, shift: float, train: bool) -> tuple[Any, Any, dict[str, Any]]:
@@ -345,7 +419,9 @@ def state_of(kind: str, way: str, shift: float, train: bool) -> tuple[Any, Any, 
     if way == "preprocess":
         assert preprocess_state_dict_for_uneven_dtensor(state) is state
     else:
-        for path in filter_unflattened_state_dict(state, visit_condition=lambda item: isinstance(item, DTensor)):
+        for path in filter_unflattened_state_dict(
+            state, visit_condition=lambda item: isinstance(item, DTensor)
+        ):
             update_uneven_dtensor_chunk_metadata(get_unflattened_state_dict(state, path))
     return model, optimizer, state
 
@@ -393,24 +469,41 @@ def make_users_own() -> dict[str, DTensor]:
     line = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(12 * 4, dtype=torch.float64).view(12, 4)
     sizes = {2: [11, 1], 4: [0, 5, 6, 1]}[dist.get_world_size()]
-    flat = whole.view(-1).split([4 * size + 1 - 2 * (rank % 2) if rank < 2 else 4 * size for rank, size in enumerate(sizes)])
-    runs = DTensor.from_local(
-        flat[dist.get_rank()].clone(), line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+    flat = whole.view(-1).split(
+        [4 * size + 1 - 2 * (rank % 2) if rank < 2 else 4 * size for rank, size in enumerate(sizes)]
     )
-    columns = uneven(whole.clone(), line, {2: [3, 1], 4: [1, 0, 2, 1]}[dist.get_world_size()], dim=1)
+    runs = DTensor.from_local(
+        flat[dist.get_rank()].clone(),
+        line,
+        [Shard(0)],
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+    columns = uneven(
+        whole.clone(), line, {2: [3, 1], 4: [1, 0, 2, 1]}[dist.get_world_size()], dim=1
+    )
     return {"rows": uneven(whole.clone(), line, sizes), "runs": runs, "columns": columns}
 
 
 def save_users_own(path: str) -> None:
     state = preprocess_state_dict_for_uneven_dtensor(make_users_own())
-    halves = {f"{name}.{i}": half for name in ("rows", "runs") for i, half in enumerate(split_dtensor(state[name], 6))}
-    strips = {f"strip.{i}": part for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))}
+    halves = {
+        f"{name}.{i}": half
+        for name in ("rows", "runs")
+        for i, half in enumerate(split_dtensor(state[name], 6))
+    }
+    strips = {
+        f"strip.{i}": part for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))
+    }
     dcp.save({**state, **halves, **strips}, checkpoint_id=path)
 
 
 def load_users_own(path: str) -> None:
     """Whole ones into whole ones and parts into parts of them, which share their storage."""
-    expected = {name: uneven_dtensor_to_full_tensor(value) for name, value in make_users_own().items()}
+    expected = {
+        name: uneven_dtensor_to_full_tensor(value) for name, value in make_users_own().items()
+    }
     for in_parts in (False, True):
         state = make_users_own()
         preprocess_state_dict_for_uneven_dtensor(state)
@@ -418,8 +511,15 @@ def load_users_own(path: str) -> None:
             value._local_tensor.zero_()
         wanted: dict[str, DTensor] = dict(state)
         if in_parts:
-            wanted = {f"{name}.{i}": half for name in ("rows", "runs") for i, half in enumerate(split_dtensor(state[name], 6))}
-            wanted |= {f"strip.{i}": part for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))}
+            wanted = {
+                f"{name}.{i}": half
+                for name in ("rows", "runs")
+                for i, half in enumerate(split_dtensor(state[name], 6))
+            }
+            wanted |= {
+                f"strip.{i}": part
+                for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))
+            }
         dcp.load(wanted, checkpoint_id=path)
         for name, value in state.items():
             assert torch.equal(uneven_dtensor_to_full_tensor(value), expected[name]), name
@@ -436,7 +536,8 @@ def copy_and_pickle() -> None:
     file = io.BytesIO()
     torch.save(parts, file)
     file.seek(0)
-    # torch clones a DTensor to copy it, and the clone's local part is a plain tensor, which has to be told again.
+    # torch clones a DTensor to copy it, and the clone's local part is a plain tensor, which has to
+    # be told again.
     copies = preprocess_state_dict_for_uneven_dtensor({"copies": copy.deepcopy(parts)})["copies"]
     for others in (copies, torch.load(file)):
         for part, other in zip(parts, others, strict=True):
@@ -445,14 +546,17 @@ def copy_and_pickle() -> None:
             other._local_tensor.add_(1)
             validate_uneven_dtensor(other)
     for name, value in make_users_own().items():  # the copies are copies
-        assert torch.equal(uneven_dtensor_to_full_tensor(state[name]), uneven_dtensor_to_full_tensor(value)), name
+        assert torch.equal(
+            uneven_dtensor_to_full_tensor(state[name]), uneven_dtensor_to_full_tensor(value)
+        ), name
 
 
 def test_torch_save_keeps_places_and_copies_are_told_again(ranks: Ranks) -> None:
     ranks(2, copy_and_pickle)
 
 
-# ---- validation ------------------------------------------------------------------------------------------------------
+# ---- validation
+# ------------------------------------------------------------------------------------------------------
 
 
 def claim(rows: list[tuple[int, int]]) -> str:
@@ -477,7 +581,9 @@ def claim(rows: list[tuple[int, int]]) -> str:
         ([(0, 2), (2, 5)], "rank 1: [2:5, 0:3] reaches beyond the shape"),
     ],
 )
-def test_overlaps_holes_and_excess_are_found(ranks: Ranks, rows: list[tuple[int, int]], problem: str) -> None:
+def test_overlaps_holes_and_excess_are_found(
+    ranks: Ranks, rows: list[tuple[int, int]], problem: str
+) -> None:
     messages = ranks(2, claim, rows)
     assert messages[0] == messages[1]
     assert problem in messages[0]
@@ -492,7 +598,9 @@ def cut_wrongly() -> list[str]:
     copies._local_tensor.boxes = [((rank, 0), (4 - rank, 3))]
     local = {"few": torch.zeros(1, 3), "many": torch.zeros(3, 3), "narrow": torch.zeros(2, 2)}
     made = {
-        name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1))
+        name: DTensor.from_local(
+            value, mesh, [Shard(0)], run_check=False, shape=(4, 3), stride=(3, 1)
+        )
         for name, value in local.items()
     }
     messages = []
@@ -514,20 +622,29 @@ def test_local_parts_of_wrong_sizes_are_found(ranks: Ranks) -> None:
     assert "4 elements are held by no rank" in narrow
 
 
-# ---- splitting -------------------------------------------------------------------------------------------------------
+# ---- splitting
+# -------------------------------------------------------------------------------------------------------
 
 
 def split_everything(kind: str) -> None:
     tensors = users_own() if kind == "users_own" else everything(*build(kind))
     for name, dtensor, whole in tensors:
-        if "'s state dict" in name and "model" not in name or name.endswith("state"):
+        if ("'s state dict" in name and "model" not in name) or name.endswith("state"):
             continue  # like gradients, and like what is in the model's state dict
         for dim in range(dtensor.ndim):
             size = dtensor.shape[dim]
             for sections in (-(-size // 3), [1, 0, size - 1]):
-                compare_parts(f"{name} {dim} {sections}", dtensor, whole.reshape(dtensor.shape), sections, dim)
+                compare_parts(
+                    f"{name} {dim} {sections}", dtensor, whole.reshape(dtensor.shape), sections, dim
+                )
         if dtensor.ndim:
-            compare_parts(name, dtensor, whole.reshape(dtensor.shape), max(dtensor.shape[0] - 1, 1), -dtensor.ndim)
+            compare_parts(
+                name,
+                dtensor,
+                whole.reshape(dtensor.shape),
+                max(dtensor.shape[0] - 1, 1),
+                -dtensor.ndim,
+            )
 
 
 def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim: int) -> None:
@@ -559,9 +676,15 @@ def split_wrongly() -> None:
     mesh = init_device_mesh("cpu", (2,))
     matrix = distribute_tensor(torch.zeros(4, 3), mesh, [Shard(0)])
     for sections, dim, message in [
-        (0, 0, "at least 1"), (-1, 0, "at least 1"), ([1, 2], 0, "add up to 4"), ([5, -1], 0, "add up to 4"), (1, 2, "a dim of")
+        (0, 0, "at least 1"),
+        (-1, 0, "at least 1"),
+        ([1, 2], 0, "add up to 4"),
+        ([5, -1], 0, "add up to 4"),
+        (1, 2, "a dim of"),
     ]:
-        with pytest.raises(ValueError, match=message):  # at the call, not when the first part is asked for
+        with pytest.raises(
+            ValueError, match=message
+        ):  # at the call, not when the first part is asked for
             split_dtensor(matrix, sections, dim)
     with pytest.raises(ValueError, match="a dim of"):
         split_dtensor(distribute_tensor(torch.tensor(1.0), mesh, [Replicate()]), 1)
@@ -575,7 +698,8 @@ def test_wrong_sections_are_refused_at_the_call(ranks: Ranks) -> None:
     ranks(2, split_wrongly)
 
 
-# ---- nested state dicts ----------------------------------------------------------------------------------------------
+# ---- nested state dicts
+# ----------------------------------------------------------------------------------------------
 
 
 def test_paths_lead_to_the_items_that_were_asked_for() -> None:
@@ -584,7 +708,9 @@ def test_paths_lead_to_the_items_that_were_asked_for() -> None:
     assert paths == [["a", "b"], ["list", 0], ["list", 1, "c"], ["list", 2, 0]]
     assert [get_unflattened_state_dict(state, path) for path in paths] == [1, 3, 4, 5]
     assert filter_unflattened_state_dict(state) == []
-    assert filter_unflattened_state_dict(state["a"], ["a"], lambda item: item == "text") == [["a", 2]]
+    assert filter_unflattened_state_dict(state["a"], ["a"], lambda item: item == "text") == [
+        ["a", 2]
+    ]
     assert get_unflattened_state_dict(state) is state
     with pytest.raises(KeyError):
         get_unflattened_state_dict(state, ["a", "stranger"])
@@ -592,12 +718,24 @@ def test_paths_lead_to_the_items_that_were_asked_for() -> None:
 
 def test_signatures() -> None:
     def defaults(function: Callable[..., Any]) -> dict[str, Any]:
-        return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
+        return {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
 
     required = inspect.Parameter.empty
     assert defaults(split_dtensor) == {
-        **dict.fromkeys(["dtensor", "split_size_or_sections"], required), "dim": 0, "update_uneven_dtensor_chunk_meta": False
+        **dict.fromkeys(["dtensor", "split_size_or_sections"], required),
+        "dim": 0,
+        "update_uneven_dtensor_chunk_meta": False,
     }
-    assert defaults(gather_uneven_dtensor_to_full_tensor) == {"dtensor": required, "target_device": None}
+    assert defaults(gather_uneven_dtensor_to_full_tensor) == {
+        "dtensor": required,
+        "target_device": None,
+    }
     assert defaults(get_unflattened_state_dict) == {"state_dict": required, "key_chain": []}
-    assert list(defaults(filter_unflattened_state_dict)) == ["state_dict", "key_chain", "visit_condition"]
+    assert list(defaults(filter_unflattened_state_dict)) == [
+        "state_dict",
+        "key_chain",
+        "visit_condition",
+    ]

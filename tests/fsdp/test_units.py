@@ -11,12 +11,19 @@ from tests.fsdp.models import Block, Outer
 
 def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
     """Names of the parameters of every unit, by the unit's name."""
-    return {unit.name: list(names) for unit, names in assign_parameters(find_units(module, units)).items()}
+    return {
+        unit.name: list(names)
+        for unit, names in assign_parameters(find_units(module, units)).items()
+    }
 
 
 def test_units_are_given_as_classes_instances_or_import_paths() -> None:
     model = models.build("nested_units")
-    assert resolve_unit_modules(["torch.nn.Linear", Block, model.embed]) == [nn.Linear, Block, model.embed]
+    assert resolve_unit_modules(["torch.nn.Linear", Block, model.embed]) == [
+        nn.Linear,
+        Block,
+        model.embed,
+    ]
     assert asked_for(model, [*model.blocks]) == ["blocks.0", "blocks.1", "blocks.2"]
     assert asked_for(model, ["tests.fsdp.models.Outer"]) == ["outer.0", "outer.1"]
     assert asked_for(model, []) == []
@@ -30,9 +37,19 @@ def asked_for(model: nn.Module, units: list) -> list[str]:
 def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
     model = models.build("nested_units")
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
-    assert [unit.name for unit in find_units(model, [Block, Outer]) if unit.is_automatic] == ["embed", "head"]
-    units = [unit.name for unit in find_units(nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))}), [])]
-    assert units == [""] + [f"{block}.{name}" for block in blocks for name in ("norm", "up", "down")]
+    assert [unit.name for unit in find_units(model, [Block, Outer]) if unit.is_automatic] == [
+        "embed",
+        "head",
+    ]
+    units = [
+        unit.name
+        for unit in find_units(
+            nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))}), []
+        )
+    ]
+    assert units == [""] + [
+        f"{block}.{name}" for block in blocks for name in ("norm", "up", "down")
+    ]
     assert [unit.name for unit in find_units(model, [Block], only_root=True)] == [""]
     inside = [unit.name for unit in find_units(nn.Sequential(Block()), [Block], fine_grained=True)]
     assert inside == ["", "0", "0.norm", "0.up", "0.down"]
@@ -42,13 +59,24 @@ def test_a_subclass_of_a_unit_class_is_a_unit() -> None:
     class Special(Block):
         pass
 
-    assert [unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [Block])] == ["", "0", "1"]
+    assert [
+        unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [Block])
+    ] == ["", "0", "1"]
 
 
 def test_everything_wrong_with_unit_modules_is_listed() -> None:
     with pytest.raises(ValueError) as error:
-        resolve_unit_modules(["nowhere.Block", "torch.nn.Lineal", "Block", "math.pi", int, nn.Linear])
-    for part in ("nowhere.Block", "torch.nn.Lineal", "'Block'", "math.pi", "int", "fsdp_unit_modules"):
+        resolve_unit_modules(
+            ["nowhere.Block", "torch.nn.Lineal", "Block", "math.pi", int, nn.Linear]
+        )
+    for part in (
+        "nowhere.Block",
+        "torch.nn.Lineal",
+        "'Block'",
+        "math.pi",
+        "int",
+        "fsdp_unit_modules",
+    ):
         assert part in str(error.value)
     assert "Linear'" not in str(error.value)
 
@@ -69,7 +97,11 @@ def test_parameters_tied_across_units_are_a_unit_that_both_need() -> None:
     assert owned["blocks.0+blocks.2"] == ["blocks.0.up.weight"]
     assert "blocks.0.up.weight" not in owned["blocks.0"]
     assert "blocks.2.up.weight" not in owned["blocks.2"]
-    sharers = [unit.name for unit in units if [shared.name for shared in unit.shared] == ["blocks.0+blocks.2"]]
+    sharers = [
+        unit.name
+        for unit in units
+        if [shared.name for shared in unit.shared] == ["blocks.0+blocks.2"]
+    ]
     assert sharers == ["blocks.0", "blocks.2"]
     assert units[-1].module is None
 

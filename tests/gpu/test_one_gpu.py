@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine on one GPU: what the CPU tests show, through CUDA streams and storage. Skipped where there is no GPU."""
+"""The engine on one GPU: what the CPU tests show, through CUDA streams and storage.
+
+Skipped where there is no GPU.
+"""
 
 import copy
 
@@ -25,7 +28,9 @@ class Block(nn.Module):
 @pytest.fixture(scope="module", autouse=True)
 def world_of_one():
     torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    dist.init_process_group(
+        "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
+    )
     yield
     dist.destroy_process_group()
 
@@ -44,7 +49,10 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     module = copy.deepcopy(reference).float()
     model, optimizer = fully_shard(
-        module, torch.optim.AdamW(module.parameters(), lr=1e-2), fsdp_unit_modules=[Block], zero_dp_strategy=level
+        module,
+        torch.optim.AdamW(module.parameters(), lr=1e-2),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=level,
     )
     for step in range(4):
         tokens = torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(step)).cuda()
@@ -52,11 +60,15 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
             updater.zero_grad()
             network(tokens).logsumexp(-1).square().mean().backward()
         for sharded, whole in zip(model.parameters(), reference.parameters()):
-            torch.testing.assert_close(full_tensor(sharded.grad).double(), whole.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                full_tensor(sharded.grad).double(), whole.grad, rtol=1e-4, atol=1e-6
+            )
         optimizer.step()
         reference_optimizer.step()
     for sharded, whole in zip(model.parameters(), reference.parameters()):
-        torch.testing.assert_close(full_tensor(sharded).double(), whole.detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            full_tensor(sharded).double(), whole.detach(), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_collectives_run_on_streams_of_their_own() -> None:
@@ -64,6 +76,10 @@ def test_collectives_run_on_streams_of_their_own() -> None:
 
     lanes = CudaLanes(torch.device("cuda", 0))
     seen = {}
-    lanes.launch("gather", lambda asynchronous: seen.setdefault("gather", torch.cuda.current_stream())).wait()
-    lanes.launch("reduce", lambda asynchronous: seen.setdefault("reduce", torch.cuda.current_stream())).wait()
+    lanes.launch(
+        "gather", lambda asynchronous: seen.setdefault("gather", torch.cuda.current_stream())
+    ).wait()
+    lanes.launch(
+        "reduce", lambda asynchronous: seen.setdefault("reduce", torch.cuda.current_stream())
+    ).wait()
     assert len({seen["gather"], seen["reduce"], torch.cuda.current_stream()}) == 3

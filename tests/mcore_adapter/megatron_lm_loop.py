@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stand-in for Megatron-LM's training loop: the parts of it that touch the data-parallel class, in words of our own.
 
-Loaded by `loaded()` under the names of the checkout's `megatron.training.training` and `megatron.training.checkpointing`;
-its imports then run as theirs do, and see what stands under Megatron-Core's names at that moment.
+Loaded by `loaded()` under the names of the checkout's `megatron.training.training` and
+`megatron.training.checkpointing`; its imports then run as theirs do, and see what stands under
+Megatron-Core's names at that moment.
 """
 
 import argparse
@@ -117,7 +118,11 @@ def get_model(args: argparse.Namespace) -> list[torch.nn.Module]:
         overlap_param_gather=args.overlap_grad_reduce,
     )
     with torch.cuda.stream(torch.cuda.Stream()):
-        return [megatron_FSDP(config=config, ddp_config=ddp_config, module=model, disable_bucketing=False)]
+        return [
+            megatron_FSDP(
+                config=config, ddp_config=ddp_config, module=model, disable_bucketing=False
+            )
+        ]
 
 
 def setup(args: argparse.Namespace) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler]:
@@ -141,7 +146,10 @@ def setup(args: argparse.Namespace) -> tuple[list[torch.nn.Module], Any, Optimiz
 
 
 def connect(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any) -> None:
-    """What schedules call. Only a class that the loop knows gets to know which microbatch is the last."""
+    """What schedules call.
+
+    Only a class that the loop knows gets to know which microbatch is the last.
+    """
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     if isinstance(model[0], megatron_FSDP) and args.overlap_grad_reduce:
@@ -161,7 +169,12 @@ def forward_step(data: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[
     tokens = next(data)
     length = tokens.shape[1] - 1
     mask = torch.ones(1, 1, length, length).triu(1).bool()
-    output = model(tokens[:, :-1], torch.arange(length).expand_as(tokens[:, 1:]), mask, labels=tokens[:, 1:].contiguous())
+    output = model(
+        tokens[:, :-1],
+        torch.arange(length).expand_as(tokens[:, 1:]),
+        mask,
+        labels=tokens[:, 1:].contiguous(),
+    )
     return output, loss_func
 
 
@@ -171,11 +184,19 @@ def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tenso
 
 
 def train(
-    args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any, scheduler: OptimizerParamScheduler, steps: int
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: OptimizerParamScheduler,
+    steps: int,
 ) -> list[float]:
     """The mean losses of the next steps."""
     losses = []
-    num_microbatches = args.global_batch_size // args.micro_batch_size // parallel_state.get_data_parallel_world_size()
+    num_microbatches = (
+        args.global_batch_size
+        // args.micro_batch_size
+        // parallel_state.get_data_parallel_world_size()
+    )
     for _ in range(steps):
         for chunk in model:
             chunk.zero_grad_buffer()
@@ -199,11 +220,16 @@ def train(
     return losses
 
 
-# ---- checkpointing ---------------------------------------------------------------------------------------------------
+# ---- checkpointing
+# ---------------------------------------------------------------------------------------------------
 
 
 def generate_state_dict(
-    args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any, scheduler: Any, is_loading: bool
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    is_loading: bool,
 ) -> dict[str, Any]:
     state: dict[str, Any] = {
         "args": args,
@@ -222,7 +248,10 @@ def generate_state_dict(
 
 
 def rng_state() -> dict[str, list[dict[str, Any]]]:
-    stage = f"({parallel_state.get_pipeline_model_parallel_rank()}, {parallel_state.get_tensor_model_parallel_rank()})"
+    stage = (
+        f"({parallel_state.get_pipeline_model_parallel_rank()},"
+        f" {parallel_state.get_tensor_model_parallel_rank()})"
+    )
     generators = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
@@ -239,7 +268,9 @@ def preprocess_fsdp_dtensor_state_dict(
     state = raw_state_dict.copy()
     handle_fp8_extra_state_case(state["model"])
     if args.swiglu:
-        state["model"], optimizer = handle_swiglu_in_state_dict(model, state["model"], state.get("optimizer"))
+        state["model"], optimizer = handle_swiglu_in_state_dict(
+            model, state["model"], state.get("optimizer")
+        )
         if optimizer is not None:
             state["optimizer"] = optimizer
     if args.num_experts:
@@ -248,12 +279,24 @@ def preprocess_fsdp_dtensor_state_dict(
     return state
 
 
-def save_checkpoint(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any, scheduler: Any, path: str) -> None:
+def save_checkpoint(
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    path: str,
+) -> None:
     state = generate_state_dict(args, model, optimizer, scheduler, is_loading=False)
     dcp.save(preprocess_fsdp_dtensor_state_dict(args, state, model[0]), checkpoint_id=path)
 
 
-def load_checkpoint(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any, scheduler: Any, path: str) -> None:
+def load_checkpoint(
+    args: argparse.Namespace,
+    model: list[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    path: str,
+) -> None:
     state = generate_state_dict(args, model, optimizer, scheduler, is_loading=True)
     kept = {key: state[key].copy() for key in ("model", "optimizer") if key in state}
     state = preprocess_fsdp_dtensor_state_dict(args, state, model[0])
@@ -272,9 +315,14 @@ def load_checkpoint(args: argparse.Namespace, model: list[torch.nn.Module], opti
     args.iteration = state["iteration"]
 
 
-def load_model_state_dict(model: torch.nn.Module, state: dict[str, Any], strict: bool = True) -> None:
+def load_model_state_dict(
+    model: torch.nn.Module, state: dict[str, Any], strict: bool = True
+) -> None:
     """With a second try that takes what fits."""
     try:
         model.load_state_dict(state, strict=strict)
     except Exception:
-        print("load_state_dict failed, trying again with strict=False:", model.load_state_dict(state, strict=False))
+        print(
+            "load_state_dict failed, trying again with strict=False:",
+            model.load_state_dict(state, strict=False),
+        )

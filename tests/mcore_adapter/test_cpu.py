@@ -11,9 +11,24 @@ from megatron.mcore_adapter import cpu
 from tests.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
-REPLACED = """torch.cuda.current_device torch.cuda.synchronize torch.cuda.get_rng_state torch.cuda.set_rng_state
-    torch.cuda.manual_seed torch.cuda.Stream torch.cuda.Event torch.cuda.stream torch.cuda.current_stream torch.tensor
-    torch.zeros torch.ones torch.empty torch.empty_like torch.Tensor.type torch.Tensor.cuda""".split()
+REPLACED = [
+    "torch.cuda.current_device",
+    "torch.cuda.synchronize",
+    "torch.cuda.get_rng_state",
+    "torch.cuda.set_rng_state",
+    "torch.cuda.manual_seed",
+    "torch.cuda.Stream",
+    "torch.cuda.Event",
+    "torch.cuda.stream",
+    "torch.cuda.current_stream",
+    "torch.tensor",
+    "torch.zeros",
+    "torch.ones",
+    "torch.empty",
+    "torch.empty_like",
+    "torch.Tensor.type",
+    "torch.Tensor.cuda",
+]
 ON_A_GPU = f"""
 import importlib.util
 import torch
@@ -51,7 +66,9 @@ def test_a_second_call_changes_nothing():
 
 
 def test_nothing_is_replaced_where_there_is_a_gpu():
-    subprocess.run([sys.executable, "-W", "ignore", "-c", ON_A_GPU], cwd=ROOT, check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ON_A_GPU], cwd=ROOT, check=True, timeout=60
+    )
 
 
 def use_replacements() -> None:

@@ -42,7 +42,9 @@ def make_module(flags: str = "") -> tuple[Any, Any, torch.nn.Module]:
 
 def make_wrapper(flags: str = "", **arguments: Any) -> FullyShardedDataParallel:
     args, config, module = make_module(flags)
-    return FullyShardedDataParallel(config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments)
+    return FullyShardedDataParallel(
+        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments
+    )
 
 
 def backward(model: torch.nn.Module, seed: int) -> None:
@@ -68,13 +70,18 @@ def step(model: FullyShardedDataParallel, context: Any = None) -> dict[str, torc
     return gradients(model)
 
 
-def assert_same(values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float = 1e-6) -> None:
+def assert_same(
+    values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float = 1e-6
+) -> None:
     assert values.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(values[name], value, rtol=relative, atol=relative * float(value.abs().max()), msg=name)
+        torch.testing.assert_close(
+            values[name], value, rtol=relative, atol=relative * float(value.abs().max()), msg=name
+        )
 
 
-# ---- interface -------------------------------------------------------------------------------------------------------
+# ---- interface
+# -------------------------------------------------------------------------------------------------------
 
 
 def call_every_member() -> dict[str, Any]:
@@ -96,7 +103,11 @@ def call_every_member() -> dict[str, Any]:
         pass
     prefixed = model.state_dict_for_save_checkpoint(prefix="model.", keep_vars=True)
     model.load_state_dict(model.state_dict(), strict=True)
-    own = [name for name in ("decoder", "set_input_tensor", "pre_process", "model_type", "vp_stage") if hasattr(model, name)]
+    own = [
+        name
+        for name in ("decoder", "set_input_tensor", "pre_process", "model_type", "vp_stage")
+        if hasattr(model, name)
+    ]
     return {
         "config": get_model_config(model) is model.config,
         "found_inside": get_attr_wrapped_model(model, "pre_process"),
@@ -113,7 +124,8 @@ def test_every_member_that_megatron_core_uses_takes_its_calls():
         assert seen == {
             "config": True,
             "found_inside": True,
-            "own": [],  # lookups of these go on to the module; an attribute here would hide the module's
+            # Lookups of these go on to the module; an attribute here would hide the module's
+            "own": [],
             "ddp_config": True,
             "gpt": 1,
             "keys": ["module"],
@@ -123,22 +135,37 @@ def test_every_member_that_megatron_core_uses_takes_its_calls():
 
 def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper():
     names = set(inspect.signature(FullyShardedDataParallel).parameters)
-    assert names >= {"config", "ddp_config", "module", "disable_bucketing", "pg_collection", "fsdp_unit_modules", "device"}
+    assert names >= {
+        "config",
+        "ddp_config",
+        "module",
+        "disable_bucketing",
+        "pg_collection",
+        "fsdp_unit_modules",
+        "device",
+    }
 
 
 def describe_parameters(flags: str) -> dict[str, Any]:
     """Job: what the optimizer sees, beside the model before it was wrapped."""
     args, config, module = make_module(flags)
     module.output_layer.weight.a_mark = "kept"
-    plain = {name: (tuple(parameter.shape), dict(vars(parameter))) for name, parameter in module.named_parameters()}
-    model = FullyShardedDataParallel(config=config, ddp_config=ddp_config(args, num_parameters=1), module=module)
+    plain = {
+        name: (tuple(parameter.shape), dict(vars(parameter)))
+        for name, parameter in module.named_parameters()
+    }
+    model = FullyShardedDataParallel(
+        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module
+    )
     first, second = dict(model.named_parameters()), dict(model.named_parameters())
     backward(model, 0)
     model.finish_grad_sync()
     third = dict(model.named_parameters())
     return {
         "same": all(first[name] is second[name] is third[name] for name in first),
-        "as_parameters": [id(value) for value in model.parameters()] == [id(value) for value in first.values()],
+        "as_parameters": (
+            [id(value) for value in model.parameters()] == [id(value) for value in first.values()]
+        ),
         "names": list(first),
         "shapes": {name: tuple(parameter.shape) for name, parameter in first.items()},
         "plain": {f"module.module.{name}": shape for name, (shape, _) in plain.items()},
@@ -149,8 +176,15 @@ def describe_parameters(flags: str) -> dict[str, Any]:
             if getattr(first[f"module.module.{name}"], key, None) != value
         ],
         "mark": first["module.module.output_layer.weight"].a_mark,
-        "marked": all(parameter.__fsdp_param__ and isinstance(parameter, DTensor) for parameter in first.values()),
-        "embedding": [name for name, p in first.items() if getattr(p, "is_embedding_or_output_parameter", False)],
+        "marked": all(
+            parameter.__fsdp_param__ and isinstance(parameter, DTensor)
+            for parameter in first.values()
+        ),
+        "embedding": [
+            name
+            for name, p in first.items()
+            if getattr(p, "is_embedding_or_output_parameter", False)
+        ],
     }
 
 
@@ -160,10 +194,14 @@ def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_m
         assert seen["same"] and seen["as_parameters"] and seen["marked"]
         assert seen["shapes"] == seen["plain"]  # weight decay goes by the number of dimensions
         assert seen["lost"] == [] and seen["mark"] == "kept"
-        assert seen["embedding"] == ["module.module.embedding.word_embeddings.weight", "module.module.output_layer.weight"]
+        assert seen["embedding"] == [
+            "module.module.embedding.word_embeddings.weight",
+            "module.module.output_layer.weight",
+        ]
 
 
-# ---- units -----------------------------------------------------------------------------------------------------------
+# ---- units
+# -----------------------------------------------------------------------------------------------------------
 
 
 def groups_of(units: Any = None, **arguments: Any) -> list[set[str]]:
@@ -180,7 +218,10 @@ def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more():
 
 
 def test_units_may_be_given_as_classes_or_as_import_paths():
-    paths = [f"{kind.__module__}.{kind.__qualname__}" for kind in (TransformerLayer, LanguageModelEmbedding)]
+    paths = [
+        f"{kind.__module__}.{kind.__qualname__}"
+        for kind in (TransformerLayer, LanguageModelEmbedding)
+    ]
     by_class = run_ranks(2, groups_of, [TransformerLayer, LanguageModelEmbedding])[0]
     assert run_ranks(2, groups_of, paths)[0] == by_class
     assert {"output_layer.weight"} in by_class  # outside of units every module stands alone
@@ -202,7 +243,8 @@ def test_the_default_units_are_found_in_the_module():
     assert run_ranks(1, default_units) == [["TransformerLayer", "LanguageModelEmbedding"]]
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals
+# --------------------------------------------------------------------------------------------------------
 
 
 def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
@@ -223,7 +265,11 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
     [
         ({"use_distributed_optimizer": False}, {}, "ValueError: FullyShardedDataParallel needs"),
         ({"use_megatron_fsdp": False}, {}, "ValueError: FullyShardedDataParallel needs"),
-        ({"num_distributed_optimizer_instances": 2}, {}, "initialize_model_parallel(num_distributed_optimizer_instances=2)"),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            {},
+            "initialize_model_parallel(num_distributed_optimizer_instances=2)",
+        ),
         ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy"),
         ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
     ],
@@ -236,9 +282,19 @@ def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words)
 
 def refusal_of_experts(expert_ranks: int) -> str:
     """Job: the error for experts whose tensor axis is twice as wide as that of everything else."""
-    initialize(Namespace(**{**vars(ONE_AXIS), "expert_tensor_parallel_size": 2, "expert_model_parallel_size": expert_ranks}))
+    initialize(
+        Namespace(
+            **{
+                **vars(ONE_AXIS),
+                "expert_tensor_parallel_size": 2,
+                "expert_model_parallel_size": expert_ranks,
+            }
+        )
+    )
     settings = DistributedDataParallelConfig(use_megatron_fsdp=True, use_distributed_optimizer=True)
-    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4
+    )
     try:
         FullyShardedDataParallel(config=config, ddp_config=settings, module=torch.nn.Linear(8, 8))
     except ValueError as error:
@@ -251,7 +307,8 @@ def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused():
     assert run_ranks(4, refusal_of_experts, 2)[0] == "accepted"
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients
+# -------------------------------------------------------------------------------------------------------
 
 
 def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
@@ -259,7 +316,10 @@ def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
     model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
     backward(model, 0)
     model.finish_grad_sync()
-    assert all(parameter.grad is not None and parameter.grad.shape == parameter.shape for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.shape == parameter.shape
+        for parameter in model.parameters()
+    )
     return {name: (p.grad._local_tensor.numel(), p.numel()) for name, p in model.named_parameters()}
 
 
@@ -286,14 +346,19 @@ def ways_through_a_step(strategy: str) -> None:
     model.finish_grad_sync(force_all_reduce=False)
     assert_same(gradients(model), expected)
 
-    # An evaluation in a pipeline enters no_sync and never leaves it; the generator may live on for a while.
+    # An evaluation in a pipeline enters no_sync and never leaves it; the generator may live on for
+    # a while.
     for keep_alive in (False, True):
         context = model.no_sync()
         context.__enter__()
         if not keep_alive:
             del context
         with torch.no_grad():
-            model(torch.zeros(2, 32, dtype=torch.long), torch.arange(32).expand(2, 32), torch.ones(1, 1, 32, 32).triu(1).bool())
+            model(
+                torch.zeros(2, 32, dtype=torch.long),
+                torch.arange(32).expand(2, 32),
+                torch.ones(1, 1, 32, 32).triu(1).bool(),
+            )
         assert_same(step(model), expected)
 
     # The optimizer clears a second time; what was there before is forgotten.
@@ -341,6 +406,11 @@ def evaluations() -> tuple[float, float]:
     for model in (make_wrapper(), make_module()[2]):
         tokens = torch.arange(66).view(2, 33)
         with torch.no_grad():
-            output = model(tokens[:, :-1], torch.arange(32).expand(2, 32), torch.ones(1, 1, 32, 32).triu(1).bool(), labels=tokens[:, 1:].contiguous())
+            output = model(
+                tokens[:, :-1],
+                torch.arange(32).expand(2, 32),
+                torch.ones(1, 1, 32, 32).triu(1).bool(),
+                labels=tokens[:, 1:].contiguous(),
+            )
         losses.append(float(output.mean()))
     return losses[0], losses[1]

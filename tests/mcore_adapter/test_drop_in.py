@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed. See `megatron_lm_loop`."""
+"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed.
+
+See `megatron_lm_loop`.
+"""
 
 import json
 import sys
@@ -57,15 +60,27 @@ class Run:
     def scaler(self) -> dict[str, float]:
         """The loss scale and what it remembers; empty without one."""
         scaler = self.optimizer.grad_scaler
-        return {name: float(value) for name, value in scaler.state_dict().items()} if scaler is not None else {}
+        return (
+            {name: float(value) for name, value in scaler.state_dict().items()}
+            if scaler is not None
+            else {}
+        )
 
     def weights(self) -> dict[str, torch.Tensor]:
-        return {plain_name(name): full_tensor(parameter) for name, parameter in self.model[0].named_parameters()}
+        return {
+            plain_name(name): full_tensor(parameter)
+            for name, parameter in self.model[0].named_parameters()
+        }
 
     def slots(self, slot: str) -> dict[str, torch.Tensor]:
         state = self.optimizer.optimizer.state
-        values = {plain_name(name): state[each][slot] for name, each in self.model[0].named_parameters()}
-        return {name: full_tensor(value) if isinstance(value, DTensor) else value for name, value in values.items()}
+        values = {
+            plain_name(name): state[each][slot] for name, each in self.model[0].named_parameters()
+        }
+        return {
+            name: full_tensor(value) if isinstance(value, DTensor) else value
+            for name, value in values.items()
+        }
 
 
 @contextmanager
@@ -75,23 +90,31 @@ def dropped_in() -> Iterator[ModuleType]:
         yield loop
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training
+# --------------------------------------------------------------------------------------------------------
 
 
 def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], int]:
     """Job: losses with the drop-in and with our class put in by hand; how often the loop left a microbatch unsynchronised."""
-    with loaded() as loop, patch.object(loop, "megatron_FSDP", megatron.mcore_adapter.FullyShardedDataParallel):
+    with (
+        loaded() as loop,
+        patch.object(loop, "megatron_FSDP", megatron.mcore_adapter.FullyShardedDataParallel),
+    ):
         by_hand = Run(loop, **changes).train(4)
     with dropped_in() as loop:
         run = Run(loop, **changes)
         calls = []
         original = MegatronFSDP.no_sync
-        with patch.object(MegatronFSDP, "no_sync", lambda engine: calls.append(engine) or original(engine)):
+        with patch.object(
+            MegatronFSDP, "no_sync", lambda engine: calls.append(engine) or original(engine)
+        ):
             losses = run.train(4)
     return losses, by_hand, len(calls)
 
 
-@pytest.mark.parametrize("changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"])
+@pytest.mark.parametrize(
+    "changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"]
+)
 def test_the_loop_trains_like_our_class_itself(changes):
     for losses, by_hand, unsynchronised in run_ranks(2, train_both_ways, changes):
         assert losses == by_hand
@@ -99,7 +122,8 @@ def test_the_loop_trains_like_our_class_itself(changes):
         assert unsynchronised == 4  # once in every step, around all microbatches but the last
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints
+# -----------------------------------------------------------------------------------------------------
 
 
 def train_save_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
@@ -129,22 +153,41 @@ MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
     [
         ((2, {}), (1, {}), {"bf16": True}),
         ((2, {}), (2, {"data_parallel_sharding_strategy": "optim"}), {"fp16": True}),
-        ((2, {"data_parallel_sharding_strategy": "no_shard"}), (4, {}), {"untie_embeddings_and_output_weights": False}),
+        (
+            (2, {"data_parallel_sharding_strategy": "no_shard"}),
+            (4, {}),
+            {"untie_embeddings_and_output_weights": False},
+        ),
         ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
         ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
         ((2, MOE), (1, {"num_experts": 4}), {}),
     ],
-    ids=["bf16_on_one_rank", "fp16_zero1", "tied_on_four_ranks", "tensor_parallel_off", "tensor_parallel_on", "experts"],
+    ids=[
+        "bf16_on_one_rank",
+        "fp16_zero1",
+        "tied_on_four_ranks",
+        "tensor_parallel_off",
+        "tensor_parallel_on",
+        "experts",
+    ],
 )
 def test_a_run_resumes_in_another_layout(wrote, reads, changes, tmp_path):
     (expected, scaler), *_ = run_ranks(wrote[0], train_save_train, tmp_path, changes | wrote[1])
     for losses, scaler_read in run_ranks(reads[0], load_train, tmp_path, changes | reads[1]):
-        assert losses == pytest.approx(expected, rel=2e-3 if "bf16" in changes or "fp16" in changes else 2e-6)
+        assert losses == pytest.approx(
+            expected, rel=2e-3 if "bf16" in changes or "fp16" in changes else 2e-6
+        )
         assert scaler_read == scaler
-    assert scaler == ({"scale": 2.0**15, "growth_tracker": 1.0, "hysteresis_tracker": 1.0} if "fp16" in changes else {})
+    assert scaler == (
+        {"scale": 2.0**15, "growth_tracker": 1.0, "hysteresis_tracker": 1.0}
+        if "fp16" in changes
+        else {}
+    )
 
 
-def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_and_has_no_loss_scaler(tmp_path):
+def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_and_has_no_loss_scaler(
+    tmp_path,
+):
     ((expected, _),) = run_ranks(1, train_save_train, tmp_path, {})
     for precision, first_scale in ("bf16", None), ("fp16", 2.0**14):
         ((losses, scaler),) = run_ranks(1, load_train, tmp_path, {precision: True})
@@ -155,9 +198,22 @@ def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_a
 def sample_arguments() -> dict[str, Any]:
     """The model of the sample."""
     config = INFO["model_config"]
-    same = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "normalization")
+    same = (
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+        "normalization",
+    )
     sizes = {"vocab_size": INFO["vocab_size"], "seq_length": INFO["sequence_length"]}
-    return {**{name: config[name] for name in same}, **sizes, "bf16": True, "no_load_rng": False, "adam_beta2": 0.95}
+    return {
+        **{name: config[name] for name in same},
+        **sizes,
+        "bf16": True,
+        "no_load_rng": False,
+        "adam_beta2": 0.95,
+    }
 
 
 def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -166,24 +222,35 @@ def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
         run = Run(loop, **sample_arguments())
         run.load(SAMPLE / "iter_0000003")
         run.save(path)
-        return {"param": run.weights(), "exp_avg": run.slots("exp_avg"), "exp_avg_sq": run.slots("exp_avg_sq")}
+        return {
+            "param": run.weights(),
+            "exp_avg": run.slots("exp_avg"),
+            "exp_avg_sq": run.slots("exp_avg_sq"),
+        }
 
 
-def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_has_its_keys(tmp_path):
+def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_has_its_keys(
+    tmp_path,
+):
     expected = torch.load(SAMPLE / "expected.pt", weights_only=True)
     for state in run_ranks(2, load_sample, tmp_path):
         for kind, values in state.items():
             assert values.keys() == expected[kind].keys()
-            assert [name for name in values if not torch.equal(values[name], expected[kind][name])] == []
+            assert [
+                name for name in values if not torch.equal(values[name], expected[kind][name])
+            ] == []
     ours = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     theirs = dcp.FileSystemReader(SAMPLE / "iter_0000003").read_metadata().state_dict_metadata
     assert theirs.keys() - ours.keys() <= {"num_floating_point_operations_so_far"}
     assert ours.keys() <= theirs.keys()
     for key, entry in ours.items():
-        assert type(entry) is type(theirs[key]) and getattr(entry, "size", None) == getattr(theirs[key], "size", None)
+        assert type(entry) is type(theirs[key]) and getattr(entry, "size", None) == getattr(
+            theirs[key], "size", None
+        )
 
 
-# ---- loads that fail, and partial ones -------------------------------------------------------------------------------
+# ---- loads that fail, and partial ones
+# -------------------------------------------------------------------------------
 
 
 def load_other_model(path: Path, changes: dict[str, Any]) -> str:
@@ -201,8 +268,13 @@ def load_other_model(path: Path, changes: dict[str, Any]) -> str:
 
 def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path):
     run_ranks(2, train_save_train, tmp_path, {"num_layers": 3})
-    for message in run_ranks(2, load_other_model, tmp_path, {"num_layers": 3, "ffn_hidden_size": 48, "swiglu": False}):
-        assert "module.decoder.layers.0.mlp.linear_fc2.weight: (32, 64) in the file, (32, 48) here" in message
+    for message in run_ranks(
+        2, load_other_model, tmp_path, {"num_layers": 3, "ffn_hidden_size": 48, "swiglu": False}
+    ):
+        assert (
+            "module.decoder.layers.0.mlp.linear_fc2.weight: (32, 64) in the file, (32, 48) here"
+            in message
+        )
         assert "not in the file: model.module.decoder.layers.0.mlp.linear_fc1.weight, " in message
     for message in run_ranks(2, load_other_model, tmp_path, {}):
         assert "only in the file: model.module.decoder.layers.2." in message
@@ -241,9 +313,13 @@ def load_what_does_not_fit() -> list[str]:
         short = {key: value for key, value in whole.items() if "final_layernorm" not in key}
         for call in (
             lambda: loop.load_model_state_dict(run.model[0], short),
-            lambda: loop.load_model_state_dict(run.model[0], {**whole, "module.other": torch.zeros(1)}),
+            lambda: loop.load_model_state_dict(
+                run.model[0], {**whole, "module.other": torch.zeros(1)}
+            ),
             lambda: run.model[0].load_state_dict(short, strict=True),
-            lambda: run.model[0].load_state_dict(short, strict=False),  # a try without the error in hand
+            lambda: run.model[0].load_state_dict(
+                short, strict=False
+            ),  # a try without the error in hand
         ):
             try:
                 messages.append(call())
@@ -256,13 +332,17 @@ def load_what_does_not_fit() -> list[str]:
 
 def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first():
     ((missing, unexpected, strict, again, *partial),) = run_ranks(1, load_what_does_not_fit)
-    assert "is not loaded in part" in missing and "missing keys: decoder.final_layernorm.weight" in missing
+    assert (
+        "is not loaded in part" in missing
+        and "missing keys: decoder.final_layernorm.weight" in missing
+    )
     assert "is not loaded in part" in unexpected and "unexpected keys: other" in unexpected
     assert "is not loaded in part" not in strict and "is not loaded in part" in again
     assert partial == ["decoder.final_layernorm.weight"]
 
 
-# ---- names -----------------------------------------------------------------------------------------------------------
+# ---- names
+# -----------------------------------------------------------------------------------------------------------
 
 
 def names_of_everything() -> dict[str, int]:
@@ -291,28 +371,39 @@ def install_and_take_back() -> list[Any]:
         drop_in.install()
         drop_in.install()  # changes nothing
         everywhere = [adapter, core_distributed, *(sys.modules[name] for name in NAMES)]
-        classes = {vars(module).get("megatron_FSDP", vars(module).get("FullyShardedDataParallel")) for module in everywhere}
-        seen += [classes == {drop_in.FullyShardedDataParallel}, loop.ALL_WRAPPERS == (drop_in.FullyShardedDataParallel, int)]
-        seen.append(loop.handle_swiglu_in_state_dict is loop_state_dicts.handle_swiglu_in_state_dict)
+        classes = {
+            vars(module).get("megatron_FSDP", vars(module).get("FullyShardedDataParallel"))
+            for module in everywhere
+        }
+        seen += [
+            classes == {drop_in.FullyShardedDataParallel},
+            (drop_in.FullyShardedDataParallel, int) == loop.ALL_WRAPPERS,
+        ]
+        seen.append(
+            loop.handle_swiglu_in_state_dict is loop_state_dicts.handle_swiglu_in_state_dict
+        )
         run = Run(loop)
         seen.append(type(unwrap_model(run.model)[0]) is type(run.model[0].module))
         drop_in.uninstall()
         drop_in.uninstall()
         after = names_of_everything()
         seen.append({name for name in before if before[name] != after.get(name)})
-    with drop_in.install():
-        with loaded() as loop:
-            seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
-            with drop_in.install():  # the outer one is to take it back
-                pass
-            seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
-            drop_in.uninstall()
-            seen.append(loop.megatron_FSDP is theirs and core_distributed.FullyShardedDataParallel is theirs)
+    with drop_in.install(), loaded() as loop:
+        seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
+        with drop_in.install():  # the outer one is to take it back
+            pass
+        seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
+        drop_in.uninstall()
+        seen.append(
+            loop.megatron_FSDP is theirs and core_distributed.FullyShardedDataParallel is theirs
+        )
     return seen
 
 
 def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored():
-    assert run_ranks(1, install_and_take_back) == [[True, True, True, True, set(), True, True, True]]
+    assert run_ranks(1, install_and_take_back) == [
+        [True, True, True, True, set(), True, True, True]
+    ]
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:
@@ -342,7 +433,10 @@ def message_of(call: Any) -> str:
 
 def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused():
     (((now, derived, later, release), kept),) = run_ranks(1, install_beside_strangers)
-    assert "megatron.training.training.stranger (megatron.core.distributed.fsdp.src.new.Stranger)" in now
+    assert (
+        "megatron.training.training.stranger (megatron.core.distributed.fsdp.src.new.Stranger)"
+        in now
+    )
     assert "megatron.training.training.stranger (a class made of" in derived
     assert later == now
     assert kept  # nothing was replaced
@@ -350,7 +444,10 @@ def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused(
 
 
 def test_experts_beyond_their_number_are_refused():
-    names = {"module.decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight_w": 1, "module.other": 2}
+    names = {
+        "module.decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight_w": 1,
+        "module.other": 2,
+    }
     assert loop_state_dicts.handle_experts_in_state_dict(names, 4) == names
     with pytest.raises(ValueError, match="local_experts.3"):
         loop_state_dicts.handle_experts_in_state_dict(names, 3)

@@ -30,13 +30,18 @@ def names_of_rank(line: str) -> tuple[Place, list[str]]:
             assert translation.to_local(name) == key
             assert translation.to_global(f"module.module.{key}") == f"module.module.{name}"
             names.append(name)
-    return (parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_expert_model_parallel_rank()), names
+    return (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_expert_model_parallel_rank(),
+    ), names
 
 
 def names_by_place(ranks: int, layout: str, model: str) -> dict[Place, set[str]]:
     """Of ranks at the same place, the names of one; all of them are different on a rank."""
     result = {}
-    for place, names in run_ranks(ranks, names_of_rank, Combination(ranks, layout, 3, model, layers=4).ours):
+    for place, names in run_ranks(
+        ranks, names_of_rank, Combination(ranks, layout, 3, model, layers=4).ours
+    ):
         assert len(set(names)) == len(names)
         assert result.setdefault(place, set(names)) == set(names)
     return result
@@ -56,9 +61,19 @@ WORDS = "embedding.word_embeddings.weight"
         (2, "pp2", f"{LLAMA} {MTP}", {WORDS}),
         (4, "pp2 ep2", DEEPSEEK, set()),
     ],
-    ids=["untied", "tied", "four_stages", "tied_virtual_stages", "virtual_stages", "mtp", "experts"],
+    ids=[
+        "untied",
+        "tied",
+        "four_stages",
+        "tied_virtual_stages",
+        "virtual_stages",
+        "mtp",
+        "experts",
+    ],
 )
-def test_stages_have_the_names_of_the_whole_model_between_them(ranks: int, layout: str, model: str, common: set[str]) -> None:
+def test_stages_have_the_names_of_the_whole_model_between_them(
+    ranks: int, layout: str, model: str, common: set[str]
+) -> None:
     ((_, whole),) = names_by_place(1, "dp", model).items()
     stages: dict[int, set[str]] = {}
     for (stage, _), names in names_by_place(ranks, layout, model).items():
@@ -75,12 +90,18 @@ def test_expert_ranks_have_their_own_experts_and_all_of_the_rest() -> None:
     assert first | second == whole
     experts = {name for name in whole if ".local_experts." in name}
     assert first & second == whole - experts
-    assert {name for name in first if ".local_experts.1." in name} and {name for name in second if ".local_experts.3." in name}
+    assert {name for name in first if ".local_experts.1." in name} and {
+        name for name in second if ".local_experts.3." in name
+    }
 
 
 def test_names_of_one_rank_are_the_modules_own() -> None:
     names = set(names_by_place(1, "dp", f"{DEEPSEEK} {MTP}")[0, 0])
-    assert {WORDS, "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight", "output_layer.weight"} <= names
+    assert {
+        WORDS,
+        "decoder.layers.3.mlp.experts.local_experts.3.linear_fc2.weight",
+        "output_layer.weight",
+    } <= names
     assert any(name.startswith("mtp.layers.0.") for name in names)
 
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm and the attention of models without Transformer Engine, alone.
 
-Whole models: tests/training/test_layer_specs.py."""
+Whole models: tests/training/test_layer_specs.py.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -31,16 +32,25 @@ HEADS, WIDTH, LENGTH = 4, 6, 16
 
 
 def config(**overrides: Any) -> TransformerConfig:
-    sizes: dict[str, Any] = dict(num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, attention_dropout=0.0)
+    sizes: dict[str, Any] = dict(
+        num_layers=1, hidden_size=HEADS * WIDTH, num_attention_heads=HEADS, attention_dropout=0.0
+    )
     return TransformerConfig(**(sizes | overrides))
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 def test_norm_is_megatron_cores(normalization):
     settings = config(normalization=normalization, layernorm_epsilon=1e-3)
-    ours, theirs = LocalNorm(settings, 24), WrappedTorchNorm(settings, 24, eps=settings.layernorm_epsilon)
-    assert type(ours) is type(theirs) and repr(ours) == repr(theirs)  # the text has size and epsilon
-    for (name, parameter), (other_name, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+    ours, theirs = (
+        LocalNorm(settings, 24),
+        WrappedTorchNorm(settings, 24, eps=settings.layernorm_epsilon),
+    )
+    assert type(ours) is type(theirs) and repr(ours) == repr(
+        theirs
+    )  # the text has size and epsilon
+    for (name, parameter), (other_name, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
         assert name == other_name and torch.equal(parameter, other)
         assert parameter.sequence_parallel is False
     with torch.device("meta"):
@@ -50,13 +60,17 @@ def test_norm_is_megatron_cores(normalization):
 def test_norm_names_all_that_it_does_not_know():
     settings = config(layernorm_zero_centered_gamma=True, normalization="RMSNorm")
     settings.normalization = "L2Norm"
-    with pytest.raises(NotImplementedError, match="'L2Norm'.*; nor .*layernorm_zero_centered_gamma"):
+    with pytest.raises(
+        NotImplementedError, match="'L2Norm'.*; nor .*layernorm_zero_centered_gamma"
+    ):
         LocalNorm(settings, 8)
 
 
 def norm_of_a_half(normalization: str) -> None:
     """Job: both ranks norm half a sequence each; rank by rank as Megatron-Core does with sequence parallelism."""
-    parallel: dict[str, Any] = dict(tensor_model_parallel_size=2, sequence_parallel=True, persist_layer_norm=True)
+    parallel: dict[str, Any] = dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, persist_layer_norm=True
+    )
     settings = config(normalization=normalization, **parallel)
     norm, whole = LocalNorm(settings, 24), LocalNorm(config(normalization=normalization), 24)
     sequence, weights = torch.randn(LENGTH, 2, 24), torch.randn(LENGTH, 2, 24)
@@ -77,15 +91,21 @@ def test_norm_under_sequence_parallelism_equals_one_rank(normalization):
     run_ranks(2, norm_of_a_half, normalization)
 
 
-def inputs(groups: int = HEADS, value_width: int = WIDTH, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def inputs(
+    groups: int = HEADS, value_width: int = WIDTH, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """Queries, keys and values of a whole sequence."""
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, value_width)]
     return [torch.randn(LENGTH, 2, *shape, dtype=dtype).requires_grad_() for shape in shapes]
 
 
-def attention(kind: type, settings: TransformerConfig, layer_number: int = 1, **keywords: Any) -> nn.Module:
+def attention(
+    kind: type, settings: TransformerConfig, layer_number: int = 1, **keywords: Any
+) -> nn.Module:
     groups = SimpleNamespace(cp=dist.group.WORLD, tp=dist.group.WORLD)
-    return kind(settings, layer_number, AttnMaskType.causal, "self", pg_collection=groups, **keywords)
+    return kind(
+        settings, layer_number, AttnMaskType.causal, "self", pg_collection=groups, **keywords
+    )
 
 
 def seed() -> None:
@@ -106,7 +126,11 @@ SAME = {
     "grouped_queries": {"num_query_groups": 2},
     "explicit_mask": {},
     "bf16": {"bf16": True, "params_dtype": torch.bfloat16},
-    "bf16_layer_scaling": {"bf16": True, "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
+    "bf16_layer_scaling": {
+        "bf16": True,
+        "apply_query_key_layer_scaling": True,
+        "attention_softmax_in_fp32": True,
+    },
     "dropout": {"attention_dropout": 0.4},
 }
 
@@ -118,8 +142,13 @@ def compare_with_megatron_core() -> None:
     for name, overrides in SAME.items():
         settings = config(**overrides)
         mask = torch.rand(2, 1, LENGTH, LENGTH) > 0.6 if name == "explicit_mask" else None
-        tensors = inputs(settings.num_query_groups, dtype=torch.bfloat16 if settings.bf16 else torch.float32)
-        layers = [attention(kind, settings, layer_number=3) for kind in (LocalAttention, DotProductAttention)]
+        tensors = inputs(
+            settings.num_query_groups, dtype=torch.bfloat16 if settings.bf16 else torch.float32
+        )
+        layers = [
+            attention(kind, settings, layer_number=3)
+            for kind in (LocalAttention, DotProductAttention)
+        ]
         for ours, theirs in zip(*(run(layer, tensors, mask) for layer in layers), strict=True):
             assert torch.equal(ours, theirs), name
 
@@ -139,20 +168,37 @@ def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
     settings = config(num_query_groups=groups, context_parallel_size=dist.get_world_size())
     layer = attention(LocalAttention, settings, k_channels=WIDTH, v_channels=value_width)
     tensors = inputs(groups, value_width)
-    hidden = torch.rand(2, 1, LENGTH, LENGTH) > 0.6 if masked else torch.ones(LENGTH, LENGTH).triu(1).bool()
+    hidden = (
+        torch.rand(2, 1, LENGTH, LENGTH) > 0.6
+        if masked
+        else torch.ones(LENGTH, LENGTH).triu(1).bool()
+    )
     by_head = [tensor.permute(1, 2, 0, 3) for tensor in tensors]
-    expected = scaled_dot_product_attention(*by_head, attn_mask=~hidden, enable_gqa=True).transpose(1, 2).flatten(2)
+    expected = (
+        scaled_dot_product_attention(*by_head, attn_mask=~hidden, enable_gqa=True)
+        .transpose(1, 2)
+        .flatten(2)
+    )
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
 
     seed()
-    parts = [of_this_rank(tensor.detach().transpose(0, 1)).transpose(0, 1).requires_grad_() for tensor in tensors]
-    mask = get_batch_on_this_cp_rank({"attention_mask": hidden}, dist.group.WORLD)["attention_mask"] if masked else None
+    parts = [
+        of_this_rank(tensor.detach().transpose(0, 1)).transpose(0, 1).requires_grad_()
+        for tensor in tensors
+    ]
+    mask = (
+        get_batch_on_this_cp_rank({"attention_mask": hidden}, dist.group.WORLD)["attention_mask"]
+        if masked
+        else None
+    )
     output = layer(*parts, mask)
     torch.testing.assert_close(output.transpose(0, 1), of_this_rank(expected))
     (output.transpose(0, 1) * of_this_rank(weights)).sum().backward()
     for part, tensor in zip(parts, tensors):
-        torch.testing.assert_close(part.grad.transpose(0, 1), of_this_rank(tensor.grad.transpose(0, 1)))
+        torch.testing.assert_close(
+            part.grad.transpose(0, 1), of_this_rank(tensor.grad.transpose(0, 1))
+        )
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "explicit_mask"])
@@ -170,7 +216,10 @@ def ask_for_too_much() -> None:
     settings = config(softmax_type="off-by-one", window_size=(4, 0))
     with pytest.raises(NotImplementedError) as error:
         LocalAttention(settings, 1, AttnMaskType.padding_causal, "cross", pg_collection=groups)
-    assert all(part in str(error.value) for part in ("window_size (4, 0)", "'off-by-one'", "padding_causal", "cross"))
+    assert all(
+        part in str(error.value)
+        for part in ("window_size (4, 0)", "'off-by-one'", "padding_causal", "cross")
+    )
     layer = LocalAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
     tensors = inputs()
     with pytest.raises(NotImplementedError, match="bias.*; nor packed sequences"):
@@ -198,6 +247,8 @@ def gather_unequal_parts(sizes: list[int]) -> None:
     assert torch.equal(part.grad, whole[mine] * dist.get_world_size())
 
 
-@pytest.mark.parametrize("sizes", [[3, 5], [4, 0], [0, 0]], ids=["unequal", "nothing_on_one", "nothing"])
+@pytest.mark.parametrize(
+    "sizes", [[3, 5], [4, 0], [0, 0]], ids=["unequal", "nothing_on_one", "nothing"]
+)
 def test_ranks_with_unequal_parts_gather_and_scatter(sizes):
     run_ranks(2, gather_unequal_parts, sizes)

@@ -19,7 +19,11 @@ from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
 from megatron.fsdp.uneven import full_tensor
-from megatron.mcore_adapter.data_parallel import CoreEngine, FullyShardedDataParallel, default_unit_modules
+from megatron.mcore_adapter.data_parallel import (
+    CoreEngine,
+    FullyShardedDataParallel,
+    default_unit_modules,
+)
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.training.arguments.configs import ddp_config, transformer_config
 from megatron.training.gpt_model import layer_spec
@@ -29,8 +33,10 @@ from tests.training.training_runs import SMALL, prepare
 LINE = f"{SMALL} --use-distributed-optimizer"
 MODELS = {
     "tied": "",
-    "untied_rope_swiglu_rmsnorm": "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu"
-    " --normalization RMSNorm --disable-bias-linear",
+    "untied_rope_swiglu_rmsnorm": (
+        "--untie-embeddings-and-output-weights --position-embedding-type rope --swiglu"
+        " --normalization RMSNorm --disable-bias-linear"
+    ),
     "own_standard_deviations": "--untie-embeddings-and-output-weights --init-method-std 0.1",
     "grouped_queries": "--group-query-attention --num-query-groups 2 --qk-layernorm",
     "bf16": "--bf16 --untie-embeddings-and-output-weights",
@@ -90,7 +96,10 @@ def compare_with_the_cpu(flags: str, on_cpu: bool) -> None:
 def compare_losses(model: nn.Module, reference: nn.Module) -> None:
     tokens, positions = torch.arange(66).view(2, 33), torch.arange(32).expand(2, 32)
     mask = torch.ones(1, 1, 32, 32).triu(1).bool()
-    losses = [each(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()) for each in (model, reference)]
+    losses = [
+        each(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
+        for each in (model, reference)
+    ]
     assert torch.equal(losses[0], losses[1])
     losses[0].sum().backward()
 
@@ -105,7 +114,12 @@ def parallel_layers(config: Any) -> list[nn.Module]:
     """Layers that are divided over all ranks; gated ones have rows of two halves."""
     common = {"config": config, "tp_group": dist.group.WORLD}
     column = {**common, "init_method": config.init_method}
-    row = {**common, "init_method": config.output_layer_init_method, "input_is_parallel": True, "skip_bias_add": False}
+    row = {
+        **common,
+        "init_method": config.output_layer_init_method,
+        "input_is_parallel": True,
+        "skip_bias_add": False,
+    }
     return [
         ColumnParallelLinear(32, 64, bias=True, **column),
         ColumnParallelLinear(32, 64, bias=False, stride=2, **column),
@@ -133,7 +147,9 @@ def compare_tensor_parallel_layers(on_cpu: bool) -> list[torch.Tensor]:
         for layer in layers:
             assert initialiser.knows(layer)
             initialiser.initialise(layer)
-    for (name, parameter), wanted in zip(layers.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), wanted in zip(
+        layers.named_parameters(), expected.parameters(), strict=True
+    ):
         assert torch.equal(parameter, wanted), name
         assert vars(parameter) == vars(wanted)
     return [parameter.detach() for parameter in layers.parameters()]
@@ -149,8 +165,12 @@ def what_is_known() -> list[bool]:
     """Job: embeddings belong to a model, which knows how they are initialised."""
     model = build("", on_meta=True)
     initialiser = MegatronCoreInitialiser(model)
-    stranger = VocabParallelEmbedding(8, 4, init_method=nn.init.zeros_, config=model.config, tp_group=dist.group.WORLD)
-    owning = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
+    stranger = VocabParallelEmbedding(
+        8, 4, init_method=nn.init.zeros_, config=model.config, tp_group=dist.group.WORLD
+    )
+    owning = [
+        module for module in model.modules() if any(True for _ in module.parameters(recurse=False))
+    ]
     return [all(initialiser.knows(module) for module in owning), initialiser.knows(stranger)]
 
 

@@ -20,7 +20,17 @@ from megatron.training import loop
 from megatron.training.arguments.configs import transformer_config
 from megatron.training.gpt_model import build_model
 from tests.rank_pool import run_ranks
-from tests.training.parity import DEEPSEEK, GPT2, LLAMA, LEVELS, MLA, MOE_BIAS, OPTIM_OUTSIDE, UNTIED, Combination
+from tests.training.parity import (
+    DEEPSEEK,
+    GPT2,
+    LEVELS,
+    LLAMA,
+    MLA,
+    MOE_BIAS,
+    OPTIM_OUTSIDE,
+    UNTIED,
+    Combination,
+)
 from tests.training.training_runs import Record, assert_close, build, prepare, pretrain, train
 
 TIED = LLAMA.replace(UNTIED, "")
@@ -30,7 +40,9 @@ def name_of(name: str) -> str:
     return name.replace("module.", "")
 
 
-def pretrain_with(command_line: str, prepare_model: Callable[[list[MegatronModule]], None] = lambda model: None) -> Any:
+def pretrain_with(
+    command_line: str, prepare_model: Callable[[list[MegatronModule]], None] = lambda model: None
+) -> Any:
     """A run whose model is changed before the optimizer sees it: its record and its model."""
     kept: list[MegatronModule] = []
 
@@ -43,7 +55,8 @@ def pretrain_with(command_line: str, prepare_model: Callable[[list[MegatronModul
         return pretrain(command_line), kept
 
 
-# ---- optimizer -------------------------------------------------------------------------------------------------------
+# ---- optimizer
+# -------------------------------------------------------------------------------------------------------
 
 
 def look_at_the_optimizer(command_line: str) -> tuple[Any, ...]:
@@ -62,7 +75,11 @@ def test_the_optimizer_is_bare_and_the_loop_knows():
 def decay_of_unowned_weights(command_line: str) -> dict[str, tuple[int, float]]:
     """Job: dimensions and weight decay of the parameters that this rank owns nothing of."""
     run = build(command_line)
-    decay = {parameter: group["wd_mult"] for group in run.optimizer.param_groups for parameter in group["params"]}
+    decay = {
+        parameter: group["wd_mult"]
+        for group in run.optimizer.param_groups
+        for parameter in group["params"]
+    }
     return {
         name_of(name): (parameter.dim(), decay[parameter])
         for name, parameter in run.model[0].named_parameters()
@@ -79,7 +96,8 @@ def test_a_weight_that_a_rank_owns_nothing_of_is_still_decayed(level):
     assert all(decay == (1.0 if dims == 2 else 0.0) for dims, decay in found)
 
 
-# ---- gradient norm ---------------------------------------------------------------------------------------------------
+# ---- gradient norm
+# ---------------------------------------------------------------------------------------------------
 
 ONE_STEP = "--train-iters 1"
 SHARDINGS = {
@@ -94,7 +112,10 @@ SHARDINGS = {
 
 
 def test_every_gradient_counts_once_in_the_norm():
-    lines = [SHARDINGS["zero0"].reference, *(combination.ours for combination in SHARDINGS.values())]
+    lines = [
+        SHARDINGS["zero0"].reference,
+        *(combination.ours for combination in SHARDINGS.values()),
+    ]
     ddp, *sharded = run_ranks(4, train, *lines)[0]
     for name, record in zip(SHARDINGS, sharded):
         assert record.column("grad-norm") == pytest.approx(ddp.column("grad-norm"), rel=1e-5), name
@@ -109,7 +130,11 @@ def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
         result = forward_backward(run, *args, **kwargs)
         for chunk in run.model:
             for name, parameter in chunk.named_parameters():
-                own = parameter.grad.to_local() if isinstance(parameter, DTensor) else parameter.main_grad
+                own = (
+                    parameter.grad.to_local()
+                    if isinstance(parameter, DTensor)
+                    else parameter.main_grad
+                )
                 gradients[name_of(name)] = own.flatten().clone()
         return result
 
@@ -120,8 +145,14 @@ def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
 
 SUMMED = {
     "norms_tp2_sp": (Combination(2, "tp2 sp", 3, GPT2), "layernorm"),
-    "router_and_norms_tp2_sp_ep2": (Combination(2, "tp2 sp ep2 etp1", 3, DEEPSEEK, layers=4), "router.weight"),
-    "compressed_queries_tp2": (Combination(2, "tp2", 3, f"{MLA} --qk-layernorm"), "q_layernorm.weight"),
+    "router_and_norms_tp2_sp_ep2": (
+        Combination(2, "tp2 sp ep2 etp1", 3, DEEPSEEK, layers=4),
+        "router.weight",
+    ),
+    "compressed_queries_tp2": (
+        Combination(2, "tp2", 3, f"{MLA} --qk-layernorm"),
+        "q_layernorm.weight",
+    ),
 }
 
 
@@ -136,17 +167,23 @@ def test_gradients_that_tensor_ranks_sum_or_average_are_those_of_ddp(case):
         assert any(trap in name for name in shared)
         for name in shared:
             bound = 1e-5 * float(expected[name].abs().max()) + 1e-9
-            torch.testing.assert_close(gradients[name], expected[name], rtol=1e-5, atol=bound, msg=f"{case}: {name}")
+            torch.testing.assert_close(
+                gradients[name], expected[name], rtol=1e-5, atol=bound, msg=f"{case}: {name}"
+            )
 
 
-# ---- copies ----------------------------------------------------------------------------------------------------------
+# ---- copies
+# ----------------------------------------------------------------------------------------------------------
 
 
 def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
     """Job: after a run, the weights of this rank as they are, and whether tensor parallelism divides them."""
     _, model = pretrain_with(command_line)
     return {
-        name_of(name): (getattr(parameter, "tensor_model_parallel", False), parameter.to_local().detach())
+        name_of(name): (
+            getattr(parameter, "tensor_model_parallel", False),
+            parameter.to_local().detach(),
+        )
         for chunk in model
         for name, parameter in chunk.named_parameters()
     }
@@ -155,7 +192,9 @@ def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
 @pytest.mark.parametrize("level", range(4), ids=LEVELS)
 def test_both_copies_of_a_tied_embedding_stay_equal(level):
     name = "embedding.word_embeddings.weight"
-    first, second, *last_stage = run_ranks(4, final_weights, Combination(4, "pp2", level, TIED, "--train-iters 5").ours)
+    first, second, *last_stage = run_ranks(
+        4, final_weights, Combination(4, "pp2", level, TIED, "--train-iters 5").ours
+    )
     for on_first, on_last in zip((first, second), last_stage):
         assert on_first.keys() & on_last.keys() == {name}
         assert on_first[name][1].numel() and torch.equal(on_first[name][1], on_last[name][1])
@@ -163,7 +202,9 @@ def test_both_copies_of_a_tied_embedding_stay_equal(level):
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
 def test_what_tensor_ranks_have_copies_of_stays_equal(layout):
-    first, second = run_ranks(2, final_weights, Combination(2, layout, 3, GPT2, "--train-iters 5").ours)
+    first, second = run_ranks(
+        2, final_weights, Combination(2, layout, 3, GPT2, "--train-iters 5").ours
+    )
     copies = {name for name, (is_divided, _) in first.items() if not is_divided}
     assert {"decoder.final_layernorm.weight", "decoder.layers.0.mlp.linear_fc2.bias"} <= copies
     for name, (is_divided, weight) in first.items():
@@ -174,20 +215,28 @@ def final_expert_bias(*command_lines: str) -> list[dict[str, torch.Tensor]]:
     """Job: the routers' biases after each run."""
     models = [pretrain_with(command_line)[1] for command_line in command_lines]
     return [
-        {name_of(name): buffer.clone() for chunk in model for name, buffer in chunk.named_buffers() if "expert_bias" in name}
+        {
+            name_of(name): buffer.clone()
+            for chunk in model
+            for name, buffer in chunk.named_buffers()
+            if "expert_bias" in name
+        }
         for model in models
     ]
 
 
 def test_the_routers_bias_is_the_same_on_all_ranks_and_with_ddp():
     combination = Combination(2, "ep2", 3, MOE_BIAS, "--train-iters 3")
-    (theirs, ours), (_, of_other_rank) = run_ranks(2, final_expert_bias, combination.reference, combination.ours)
+    (theirs, ours), (_, of_other_rank) = run_ranks(
+        2, final_expert_bias, combination.reference, combination.ours
+    )
     assert len(ours) == 2 and all(bias.any() for bias in ours.values())
     for name, bias in ours.items():
         assert torch.equal(bias, theirs[name]) and torch.equal(bias, of_other_rank[name])
 
 
-# ---- schedules -------------------------------------------------------------------------------------------------------
+# ---- schedules
+# -------------------------------------------------------------------------------------------------------
 
 
 def fill_by_name(model: list[MegatronModule]) -> None:
@@ -197,7 +246,9 @@ def fill_by_name(model: list[MegatronModule]) -> None:
         for name, parameter in chunk.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(name_of(name).encode()))
             random = torch.randn(parameter.shape, generator=generator)
-            weights[name.removeprefix("module.")] = 1 + 0.1 * random if "norm" in name else 0.1 * random
+            weights[name.removeprefix("module.")] = (
+                1 + 0.1 * random if "norm" in name else 0.1 * random
+            )
         chunk.load_state_dict(weights)
 
 
@@ -209,7 +260,9 @@ def losses_of_filled(*command_lines: str) -> list[Record]:
 def test_virtual_stages_on_two_ranks_do_not_mix_up_their_messages():
     # A batch of messages between the same two ranks confuses forward and backward.
     flags = "--train-iters 3 --overlap-grad-reduce"
-    lines = [Combination(2, layout, 3, LLAMA, flags, layers=4).ours for layout in ("pp2", "pp2 vpp2")]
+    lines = [
+        Combination(2, layout, 3, LLAMA, flags, layers=4).ours for layout in ("pp2", "pp2 vpp2")
+    ]
     plain, interleaved = run_ranks(2, losses_of_filled, *lines)[0]
     assert_close(interleaved.losses, plain.losses, 1e-5)
     assert_close(interleaved.column("grad-norm"), plain.column("grad-norm"), 1e-5)
@@ -222,7 +275,9 @@ def schedule_settings(command_line: str) -> tuple[bool, ...]:
 
 
 def test_the_interleaved_schedule_sends_one_message_at_a_time_and_keeps_outputs_on_gloo():
-    assert run_ranks(2, schedule_settings, Combination(2, "pp2 vpp2", 3, LLAMA, layers=4).ours)[0] == (True, False, False)
+    assert run_ranks(2, schedule_settings, Combination(2, "pp2 vpp2", 3, LLAMA, layers=4).ours)[
+        0
+    ] == (True, False, False)
 
 
 def drop_no_sync(command_line: str) -> list[bool]:
@@ -254,7 +309,9 @@ def zero_twice(command_line: str) -> list[float]:
         with loop.batches(run.args, data, 0) as batches:
             if abandoned:
                 with run.model[0].no_sync():
-                    loop.ForwardStep(run.args, run.device)(batches, run.model[0])[0].sum().backward()
+                    loop.ForwardStep(run.args, run.device)(batches, run.model[0])[
+                        0
+                    ].sum().backward()
         with loop.batches(run.args, data, 0) as batches:
             for _ in range(2):  # the training loop does, and then the optimizer
                 run.model[0].zero_grad_buffer()
@@ -265,5 +322,7 @@ def zero_twice(command_line: str) -> list[float]:
 
 @pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
 def test_zero_grad_buffer_twice_forgets_everything_once(level):
-    norms = run_ranks(2, zero_twice, Combination(2, "dp", level, LLAMA, "--overlap-grad-reduce").ours)[0]
+    norms = run_ranks(
+        2, zero_twice, Combination(2, "dp", level, LLAMA, "--overlap-grad-reduce").ours
+    )[0]
     assert norms[0] > 0 and norms == [norms[0]] * 3

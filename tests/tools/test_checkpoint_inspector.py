@@ -31,7 +31,15 @@ REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"
 TO_FSDP, TO_TORCH_DIST = "convert-torch-dist-to-fsdp-dtensor", "convert-fsdp-dtensor-to-torch-dist"
 COMMANDS = [
-    *("inspect", "print-tensor", "print-torch-dcp-in-json", "verify", "compare-two-checkpoint", "diff", "modify-state-dict"),
+    *(
+        "inspect",
+        "print-tensor",
+        "print-torch-dcp-in-json",
+        "verify",
+        "compare-two-checkpoint",
+        "diff",
+        "modify-state-dict",
+    ),
     *(TO_FSDP, TO_TORCH_DIST, "convert-to-hf", "convert-from-hf"),
 ]
 
@@ -47,7 +55,9 @@ def run_json(*words: Any, code: int = 0) -> Any:
     """The one object on stdout."""
     lines = run(*words, "--json", code=code).stdout.splitlines()
     assert len(lines) == 1
-    return json.loads(lines[0], parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+    return json.loads(
+        lines[0], parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +79,8 @@ def plain(tmp_path: Path) -> Callable[..., Path]:
     return save
 
 
-# ---- in general --------------------------------------------------------------------------------------------------------
+# ---- in general
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -99,7 +110,14 @@ def test_all_commands_are_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [["nothing"], ["inspect"], ["diff", "one"], ["inspect", "x", "--unknown"], ["inspect", "x", "--enable-msc"]]
+    "words",
+    [
+        ["nothing"],
+        ["inspect"],
+        ["diff", "one"],
+        ["inspect", "x", "--unknown"],
+        ["inspect", "x", "--enable-msc"],
+    ],
 )
 def test_wrong_usage_ends_with_2(words: list[str]) -> None:
     assert "Error" in run(*words, code=2).output
@@ -121,15 +139,23 @@ BROKEN: dict[str, Callable[[Path], Any]] = {
     "a file": lambda path: path.write_text("x"),
     "empty": lambda path: path.mkdir(),
     "no pickle": lambda path: (path.mkdir(), (path / ".metadata").write_text("x")),
-    "hostile": lambda path: (path.mkdir(), (path / ".metadata").write_bytes(touch(path / "executed"))),
-    "another pickle": lambda path: (path.mkdir(), (path / ".metadata").write_bytes(pickle.dumps([1]))),
+    "hostile": lambda path: (
+        path.mkdir(),
+        (path / ".metadata").write_bytes(touch(path / "executed")),
+    ),
+    "another pickle": lambda path: (
+        path.mkdir(),
+        (path / ".metadata").write_bytes(pickle.dumps([1])),
+    ),
     "unreadable": lambda path: path.symlink_to(path),
 }
 
 
 @pytest.mark.parametrize("kind", BROKEN)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_no_checkpoint_ends_with_1_and_one_object(command: str, kind: str, tmp_path: Path) -> None:
+def test_what_is_no_checkpoint_ends_with_1_and_one_object(
+    command: str, kind: str, tmp_path: Path
+) -> None:
     BROKEN[kind](tmp_path / "in")
     result = run_json(*arguments(command, tmp_path / "in", tmp_path / "out"), code=1)
     assert set(result) == {"error"} and len(result["error"]) > 20
@@ -138,11 +164,19 @@ def test_what_is_no_checkpoint_ends_with_1_and_one_object(command: str, kind: st
 
 def test_without_json_the_error_goes_to_stderr(tmp_path: Path) -> None:
     result = run("verify", tmp_path / "absent", code=1)
-    assert result.stdout == "" and result.stderr.startswith("Error: ") and str(tmp_path / "absent") in result.stderr
+    assert (
+        result.stdout == ""
+        and result.stderr.startswith("Error: ")
+        and str(tmp_path / "absent") in result.stderr
+    )
 
 
-@pytest.mark.parametrize("command", [TO_FSDP, "verify", "diff", "compare-two-checkpoint", "convert-to-hf"])
-def test_a_hostile_common_file_is_refused_by_name(command: str, small: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", [TO_FSDP, "verify", "diff", "compare-two-checkpoint", "convert-to-hf"]
+)
+def test_a_hostile_common_file_is_refused_by_name(
+    command: str, small: dict[str, Path], tmp_path: Path
+) -> None:
     copy, marker = shutil.copytree(small["torch_dist"], tmp_path / "copy"), tmp_path / "executed"
     (copy / "iter_0000003" / "common.pt").write_bytes(archive(touch(marker)))
     result = run_json(*arguments(command, copy, tmp_path / "out"), code=1)
@@ -157,9 +191,14 @@ def test_files_that_may_not_be_read_are_an_error(small: dict[str, Path], tmp_pat
     assert "PermissionError" in run_json(TO_FSDP, copy, tmp_path / "out", code=1)["error"]
 
 
-def test_an_unexpected_kind_of_content_is_one_message(small: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unexpected_kind_of_content_is_one_message(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
     copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
-    torch.save({"optimizer": {"optimizer": {"param_groups": 7}}, "args": 3}, copy / "iter_0000003" / "common.pt")
+    torch.save(
+        {"optimizer": {"optimizer": {"param_groups": 7}}, "args": 3},
+        copy / "iter_0000003" / "common.pt",
+    )
     for words in ([TO_FSDP, copy, tmp_path / "out"], ["diff", copy, copy]):
         assert "Traceback" not in run_json(*words, code=1)["error"]
 
@@ -172,16 +211,24 @@ def test_memory_that_runs_out_is_one_message(
 
     monkeypatch.setattr(command_line.fsdp_dtensor, "target", exhausted)
     assert "memory" in run_json(TO_FSDP, small["torch_dist"], tmp_path / "out", code=1)["error"]
-    assert "Traceback" in run(TO_FSDP, small["torch_dist"], tmp_path / "out", "--oom-traceback", code=1).stderr
+    assert (
+        "Traceback"
+        in run(TO_FSDP, small["torch_dist"], tmp_path / "out", "--oom-traceback", code=1).stderr
+    )
 
 
-# ---- looking -----------------------------------------------------------------------------------------------------------
+# ---- looking
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_inspect_lists_keys_shapes_dtypes_and_sizes(small: dict[str, Path]) -> None:
     text = run("inspect", small["torch_dist"]).stdout
     assert "format torch_dist" in text
-    row = next(line for line in text.splitlines() if line.startswith("decoder.layers.mlp.linear_fc1.weight"))
+    row = next(
+        line
+        for line in text.splitlines()
+        if line.startswith("decoder.layers.mlp.linear_fc1.weight")
+    )
     assert "bfloat16" in row and "[1, 24, 8]" in row
     result = run_json("inspect", small["fsdp_dtensor"])
     entries = {entry["key"]: entry for entry in result["entries"]}
@@ -190,7 +237,9 @@ def test_inspect_lists_keys_shapes_dtypes_and_sizes(small: dict[str, Path]) -> N
     assert (entry["dtype"], entry["shape"]) == ("float32", [12, 8]) and entry["bytes"] > 384
     assert entries["args"]["dtype"] == "object" and entries["args"]["shape"] is None
     assert not any("param_to_group_meta" in key for key in entries)
-    everything = run_json("inspect", small["fsdp_dtensor"], "--not-ignore-param-to-group-meta")["entries"]
+    everything = run_json("inspect", small["fsdp_dtensor"], "--not-ignore-param-to-group-meta")[
+        "entries"
+    ]
     assert sum("param_to_group_meta" in entry["key"] for entry in everything) > 100
 
 
@@ -204,7 +253,9 @@ def test_print_tensor_prints_tensors_and_objects(small: dict[str, Path]) -> None
     assert run_json("print-tensor", path, "opt_param_scheduler.max_lr")["value"] == 0.5
     assert "Namespace" in run("print-tensor", path, "args").stdout
     assert "Namespace" in run_json("print-tensor", path, "args")["value"]
-    step = run_json("print-tensor", path, "optimizer.state.module.module.module.output_layer.weight.step")
+    step = run_json(
+        "print-tensor", path, "optimizer.state.module.module.module.output_layer.weight.step"
+    )
     assert step["value"] == 3.0 and step["shape"] == []
     missing = run_json("print-tensor", path, "output_layer", code=1)["error"]
     assert "did you mean" in missing and "model.module.output_layer.weight" in missing
@@ -236,7 +287,8 @@ def test_the_map_of_param_groups_is_written_as_json(plain: Callable[..., Path]) 
     assert "no map of param groups" in error
 
 
-# ---- comparing ---------------------------------------------------------------------------------------------------------
+# ---- comparing
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_is_the_same_as_itself_and_as_its_conversion(small: dict[str, Path]) -> None:
@@ -250,7 +302,11 @@ def test_a_checkpoint_is_the_same_as_itself_and_as_its_conversion(small: dict[st
 
 PAIRS: dict[str, tuple[Any, Any, str]] = {
     "another value": (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]), "values"),
-    "one bit": (torch.tensor([1.0]), torch.nextafter(torch.tensor([1.0]), torch.tensor([2.0])), "values"),
+    "one bit": (
+        torch.tensor([1.0]),
+        torch.nextafter(torch.tensor([1.0]), torch.tensor([2.0])),
+        "values",
+    ),
     "minus zero": (torch.tensor([0.0]), torch.tensor([-0.0]), "values"),
     "NaN and a number": (torch.tensor([float("nan")]), torch.tensor([1.0]), "values"),
     "infinity and a number": (torch.tensor([float("inf")]), torch.tensor([1.0]), "values"),
@@ -284,7 +340,9 @@ def test_what_differs_is_told(kind: str, plain: Callable[..., Path]) -> None:
     paths = plain("first", entry=first, other=1), plain("second", entry=second, other=1)
     result = run_json("compare-two-checkpoint", *paths, code=1)
     assert result["same"] is False
-    told = {name for name in ("values", "kinds", "objects", "only_first", "only_second") if result[name]}
+    told = {
+        name for name in ("values", "kinds", "objects", "only_first", "only_second") if result[name]
+    }
     assert told == {where} or (where == "objects" and told <= {"only_first", "objects"}), result
     assert "the checkpoints differ" in run("compare-two-checkpoint", *paths, code=1).stdout
 
@@ -292,7 +350,11 @@ def test_what_differs_is_told(kind: str, plain: Callable[..., Path]) -> None:
 @pytest.mark.parametrize("kind", EQUAL)
 def test_what_is_the_same_is_not_told(kind: str, plain: Callable[..., Path]) -> None:
     assert (
-        run_json("compare-two-checkpoint", plain("first", entry=EQUAL[kind]), plain("second", entry=EQUAL[kind]))["same"]
+        run_json(
+            "compare-two-checkpoint",
+            plain("first", entry=EQUAL[kind]),
+            plain("second", entry=EQUAL[kind]),
+        )["same"]
         is True
     )
 
@@ -311,7 +373,11 @@ def test_the_largest_differences_come_first(tmp_path: Path, small: dict[str, Pat
     state.args.seed, state.groups[0].fields["lr"], state.iteration = 5, 0.5, 3
     small_models.write(state, tmp_path / "other", "fsdp_dtensor")
     result = run_json("diff", small["torch_dist"], tmp_path / "other", code=1)
-    names = ["embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"]
+    names = [
+        "embedding.word_embeddings.weight",
+        "decoder.final_layernorm.weight",
+        "output_layer.weight",
+    ]
     assert [value["name"] for value in result["values"]] == [f"{name} (weight)" for name in names]
     assert [value["count"] for value in result["values"]] == [1, 1, 1]
     assert result["values"][0]["absolute"] == "NaN"  # JSON has none
@@ -320,10 +386,16 @@ def test_the_largest_differences_come_first(tmp_path: Path, small: dict[str, Pat
     assert any(line.startswith("output_layer.weight: lr: 0.25, 0.5") for line in result["objects"])
     text = run("diff", small["torch_dist"], tmp_path / "other", "--rows", 1, code=1).stdout
     assert "1 of 256" in text and "largest difference" in text and "… and" in text
-    assert run_json("diff", "--weights-only", small["torch_dist"], tmp_path / "other", code=1)["objects"] == []
+    assert (
+        run_json("diff", "--weights-only", small["torch_dist"], tmp_path / "other", code=1)[
+            "objects"
+        ]
+        == []
+    )
 
 
-# ---- verifying ---------------------------------------------------------------------------------------------------------
+# ---- verifying
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
@@ -372,10 +444,14 @@ def test_verify_finds(kind: str, message: str, tmp_path: Path) -> None:
     assert any(re.search(message, problem) for problem in problems), problems
 
 
-def test_verify_finds_changed_bytes_and_main_weights_that_contradict(small: dict[str, Path], tmp_path: Path) -> None:
+def test_verify_finds_changed_bytes_and_main_weights_that_contradict(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
     copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
     stored = StoredCheckpoint(copy / "iter_0000003")
-    payload = stored._payload("output_layer.weight", stored.tensors["output_layer.weight"].chunks[0])
+    payload = stored._payload(
+        "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
+    )
     data = bytearray(payload.file.read_bytes())
     data[payload.offset] ^= 1
     payload.file.write_bytes(data)
@@ -383,14 +459,17 @@ def test_verify_finds_changed_bytes_and_main_weights_that_contradict(small: dict
     assert "- " in run("verify", copy, code=1).stdout
 
 
-# ---- converting --------------------------------------------------------------------------------------------------------
+# ---- converting
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_conversion_says_what_it_did(tmp_path: Path) -> None:
     sample = samples.torch_dist(samples.DENSE)
     result = run_json(TO_FSDP, sample, tmp_path / "out")
     assert (
-        result["output"] == str(tmp_path / "out" / "iter_0000003") and result["notes"] == [] and result["parameters"] == 21
+        result["output"] == str(tmp_path / "out" / "iter_0000003")
+        and result["notes"] == []
+        and result["parameters"] == 21
     )
     assert run_json("diff", sample, tmp_path / "out")["same"] is True
     text = run(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back" / "iter_0000003").stdout
@@ -420,25 +499,42 @@ def test_a_conversion_overwrites_nothing(small: dict[str, Path], tmp_path: Path)
         ("convert-from-hf", "torch_dist", TO_FSDP),
     ],
 )
-def test_the_right_command_is_named(command: str, form: str, hint: str, small: dict[str, Path], tmp_path: Path) -> None:
+def test_the_right_command_is_named(
+    command: str, form: str, hint: str, small: dict[str, Path], tmp_path: Path
+) -> None:
     assert hint in run_json(command, small[form], tmp_path / "out", code=1)["error"]
     assert not (tmp_path / "out").exists()
 
 
 def test_gated_or_not_is_found_out(tmp_path: Path) -> None:
     gelu = small_models.write(
-        small_models.state_of(small_models.shapes_of(["gelu", "gelu"]), swiglu=False), tmp_path / "gelu"
+        small_models.state_of(small_models.shapes_of(["gelu", "gelu"]), swiglu=False),
+        tmp_path / "gelu",
     )
     assert "not gated" in run_json(TO_FSDP, gelu, tmp_path / "refused", "--swiglu", code=1)["error"]
     run(TO_FSDP, gelu, tmp_path / "out")
     keys = StoredCheckpoint(tmp_path / "out" / "iter_0000003").tensors
-    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys and not any(key.endswith("_w") for key in keys)
+    assert "model.module.decoder.layers.0.mlp.linear_fc1.weight" in keys and not any(
+        key.endswith("_w") for key in keys
+    )
 
 
 def test_modules_that_are_named_as_gated_must_be(small: dict[str, Path], tmp_path: Path) -> None:
-    run(TO_FSDP, small["torch_dist"], tmp_path / "out", "--swiglu", "--swiglu-modules", "mlp.linear_fc1")
-    for wrong, told in (("nothing", "there is no module nothing"), ("self_attention.linear_proj", "not the first layer")):
-        error = run_json(TO_FSDP, small["torch_dist"], tmp_path / "no", "--swiglu-modules", wrong, code=1)["error"]
+    run(
+        TO_FSDP,
+        small["torch_dist"],
+        tmp_path / "out",
+        "--swiglu",
+        "--swiglu-modules",
+        "mlp.linear_fc1",
+    )
+    for wrong, told in (
+        ("nothing", "there is no module nothing"),
+        ("self_attention.linear_proj", "not the first layer"),
+    ):
+        error = run_json(
+            TO_FSDP, small["torch_dist"], tmp_path / "no", "--swiglu-modules", wrong, code=1
+        )["error"]
         assert told in error and not (tmp_path / "no").exists()
 
 
@@ -463,17 +559,37 @@ def test_prefixes_are_those_that_are_asked_for(small: dict[str, Path], tmp_path:
     assert run_json("diff", small["torch_dist"], tmp_path / "out")["same"] is True
 
 
-def test_param_groups_come_from_a_map_where_one_is_given(small: dict[str, Path], tmp_path: Path) -> None:
+def test_param_groups_come_from_a_map_where_one_is_given(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
     names = small_models.shapes_of(layers=["gated"])
-    turned = {f"model.module.{name}": int(len(shape) > 1) for name, shape in names.items()}  # the other way round
+    turned = {
+        f"model.module.{name}": int(len(shape) > 1) for name, shape in names.items()
+    }  # the other way round
     (tmp_path / "map.json").write_text(json.dumps(turned))
-    run(TO_FSDP, small["torch_dist"], tmp_path / "out", "--param-to-param-group-map-json", tmp_path / "map.json")
+    run(
+        TO_FSDP,
+        small["torch_dist"],
+        tmp_path / "out",
+        "--param-to-param-group-map-json",
+        tmp_path / "map.json",
+    )
     stored = StoredCheckpoint(tmp_path / "out" / "iter_0000003")
     start = "optimizer.param_to_group_meta.module.module.module."
-    assert {stored.read_object(f"{start}{name}.wd_mult") for name, shape in names.items() if len(shape) > 1} == {0.0}
+    assert {
+        stored.read_object(f"{start}{name}.wd_mult")
+        for name, shape in names.items()
+        if len(shape) > 1
+    } == {0.0}
     assert stored.read_object(f"{start}decoder.final_layernorm.weight.wd_mult") == 1.0
     (tmp_path / "part.json").write_text(json.dumps({"module.module.output_layer.weight": 1}))
-    run(TO_FSDP, small["torch_dist"], tmp_path / "part", "--param-to-param-group-map-json", tmp_path / "part.json")
+    run(
+        TO_FSDP,
+        small["torch_dist"],
+        tmp_path / "part",
+        "--param-to-param-group-map-json",
+        tmp_path / "part.json",
+    )
     stored = StoredCheckpoint(tmp_path / "part" / "iter_0000003")
     found = {
         name: stored.read_object(f"{start}{name}.wd_mult")
@@ -494,21 +610,39 @@ def test_param_groups_come_from_a_map_where_one_is_given(small: dict[str, Path],
         (None, "map.json"),
     ],
 )
-def test_a_wrong_map_is_refused(content: str | None, message: str, small: dict[str, Path], tmp_path: Path) -> None:
+def test_a_wrong_map_is_refused(
+    content: str | None, message: str, small: dict[str, Path], tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "map.json").write_text(content)
-    words = [TO_FSDP, small["torch_dist"], tmp_path / "out", "--param-to-param-group-map-json", tmp_path / "map.json"]
+    words = [
+        TO_FSDP,
+        small["torch_dist"],
+        tmp_path / "out",
+        "--param-to-param-group-map-json",
+        tmp_path / "map.json",
+    ]
     assert message in run_json(*words, code=1)["error"]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("module_name", ["transformer_layer", "mtp_model_layer"])
-def test_layers_that_predict_further_tokens_are_called_as_loaders_want(module_name: str, tmp_path: Path) -> None:
+def test_layers_that_predict_further_tokens_are_called_as_loaders_want(
+    module_name: str, tmp_path: Path
+) -> None:
     """From files of every release."""
-    state = small_models.state_of(small_models.shapes_of(["gated"], predicting=True), num_layers=1, mtp_num_layers=1)
+    state = small_models.state_of(
+        small_models.shapes_of(["gated"], predicting=True), num_layers=1, mtp_num_layers=1
+    )
     path = small_models.write(state, tmp_path / "in")
     if module_name != "transformer_layer":
-        run("modify-state-dict", path, tmp_path / "renamed", "--op", rf"rename (?<=\.)transformer_layer {module_name}")
+        run(
+            "modify-state-dict",
+            path,
+            tmp_path / "renamed",
+            "--op",
+            rf"rename (?<=\.)transformer_layer {module_name}",
+        )
         path = tmp_path / "renamed"
     run(TO_FSDP, path, tmp_path / "out")
     assert (
@@ -533,13 +667,18 @@ def test_unknown_keys_are_refused_or_carried_over_by_name(tmp_path: Path) -> Non
     assert "vision.patch.weight" in error and "--allow-unknown-keys" in error
     notes = run_json(TO_FSDP, path, tmp_path / "out", "--allow-unknown-keys")["notes"]
     assert notes == ["vision.patch.weight: no rule knows it; carried over as it is"]
-    assert run_json("print-tensor", tmp_path / "out", "model.module.vision.patch.weight")["value"] == [[0, 1, 2], [3, 4, 5]]
-    notes = run_json(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back", "--allow-unknown-keys")["notes"]
+    assert run_json("print-tensor", tmp_path / "out", "model.module.vision.patch.weight")[
+        "value"
+    ] == [[0, 1, 2], [3, 4, 5]]
+    notes = run_json(TO_TORCH_DIST, tmp_path / "out", tmp_path / "back", "--allow-unknown-keys")[
+        "notes"
+    ]
     assert len(notes) == 1
     assert run_json("diff", path, tmp_path / "back", "--allow-unknown-keys")["same"] is True
 
 
-# ---- editing -----------------------------------------------------------------------------------------------------------
+# ---- editing
+# -----------------------------------------------------------------------------------------------------------
 
 
 def edited(plain: Callable[..., Path], out: Path, *operations: str) -> dict[str, Any]:
@@ -602,7 +741,10 @@ def test_a_changed_checkpoint_keeps_all_the_rest(tmp_path: Path) -> None:
         out = tmp_path / sample.parent.name
         run("modify-state-dict", sample, out, "--op", "remove ^rng_state")
         result = run_json("compare-two-checkpoint", sample, out, code=1)
-        assert all(key.startswith("rng_state") for key in result["only_first"]) and result["only_first"]
+        assert (
+            all(key.startswith("rng_state") for key in result["only_first"])
+            and result["only_first"]
+        )
         assert not any(result[name] for name in ("only_second", "kinds", "values", "objects"))
         before, after = (StoredCheckpoint(samples.iteration(path)) for path in (sample, out))
         assert {key: after.tensors[key].chunks for key in after.tensors} == {
@@ -615,7 +757,8 @@ def test_a_changed_checkpoint_keeps_all_the_rest(tmp_path: Path) -> None:
         assert open_checkpoint(out).state().iteration == 3
 
 
-# ---- real processes ----------------------------------------------------------------------------------------------------
+# ---- real processes
+# ----------------------------------------------------------------------------------------------------
 
 NO_MEGATRON_CORE = """
 import sys
@@ -628,7 +771,11 @@ sys.meta_path.insert(0, Block())
 
 
 def start(*words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "PYTHONPATH")
+    }
     return subprocess.run(
         [*map(str, words)],
         capture_output=True,
@@ -638,11 +785,21 @@ def start(*words: Any, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_it_runs_anywhere_without_megatron_core_and_without_arguments_of_its_place(tmp_path: Path) -> None:
+def test_it_runs_anywhere_without_megatron_core_and_without_arguments_of_its_place(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(NO_MEGATRON_CORE)
     sample = samples.torch_dist(samples.EXPERTS)
-    result = start(sys.executable, SCRIPT, TO_FSDP, sample, tmp_path / "out", "--json", PYTHONPATH=str(tmp_path / "site"))
+    result = start(
+        sys.executable,
+        SCRIPT,
+        TO_FSDP,
+        sample,
+        tmp_path / "out",
+        "--json",
+        PYTHONPATH=str(tmp_path / "site"),
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["parameters"] == 29
     assert run_json("diff", sample, tmp_path / "out")["same"] is True
@@ -659,7 +816,14 @@ def _args_payload(path: Path) -> Any:
 
 def test_ranks_of_torchrun_share_the_work_and_say_it_once(tmp_path: Path) -> None:
     sample = samples.torch_dist(samples.DENSE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        2,
+    ]
     result = start(*torchrun, SCRIPT, TO_FSDP, sample, tmp_path / "out", "--json")
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 1 and json.loads(result.stdout)["parameters"] == 21

@@ -31,7 +31,9 @@ def documents_of(prefix: str) -> list[list[int]]:
 
 
 def test_one_dataset_per_key_and_a_summary(command, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "hello", "title": "hi"}\n{"text": "world!", "title": "x"}\n')
+    (tmp_path / "in.jsonl").write_text(
+        '{"text": "hello", "title": "hi"}\n{"text": "world!", "title": "x"}\n'
+    )
     output = tmp_path / "out"
     arguments = ["--input", tmp_path / "in.jsonl", "--output-prefix", output]
     arguments += ["--json-keys", "text", "--json-keys", "title"]
@@ -47,7 +49,14 @@ def test_one_dataset_per_key_and_a_summary(command, tmp_path):
 def test_several_inputs_without_end_of_document(command, tmp_path):
     (tmp_path / "a.txt").write_text("1 2")
     (tmp_path / "b.txt").write_text("3")
-    arguments = ["--input", tmp_path / "a.txt", "--input", tmp_path / "b.txt", "--output-prefix", tmp_path / "out"]
+    arguments = [
+        "--input",
+        tmp_path / "a.txt",
+        "--input",
+        tmp_path / "b.txt",
+        "--output-prefix",
+        tmp_path / "out",
+    ]
     arguments += ["--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--no-append-eod"]
     result = CliRunner().invoke(command, list(map(str, arguments)))
     assert result.exit_code == 0, result.output
@@ -55,7 +64,9 @@ def test_several_inputs_without_end_of_document(command, tmp_path):
 
 
 def test_the_standard_library_as_input(command, tmp_path):
-    result = CliRunner().invoke(command, ["--standard-library", "--output-prefix", str(tmp_path / "std")])
+    result = CliRunner().invoke(
+        command, ["--standard-library", "--output-prefix", str(tmp_path / "std")]
+    )
     assert result.exit_code == 0, result.output
     num_files = sum(1 for file in standard_library_files() if file.stat().st_size)
     assert len(documents_of(f"{tmp_path / 'std'}_text_document")) == num_files
@@ -66,8 +77,14 @@ def test_the_standard_library_as_input(command, tmp_path):
     [
         (["--input", "missing.txt"], "Error: no such file or folder: missing.txt"),
         ([], "Error: give either --input or --standard-library"),
-        (["--input", "x", "--standard-library"], "Error: give either --input or --standard-library"),
-        (["--input", "x", "--tokenizer-type", "NullTokenizer"], "Error: NullTokenizer needs --vocab-size"),
+        (
+            ["--input", "x", "--standard-library"],
+            "Error: give either --input or --standard-library",
+        ),
+        (
+            ["--input", "x", "--tokenizer-type", "NullTokenizer"],
+            "Error: NullTokenizer needs --vocab-size",
+        ),
     ],
     ids=["missing_input", "no_input", "two_inputs", "bad_tokenizer"],
 )
@@ -83,7 +100,9 @@ def test_it_runs_as_a_script_from_a_checkout(tmp_path):
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     command_line = [sys.executable, str(SCRIPT), "--input", "in.jsonl", "--output-prefix", "out"]
-    result = subprocess.run(command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command_line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("Error: in.jsonl, line 2: not a JSON value")

@@ -5,8 +5,8 @@
     python -m tests.training.parity "tp2 pp2" cp     rows whose names contain one of the words
     python -m tests.training.parity --write FILE     and the table as Markdown
 
-Both train ten steps on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16 losses within 1e-2 and
-the first gradient norm within 1e-3.
+Both train ten steps on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16
+losses within 1e-2 and the first gradient norm within 1e-3.
 """
 
 from __future__ import annotations
@@ -19,15 +19,30 @@ from tests.rank_pool import run_ranks
 from tests.training.training_runs import DATA, NO_DROPOUT, Record, train
 
 STEPS = 10
-RUN = f"{DATA} {NO_DROPOUT} --train-iters {STEPS} --lr 5e-3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
-SIZES = "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 8"
+RUN = (
+    f"{DATA} {NO_DROPOUT} --train-iters {STEPS} --lr 5e-3 --lr-decay-iters 20 --log-params-norm"
+    " --log-num-zeros-in-grad"
+)
+SIZES = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 8"
+)
 ROPE = "--position-embedding-type rope"
-LLAMA = f"{ROPE} --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+LLAMA = (
+    f"{ROPE} --normalization RMSNorm --swiglu --disable-bias-linear"
+    " --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
+)
 UNTIED = "--untie-embeddings-and-output-weights"
-MOE = f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2"
+MOE = (
+    f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff"
+    " 1e-2"
+)
 ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
 SHARED = "--moe-shared-expert-intermediate-size 32"
-BIAS = "--moe-router-enable-expert-bias --moe-router-score-function sigmoid --moe-router-load-balancing-type seq_aux_loss"
+BIAS = (
+    "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
+    " --moe-router-load-balancing-type seq_aux_loss"
+)
 MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8
     --position-embedding-type rope --rope-type rope --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
 MTP = "--mtp-num-layers 1"
@@ -41,8 +56,9 @@ class Combination:
     """One row: ranks, layout, strategy and model.
 
     Args:
-        layout: sizes of the axes, as in "tp2 pp2 ep2"; the rest of the ranks is the data axis. "sp" is sequence parallelism,
-            "vpp2" two virtual stages, "inst2" two optimizer instances, "pp-first" the other rank order.
+        layout: sizes of the axes, as in "tp2 pp2 ep2"; the rest of the ranks is the data axis. "sp"
+            is sequence parallelism, "vpp2" two virtual stages, "inst2" two optimizer instances,
+            "pp-first" the other rank order.
         level: of sharding, 0 to 3.
         model: flags of the model.
         flags: others.
@@ -60,7 +76,14 @@ class Combination:
     @property
     def name(self) -> str:
         model = next((name for name, flags in MODELS.items() if flags == self.model), "")
-        words = (f"{self.ranks} ranks", self.layout, f"level {self.level}", model, self.flags.replace("--", ""), self.fsdp.replace("--", ""))
+        words = (
+            f"{self.ranks} ranks",
+            self.layout,
+            f"level {self.level}",
+            model,
+            self.flags.replace("--", ""),
+            self.fsdp.replace("--", ""),
+        )
         return ", ".join(" ".join(word.split()) for word in words if word)
 
     @property
@@ -71,7 +94,10 @@ class Combination:
 
     @property
     def ours(self) -> str:
-        return f"{self.line} --use-megatron-fsdp --data-parallel-sharding-strategy {LEVELS[self.level]} {self.fsdp}"
+        return (
+            f"{self.line} --use-megatron-fsdp --data-parallel-sharding-strategy"
+            f" {LEVELS[self.level]} {self.fsdp}"
+        )
 
     @property
     def reference(self) -> str:
@@ -141,7 +167,9 @@ TABLE = [
     Combination(2, "pp2 vpp2", 3, LLAMA, layers=4),
     Combination(4, "pp2 vpp2", 3, GPT2, layers=4),
     Combination(4, "pp2 vpp2", 1, LLAMA, "--overlap-grad-reduce", layers=4),
-    Combination(4, "pp2 vpp2", 3, LLAMA, "--overlap-grad-reduce", fsdp="--overlap-param-gather", layers=4),
+    Combination(
+        4, "pp2 vpp2", 3, LLAMA, "--overlap-grad-reduce", fsdp="--overlap-param-gather", layers=4
+    ),
     # context parallelism
     Combination(2, "cp2", 3),
     Combination(4, "cp2", 1, GPT2),
@@ -192,7 +220,13 @@ TABLE = [
     Combination(4, "inst2", 3, LLAMA, BF16, OPTIM_OUTSIDE),
     Combination(4, "pp2", 3, LLAMA, "--calculate-per-token-loss"),
     Combination(4, "ep2", 3, ALLTOALL, "--calculate-per-token-loss"),
-    Combination(4, "tp2 sp", 3, LLAMA, "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    Combination(
+        4,
+        "tp2 sp",
+        3,
+        LLAMA,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
 ]
 
 
@@ -208,11 +242,22 @@ class Difference:
     def problems(self, combination: Combination) -> list[str]:
         """What exceeds the bounds."""
         reduced = BF16 in combination.flags
-        bounds = {"loss": 1e-2 if reduced else 1e-5, "norm": 1e-3 if reduced else 1e-5, "params_norm": 1e-3 if reduced else 1e-5}
-        found = [f"{name} differs by {value:.1e}" for name, bound in bounds.items() if not (value := getattr(self, name)) <= bound]
-        # Biases of keys have no effect, so their gradients are rounding errors, now and then exactly zero.
+        bounds = {
+            "loss": 1e-2 if reduced else 1e-5,
+            "norm": 1e-3 if reduced else 1e-5,
+            "params_norm": 1e-3 if reduced else 1e-5,
+        }
+        found = [
+            f"{name} differs by {value:.1e}"
+            for name, bound in bounds.items()
+            if not (value := getattr(self, name)) <= bound
+        ]
+        # Biases of keys have no effect, so their gradients are rounding errors, now and then
+        # exactly zero.
         counted = not reduced and "--disable-bias-linear" in combination.model
-        return found + (["other numbers of zeros in the gradient"] if counted and not self.zeros_agree else [])
+        return found + (
+            ["other numbers of zeros in the gradient"] if counted and not self.zeros_agree else []
+        )
 
 
 def measure(combination: Combination, steps: int = STEPS) -> Difference:
@@ -239,7 +284,10 @@ def main(words: list[str]) -> int:
     target = words.pop() if "--write" in words else None
     words = [word for word in words if word != "--write"]
     rows = [row for row in TABLE if not words or any(word in row.name for word in words)]
-    lines, failures = ["| combination | loss | gradient norm | weight norm |", "|---|---|---|---|"], 0
+    lines, failures = (
+        ["| combination | loss | gradient norm | weight norm |", "|---|---|---|---|"],
+        0,
+    )
     for row in rows:
         began = time.perf_counter()
         try:
@@ -251,8 +299,15 @@ def main(words: list[str]) -> int:
         problems = difference.problems(row)
         failures += bool(problems)
         seconds = time.perf_counter() - began
-        print(f"{'BAD ' if problems else 'ok  '} {row.name}: {difference} {'; '.join(problems)} ({seconds:.0f} s)", flush=True)
-        lines.append(f"| {row.name} | {difference.loss:.1e} | {difference.norm:.1e} | {difference.params_norm:.1e} |")
+        print(
+            f"{'BAD ' if problems else 'ok  '} {row.name}: {difference} {'; '.join(problems)}"
+            f" ({seconds:.0f} s)",
+            flush=True,
+        )
+        lines.append(
+            f"| {row.name} | {difference.loss:.1e} | {difference.norm:.1e} |"
+            f" {difference.params_norm:.1e} |"
+        )
     print(f"{len(rows) - failures} of {len(rows)} combinations agree")
     if target:
         with open(target, "w") as file:

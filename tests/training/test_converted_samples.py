@@ -23,7 +23,10 @@ from tests.training.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE
 from tests.training.training_runs import build
 
 OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
-OF_OPTIMIZER_WITHOUT_FSDP = {"--use-distributed-optimizer": 0, "--dist-ckpt-optim-fully-reshardable": 0}
+OF_OPTIMIZER_WITHOUT_FSDP = {
+    "--use-distributed-optimizer": 0,
+    "--dist-ckpt-optim-fully-reshardable": 0,
+}
 
 LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
 """This release of Megatron-Core does not read the one, and the other only into the buckets that its run had."""
@@ -37,7 +40,9 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
             position = words.index(flag)
             del words[position : position + 1 + values]
     words += ["--use-megatron-fsdp"] if with_fsdp else ["--dist-ckpt-strictness", "raise_all"]
-    return shlex.join([*words, "--load", str(checkpoint), "--num-workers", "0", "--eval-iters", "1"])
+    return shlex.join(
+        [*words, "--load", str(checkpoint), "--num-workers", "0", "--eval-iters", "1"]
+    )
 
 
 @dataclass
@@ -54,7 +59,9 @@ def continue_run(flags: str, batch_file: str, save: str) -> Continued:
     """Job: load, evaluate, train one step, evaluate, save."""
     run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
-    init_num_microbatches_calculator(dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size)
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
+    )
     loop.connect(run)
     batch = torch.load(batch_file, weights_only=True)
     before = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
@@ -66,7 +73,10 @@ def continue_run(flags: str, batch_file: str, save: str) -> Continued:
 
 
 def own_microbatches(run: loop.Run, tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
-    place, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    place, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
     return batches_of(tokens.long().split(run.args.micro_batch_size)[place::size])
 
 
@@ -85,22 +95,40 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(name, tmp
 
     def continued(checkpoint: Path, with_fsdp: bool, save: str) -> Continued:
         flags = command_line(info, checkpoint, with_fsdp)
-        return run_ranks(info["parallel"]["np"], continue_run, flags, str(sample / "batch.pt"), str(tmp_path / save))[0]
+        return run_ranks(
+            info["parallel"]["np"],
+            continue_run,
+            flags,
+            str(sample / "batch.pt"),
+            str(tmp_path / save),
+        )[0]
 
-    with_fsdp, without = continued(there, True, "saved_with_fsdp"), continued(back, False, "saved_without")
+    with_fsdp, without = (
+        continued(there, True, "saved_with_fsdp"),
+        continued(back, False, "saved_without"),
+    )
     if name not in LOADED_BY_NOBODY_ELSE:
         assert continued(sample, False, "saved_by_original") == without
     exact = info["dtype"] == "fp32"
     for mine in (with_fsdp, without):
         # The sample's own machine rounded products in bf16 otherwise.
-        assert mine.loss_before == pytest.approx(info["eval_loss_at_checkpoint"], abs=1e-6 if exact else LOSS_TOLERANCE)
-        assert mine.loss == pytest.approx(info["next_step"]["loss"], abs=1e-6 if exact else LOSS_TOLERANCE)
-        assert mine.gradient_norm == pytest.approx(info["next_step"]["grad_norm"], abs=1e-5 if exact else NORM_TOLERANCE)
+        assert mine.loss_before == pytest.approx(
+            info["eval_loss_at_checkpoint"], abs=1e-6 if exact else LOSS_TOLERANCE
+        )
+        assert mine.loss == pytest.approx(
+            info["next_step"]["loss"], abs=1e-6 if exact else LOSS_TOLERANCE
+        )
+        assert mine.gradient_norm == pytest.approx(
+            info["next_step"]["grad_norm"], abs=1e-5 if exact else NORM_TOLERANCE
+        )
     assert with_fsdp.loss_before == pytest.approx(without.loss_before, rel=1e-6)
     assert with_fsdp.loss == pytest.approx(without.loss, rel=1e-6)
     assert with_fsdp.gradient_norm == pytest.approx(without.gradient_norm, rel=1e-5)
     for folder in ("saved_with_fsdp", "saved_without"):
         weights = open_checkpoint(tmp_path / folder).state().weights
         norms = {each: weights[each].read().double().norm().item() for each in weights}
-        # Adam moves an element whose gradient is nearly rounding alone by as much as any other: by some of the rate, 5e-3.
-        assert norms == pytest.approx(info["param_l2_after_next_step"], rel=1e-6 if exact else 1e-4, abs=1e-6)
+        # Adam moves an element whose gradient is nearly rounding alone by as much as any other: by
+        # some of the rate, 5e-3.
+        assert norms == pytest.approx(
+            info["param_l2_after_next_step"], rel=1e-6 if exact else 1e-4, abs=1e-6
+        )

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.training import corpus as corpus_module
-from megatron.training.corpus import CorpusSummary, standard_library_corpus, standard_library_files, write_corpus
+from megatron.training.corpus import (
+    CorpusSummary,
+    standard_library_corpus,
+    standard_library_files,
+    write_corpus,
+)
 from megatron.training.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -70,11 +75,23 @@ def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
     ("arguments", "message"),
     [
         (dict(), "NullTokenizer needs --vocab-size"),
-        (dict(tokenizer_type=None), "expects one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, but got None"),
+        (
+            dict(tokenizer_type=None),
+            "expects one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, but got None",
+        ),
         (dict(tokenizer_type="HuggingFaceTokenizer"), "needs --tokenizer-model"),
-        (dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such/folder"), "there is no folder"),
-        (dict(tokenizer_type="ByteTokenizer", tokenizer_model="x"), "leave --tokenizer-model x out"),
-        (dict(tokenizer_type="ByteTokenizer", vocab_size=100), "smaller than the vocabulary of ByteTokenizer"),
+        (
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such/folder"),
+            "there is no folder",
+        ),
+        (
+            dict(tokenizer_type="ByteTokenizer", tokenizer_model="x"),
+            "leave --tokenizer-model x out",
+        ),
+        (
+            dict(tokenizer_type="ByteTokenizer", vocab_size=100),
+            "smaller than the vocabulary of ByteTokenizer",
+        ),
     ],
 )
 def test_tokenizer_arguments_that_do_not_fit_are_refused(arguments, message):
@@ -94,9 +111,13 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
     words = {"<eos>": 0, "hello": 1, "world": 5}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>").save_pretrained(tmp_path)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>"
+    ).save_pretrained(tmp_path)
 
-    tokenizer = build_tokenizer(namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path)))
+    tokenizer = build_tokenizer(
+        namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    )
     assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
     assert tokenizer.detokenize([1, 5, 0]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
@@ -161,15 +182,32 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
     ("content", "tokenizer", "message"),
     [
         (b'{"text": "a"}\n{"text": \n', BYTES, r"in\.jsonl, line 2: not a JSON value"),
-        (b'{"text": "a"}\n{"body": "b"}\n', BYTES, "line 2: .* with the key 'text', but got the keys 'body'"),
+        (
+            b'{"text": "a"}\n{"body": "b"}\n',
+            BYTES,
+            "line 2: .* with the key 'text', but got the keys 'body'",
+        ),
         (b'["a"]\n', BYTES, "line 1: .* with the key 'text', but got a list"),
         (b'{"text": 3}\n', BYTES, "line 1: expects a string under 'text', but got a int"),
         (b'{"text": "\xff"}\n', BYTES, "line 1: not a JSON value"),
         (b'{"text": "\\ud800"}\n', BYTES, "line 1: .*surrogates not allowed"),
-        (b'{"text": "1"}\n{"text": "x"}\n', NullTokenizer(9), "line 2: NullTokenizer reads numbers"),
+        (
+            b'{"text": "1"}\n{"text": "x"}\n',
+            NullTokenizer(9),
+            "line 2: NullTokenizer reads numbers",
+        ),
         (b'{"text": ""}\n', BYTES, "there is no text in"),
     ],
-    ids=["bad_json", "no_key", "no_object", "no_string", "bad_utf8", "surrogate", "bad_token", "empty"],
+    ids=[
+        "bad_json",
+        "no_key",
+        "no_object",
+        "no_string",
+        "bad_utf8",
+        "surrogate",
+        "bad_token",
+        "empty",
+    ],
 )
 def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokenizer, message):
     (tmp_path / "in.jsonl").write_bytes(content)
@@ -181,7 +219,9 @@ def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokeniz
 
 def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"1 \xff")
-    with pytest.raises(ValueError, match=r"bad\.txt: 'utf-8' codec can't decode byte 0xff in position 2"):
+    with pytest.raises(
+        ValueError, match=r"bad\.txt: 'utf-8' codec can't decode byte 0xff in position 2"
+    ):
         write_corpus([tmp_path / "bad.txt"], tmp_path / "out", NullTokenizer(9))
 
 
@@ -219,7 +259,13 @@ def library(tmp_path) -> Path:
     for name in [*(f"module{i}.py" for i in range(20)), "package/inner.py"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(f"# {name}\n")
-    for skipped in ["test/t.py", "package/tests/t.py", "site-packages/p.py", "data.txt", "__pycache__/c.py"]:
+    for skipped in [
+        "test/t.py",
+        "package/tests/t.py",
+        "site-packages/p.py",
+        "data.txt",
+        "__pycache__/c.py",
+    ]:
         (root / skipped).parent.mkdir(parents=True, exist_ok=True)
         (root / skipped).write_text("skipped")
     return root
@@ -230,15 +276,21 @@ def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(tmp
     texts = texts_of(prefix)
     expected = [f"# {file.relative_to(library)}\n" for file in standard_library_files(library)]
     assert texts == expected
-    assert sorted(texts) == sorted(["# package/inner.py\n", *(f"# module{i}.py\n" for i in range(20))])
+    assert sorted(texts) == sorted(
+        ["# package/inner.py\n", *(f"# module{i}.py\n" for i in range(20))]
+    )
     assert texts != sorted(texts)
     assert Path(prefix).name.startswith("python_stdlib_bytes_")
 
 
-def test_standard_library_corpus_is_written_once_and_again_when_something_changed(tmp_path, library, monkeypatch):
+def test_standard_library_corpus_is_written_once_and_again_when_something_changed(
+    tmp_path, library, monkeypatch
+):
     written = []
     original = corpus_module.write_corpus
-    monkeypatch.setattr(corpus_module, "write_corpus", lambda *a, **k: written.append(a[1]) or original(*a, **k))
+    monkeypatch.setattr(
+        corpus_module, "write_corpus", lambda *a, **k: written.append(a[1]) or original(*a, **k)
+    )
     first = standard_library_corpus(tmp_path / "data", BYTES, library=library)
     assert standard_library_corpus(tmp_path / "data", BYTES, library=library) == first
     assert len(written) == 1

@@ -52,7 +52,9 @@ def namespace(**given) -> argparse.Namespace:
 
 def write_numbers(prefix: Path, documents: list[list[int]]) -> str:
     source = Path(f"{prefix}.jsonl")
-    source.write_text("".join(json.dumps({"text": " ".join(map(str, ids))}) + "\n" for ids in documents))
+    source.write_text(
+        "".join(json.dumps({"text": " ".join(map(str, ids))}) + "\n" for ids in documents)
+    )
     write_corpus([source], prefix, NUMBERS)
     return str(prefix)
 
@@ -63,7 +65,9 @@ def corpus(tmp_path) -> str:
 
 
 def numbers_in(dataset) -> set[int]:
-    return {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {NUMBERS.eod}
+    return {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {
+        NUMBERS.eod
+    }
 
 
 @pytest.mark.parametrize(
@@ -115,7 +119,9 @@ def test_weights_blend_datasets(tmp_path):
     prefixes = [write_numbers(tmp_path / str(token), [[token] * 100] * 20) for token in (1, 2)]
     arguments = namespace(data_path=["0.75", prefixes[0], "0.25", prefixes[1]], split="1,0,0")
     train, _, _ = build_datasets(arguments, NUMBERS)
-    iterator = build_iterator(train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1)
+    iterator = build_iterator(
+        train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
+    )
     tokens = torch.cat([batch["tokens"] for batch in islice(iterator, 40)])
     share = (tokens == 1).sum() / ((tokens == 1).sum() + (tokens == 2).sum())
     assert 0.7 < share < 0.8
@@ -134,7 +140,11 @@ def test_mock_data_needs_no_files(tokenizer):
     train, valid, test = build_datasets(arguments, tokenizer)
     assert test is None
     assert len(train) > 50 * len(valid)
-    batch = next(build_iterator(train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1))
+    batch = next(
+        build_iterator(
+            train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
+        )
+    )
     assert batch["tokens"].shape == (2, 16)
     assert batch["tokens"].max() < tokenizer.vocab_size
 
@@ -152,7 +162,9 @@ def test_batches_hold_what_a_model_needs(corpus):
         eod_mask_loss=True,
     )
     train, _, _ = build_datasets(arguments, NUMBERS)
-    iterator = build_iterator(train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1)
+    iterator = build_iterator(
+        train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
+    )
     batch = next(batch for batch in iterator if (batch["tokens"][0, 2:10] == NUMBERS.eod).any())
     assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
         "tokens": ((2, 16), torch.int64),
@@ -189,8 +201,14 @@ def test_the_default_corpus_is_the_standard_library(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(data_path=["nowhere"]), "no dataset at nowhere .*expects nowhere.bin and nowhere.idx"),
-        (dict(data_path=["a"], mock_data=True), "only one source of data .* --mock-data and --data-path"),
+        (
+            dict(data_path=["nowhere"]),
+            "no dataset at nowhere .*expects nowhere.bin and nowhere.idx",
+        ),
+        (
+            dict(data_path=["a"], mock_data=True),
+            "only one source of data .* --mock-data and --data-path",
+        ),
         (dict(train_data_path=["a"], split="1,0,0"), "--split cuts --data-path"),
         (dict(valid_data_path=["a"]), "need --train-data-path"),
         (dict(mock_data=True, split="9x9"), "--split expects up to three weights"),
@@ -206,7 +224,9 @@ def test_contradictory_or_missing_data_is_refused(arguments, message):
 
 def test_a_corpus_too_small_to_split_is_refused_and_an_empty_test_split_dropped(tmp_path, caplog):
     prefix = write_numbers(tmp_path / "tiny", [[1] * 20] * 10)
-    with pytest.raises(ValueError, match="validation split of .*tiny is empty: it gets 0 of 10 documents"):
+    with pytest.raises(
+        ValueError, match="validation split of .*tiny is empty: it gets 0 of 10 documents"
+    ):
         build_datasets(namespace(data_path=[prefix]), NUMBERS)
     with caplog.at_level(logging.WARNING):
         train, valid, test = build_datasets(namespace(data_path=[prefix], split="80,20,1"), NUMBERS)
@@ -263,10 +283,15 @@ def samples_read(
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(kind, ranks):
     whole = samples_read(100, 96, dataloader_type=kind)
-    per_rank = [samples_read(100, 96 // ranks, rank=r, ranks=ranks, dataloader_type=kind) for r in range(ranks)]
+    per_rank = [
+        samples_read(100, 96 // ranks, rank=r, ranks=ranks, dataloader_type=kind)
+        for r in range(ranks)
+    ]
     share = 8 // ranks
     for step in range(12):
-        batch = [sample for samples in per_rank for sample in samples[step * share : (step + 1) * share]]
+        batch = [
+            sample for samples in per_rank for sample in samples[step * share : (step + 1) * share]
+        ]
         assert sorted(batch) == sorted(whole[step * 8 : step * 8 + 8])
 
 
@@ -282,7 +307,9 @@ def test_a_resumed_iterator_goes_on_where_the_first_one_stopped(kind, workers):
     options = dict(dataloader_type=kind, micro_batch_size=3)
     whole = samples_read(num_samples, 60, **options)
     for consumed in (3, 21, 42):
-        resumed = samples_read(num_samples, 60 - consumed, consumed=consumed, num_workers=workers, **options)
+        resumed = samples_read(
+            num_samples, 60 - consumed, consumed=consumed, num_workers=workers, **options
+        )
         assert resumed == whole[consumed:]
 
 
@@ -305,10 +332,16 @@ def test_reading_leaves_the_global_random_state_alone(workers):
 def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_on_every_rank():
     for rank in range(2):
         iterator = build_iterator(
-            CountingDataset(11), namespace(), consumed_samples=2, data_parallel_rank=rank, data_parallel_size=2
+            CountingDataset(11),
+            namespace(),
+            consumed_samples=2,
+            data_parallel_rank=rank,
+            data_parallel_size=2,
         )
         assert len(list(islice(iterator, 2))) == 2
-        with pytest.raises(RuntimeError, match="used up: the dataset has 11 samples and this run began after 2"):
+        with pytest.raises(
+            RuntimeError, match="used up: the dataset has 11 samples and this run began after 2"
+        ):
             next(iterator)
 
 
@@ -329,7 +362,8 @@ def test_iterator_arguments_out_of_range_are_refused(arguments, error, message):
 
 def build_on_rank(folder: str, prefix: str) -> list[list[list[int]]]:
     """Job: the tokens of every sample of every split."""
-    # The folder of the default corpus is a file: only rank 0 tries to write there, both must report it.
+    # The folder of the default corpus is a file: only rank 0 tries to write there, both must report
+    # it.
     with pytest.raises(OSError, match="blocked"):
         build_datasets(namespace(data_cache_path=f"{folder}/blocked"), BYTES)
     arguments = namespace(data_path=[prefix], data_cache_path=f"{folder}/cache", split="80,10,10")

@@ -68,17 +68,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "everything": LATENT | EXPERTS | dict(mtp_num_layers=1),
 }
 OF_A_LAYER = {
-    "dense": "input_layernorm.weight input_layernorm.bias self_attention.linear_proj.weight self_attention.linear_qkv.weight"
-    " pre_mlp_layernorm.weight pre_mlp_layernorm.bias mlp.linear_fc1.weight mlp.linear_fc2.weight",
-    "latent": "input_layernorm.weight self_attention.linear_proj.weight self_attention.linear_q_down_proj.weight"
-    " self_attention.linear_q_up_proj.weight self_attention.linear_kv_down_proj.weight self_attention.linear_kv_up_proj.weight"
-    " self_attention.q_layernorm.weight self_attention.kv_layernorm.weight pre_mlp_layernorm.weight"
-    " mlp.linear_fc1.weight mlp.linear_fc2.weight",
-    "experts": "input_layernorm.weight input_layernorm.bias self_attention.linear_proj.weight self_attention.linear_qkv.weight"
-    " pre_mlp_layernorm.weight pre_mlp_layernorm.bias mlp.router.weight"
-    " mlp.experts.local_experts.0.linear_fc1.weight mlp.experts.local_experts.0.linear_fc2.weight"
-    " mlp.experts.local_experts.1.linear_fc1.weight mlp.experts.local_experts.1.linear_fc2.weight"
-    " mlp.shared_experts.linear_fc1.weight mlp.shared_experts.linear_fc2.weight",
+    "dense": (
+        "input_layernorm.weight input_layernorm.bias self_attention.linear_proj.weight"
+        " self_attention.linear_qkv.weight pre_mlp_layernorm.weight pre_mlp_layernorm.bias"
+        " mlp.linear_fc1.weight mlp.linear_fc2.weight"
+    ),
+    "latent": (
+        "input_layernorm.weight self_attention.linear_proj.weight"
+        " self_attention.linear_q_down_proj.weight self_attention.linear_q_up_proj.weight"
+        " self_attention.linear_kv_down_proj.weight self_attention.linear_kv_up_proj.weight"
+        " self_attention.q_layernorm.weight self_attention.kv_layernorm.weight"
+        " pre_mlp_layernorm.weight mlp.linear_fc1.weight mlp.linear_fc2.weight"
+    ),
+    "experts": (
+        "input_layernorm.weight input_layernorm.bias self_attention.linear_proj.weight"
+        " self_attention.linear_qkv.weight pre_mlp_layernorm.weight pre_mlp_layernorm.bias"
+        " mlp.router.weight mlp.experts.local_experts.0.linear_fc1.weight"
+        " mlp.experts.local_experts.0.linear_fc2.weight"
+        " mlp.experts.local_experts.1.linear_fc1.weight"
+        " mlp.experts.local_experts.1.linear_fc2.weight mlp.shared_experts.linear_fc1.weight"
+        " mlp.shared_experts.linear_fc2.weight"
+    ),
 }
 """Parameters of the last layer."""
 PREDICTING = {"enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_proj.weight"} | {
@@ -90,7 +100,9 @@ PREDICTING = {"enorm.weight", "enorm.bias", "hnorm.weight", "hnorm.bias", "eh_pr
 
 def config(kind: str, **overrides: Any) -> TransformerConfig:
     values = SIZES | MODELS[kind] | overrides
-    return (MLATransformerConfig if "multi_latent_attention" in values else TransformerConfig)(**values)
+    return (MLATransformerConfig if "multi_latent_attention" in values else TransformerConfig)(
+        **values
+    )
 
 
 def start(**layout: int) -> None:
@@ -117,7 +129,11 @@ def losses(model: nn.Module) -> torch.Tensor:
     """Of each token that this rank has."""
     tokens = torch.randint(64, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(LENGTH).expand(2, LENGTH).contiguous()
-    batch = {"tokens": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous(), "positions": positions}
+    batch = {
+        "tokens": tokens[:, :-1].contiguous(),
+        "labels": tokens[:, 1:].contiguous(),
+        "positions": positions,
+    }
     batch = get_batch_on_this_cp_rank(batch)
     return model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
 
@@ -129,7 +145,9 @@ def train_each() -> dict[str, list[str]]:
         start()
         model = build(config(kind))
         losses(model).sum().backward()
-        names[kind] = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+        names[kind] = [
+            name for name, parameter in model.named_parameters() if parameter.grad is not None
+        ]
         assert len(names[kind]) == len(list(model.parameters())), kind
     return names
 
@@ -143,11 +161,14 @@ def test_every_kind_of_model_trains_under_megatron_cores_names():
     for kind, of_a_layer in OF_A_LAYER.items():
         assert without_prefix(names[kind], "decoder.layers.1.") == set(of_a_layer.split())
     for kind in ("experts", "latent_experts_yarn"):
-        assert "decoder.layers.0.mlp.linear_fc1.weight" in names[kind]  # dense, as moe_layer_freq says
+        assert (
+            "decoder.layers.0.mlp.linear_fc1.weight" in names[kind]
+        )  # dense, as moe_layer_freq says
     assert without_prefix(names["prediction"], "mtp.layers.0.") == PREDICTING
-    assert {"self_attention.q_layernorm.weight", "self_attention.k_layernorm.weight"} <= without_prefix(
-        names["grouped_queries"], "decoder.layers.0."
-    )
+    assert {
+        "self_attention.q_layernorm.weight",
+        "self_attention.k_layernorm.weight",
+    } <= without_prefix(names["grouped_queries"], "decoder.layers.0.")
 
 
 def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -178,10 +199,14 @@ def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torc
 def is_summed(settings: TransformerConfig, name: str, parameter: nn.Parameter) -> bool:
     """What Megatron-Core's finalize_model_grads sums over tensor-parallel ranks."""
     by_name = settings.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
-    return by_name or settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    return by_name or (
+        settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)
+    )
 
 
-def compare_with_one_rank(kinds: list[str], layout: dict[str, int], sequence_parallel: bool) -> None:
+def compare_with_one_rank(
+    kinds: list[str], layout: dict[str, int], sequence_parallel: bool
+) -> None:
     """Job: models whose layers or sequences are divided over two ranks."""
     for kind in kinds:
         start()
@@ -203,7 +228,11 @@ TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     [
         (["dense", "grouped_queries", "latent", "prediction"], TENSOR, False),
         (["dense", "grouped_queries", "latent", "latent_experts_yarn", "everything"], TENSOR, True),
-        (["dense", "grouped_queries", "latent_experts_yarn", "everything"], {"context_parallel_size": 2}, False),
+        (
+            ["dense", "grouped_queries", "latent_experts_yarn", "everything"],
+            {"context_parallel_size": 2},
+            False,
+        ),
     ],
     ids=["tensor", "tensor_and_sequence", "context"],
 )
@@ -220,12 +249,16 @@ def layers_of_stages(**overrides: Any) -> list[str]:
     stages = []
     for stage in range(2):
         spec = layer_spec(LOCAL, settings, stage)
-        letters = ["e" if layer.submodules.mlp.module is MoELayer else "d" for layer in spec.layer_specs]
+        letters = [
+            "e" if layer.submodules.mlp.module is MoELayer else "d" for layer in spec.layer_specs
+        ]
         prediction = mtp_block_spec(LOCAL, settings, spec, stage)
         if prediction is not None:
             (layer,) = prediction.layer_specs
             assert layer.module is MultiTokenPredictionLayer
-            assert layer.submodules.transformer_layer.submodules.mlp.module is MoELayer  # as the model's last layer
+            assert (
+                layer.submodules.transformer_layer.submodules.mlp.module is MoELayer
+            )  # as the model's last layer
             letters.append("p")
         stages.append("".join(letters))
     return stages
@@ -237,7 +270,10 @@ def test_pipeline_stages_have_their_layers():
 
 def test_a_stage_of_predictions_only_is_made_like_the_last_layer():
     layout = "Ettt|tt|ttt|mL"
-    assert run_ranks(2, layers_of_stages, pipeline_model_parallel_layout=layout) == [["ddd", "dee"], ["ee", "p"]]
+    assert run_ranks(2, layers_of_stages, pipeline_model_parallel_layout=layout) == [
+        ["ddd", "dee"],
+        ["ee", "p"],
+    ]
 
 
 def owners_unknown_on_meta() -> list[str]:
@@ -249,7 +285,9 @@ def owners_unknown_on_meta() -> list[str]:
             model = build(config(kind))
         initialiser = MegatronCoreInitialiser(model)
         for name, module in model.named_modules():
-            if next(module.parameters(recurse=False), None) is not None and not initialiser.knows(module):
+            if next(module.parameters(recurse=False), None) is not None and not initialiser.knows(
+                module
+            ):
                 unknown.append(f"{kind}: {name}")
     return unknown
 

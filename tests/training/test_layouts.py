@@ -15,8 +15,25 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.training import checkpointing
 from megatron.training.sharded_checkpoint import VOCABULARY
 from tests.rank_pool import run_ranks
-from tests.training.parity import ALLTOALL, GPT2, LLAMA, MLA, MTP, OPTIM_OUTSIDE, UNTIED, Combination
-from tests.training.training_runs import Record, State, assert_close, build, load_state, refuse, train
+from tests.training.parity import (
+    ALLTOALL,
+    GPT2,
+    LLAMA,
+    MLA,
+    MTP,
+    OPTIM_OUTSIDE,
+    UNTIED,
+    Combination,
+)
+from tests.training.training_runs import (
+    Record,
+    State,
+    assert_close,
+    build,
+    load_state,
+    refuse,
+    train,
+)
 
 STEPS = 2
 """Under every layout. The second one shows the optimizer's state, which the first has used."""
@@ -25,17 +42,32 @@ STEPS = 2
 def runs(model: str, *layouts: tuple, layers: int = 2) -> list[Combination]:
     """Each layout is: ranks, axes, level of sharding (3 unless told), flags."""
     rows = [(*layout, 3)[: max(3, len(layout))] for layout in layouts]
-    return [Combination(ranks, axes, level, model, fsdp=" ".join(flags), layers=layers) for ranks, axes, level, *flags in rows]
+    return [
+        Combination(ranks, axes, level, model, fsdp=" ".join(flags), layers=layers)
+        for ranks, axes, level, *flags in rows
+    ]
 
 
 # Every run takes over from the one before it.
 CHANGES = {
-    "tensor_context_pipeline": runs(LLAMA, (2, "tp2"), (2, "dp"), (4, "tp2 sp"), (2, "cp2"), (2, "pp2"), (1, "dp")),
-    "tied_pipeline": runs(GPT2, (2, "pp2"), (2, "pp2 vpp2"), (2, "pp2"), (2, "dp"), (4, "pp2"), layers=4),
-    "experts": runs(
-        ALLTOALL, (4, "ep2"), (2, "dp"), (4, "ep4"), (4, "tp2 sp ep2 etp1"), (2, "ep2"), (4, "inst2 ep2", 3, OPTIM_OUTSIDE)
+    "tensor_context_pipeline": runs(
+        LLAMA, (2, "tp2"), (2, "dp"), (4, "tp2 sp"), (2, "cp2"), (2, "pp2"), (1, "dp")
     ),
-    "levels_and_hybrid": runs(LLAMA, (4, "dp"), (4, "dp", 0), (4, "dp", 1), (4, "inst2", 3, OPTIM_OUTSIDE), (2, "dp")),
+    "tied_pipeline": runs(
+        GPT2, (2, "pp2"), (2, "pp2 vpp2"), (2, "pp2"), (2, "dp"), (4, "pp2"), layers=4
+    ),
+    "experts": runs(
+        ALLTOALL,
+        (4, "ep2"),
+        (2, "dp"),
+        (4, "ep4"),
+        (4, "tp2 sp ep2 etp1"),
+        (2, "ep2"),
+        (4, "inst2 ep2", 3, OPTIM_OUTSIDE),
+    ),
+    "levels_and_hybrid": runs(
+        LLAMA, (4, "dp"), (4, "dp", 0), (4, "dp", 1), (4, "inst2", 3, OPTIM_OUTSIDE), (2, "dp")
+    ),
     "tied_mtp": runs(f"{LLAMA.replace(UNTIED, '')} {MTP}", (2, "dp"), (2, "pp2"), (2, "dp")),
     "mla": runs(MLA, (4, "tp2"), (2, "dp")),
 }
@@ -45,7 +77,9 @@ def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: in
     """Steps ``first`` to ``last`` under ``layout`` from the checkpoint before them, and a checkpoint after."""
     line = f"{layout.ours} --train-iters {num_runs * STEPS} --exit-interval {last}"
     load = f"--load {folder} --ckpt-step {first - 1}" if first > 1 else ""
-    (record,) = run_ranks(layout.ranks, train, f"{line} {load} --save {folder} --save-interval {STEPS}")[0]
+    (record,) = run_ranks(
+        layout.ranks, train, f"{line} {load} --save {folder} --save-interval {STEPS}"
+    )[0]
     return record
 
 
@@ -61,20 +95,28 @@ def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
             assert_close(resumed.column(value), unbroken.column(value)[steps], 1e-5)
 
 
-# ---- padding of the vocabulary ---------------------------------------------------------------------------------------
+# ---- padding of the vocabulary
+# ---------------------------------------------------------------------------------------
 
-PADDED = f"{UNTIED} --make-vocab-size-divisible-by 8"  # 100 tokens: 104 rows, 112 with two tensor-parallel ranks
+# 100 tokens: 104 rows, 112 with two tensor-parallel ranks
+PADDED = f"{UNTIED} --make-vocab-size-divisible-by 8"
 
 
 @pytest.mark.parametrize(("source", "target"), [("dp", "tp2"), ("tp2", "dp")])
-def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(source: str, target: str, tmp_path: Path) -> None:
+def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(
+    source: str, target: str, tmp_path: Path
+) -> None:
     saved, loading = runs(PADDED, (2, source), (2, target))
     run_ranks(2, train, f"{saved.ours} --train-iters 2 --save {tmp_path} --save-interval 2")
     expected: State = run_ranks(2, load_state, f"{saved.ours} --train-iters 2 --load {tmp_path}")[0]
     fresh, state = (
-        run_ranks(2, load_state, f"{loading.ours} --train-iters 2 {load}")[0] for load in ("", f"--load {tmp_path}")
+        run_ranks(2, load_state, f"{loading.ours} --train-iters 2 {load}")[0]
+        for load in ("", f"--load {tmp_path}")
     )
-    kinds = [(each.weights, each.slots["exp_avg"], each.slots["exp_avg_sq"]) for each in (state, expected, fresh)]
+    kinds = [
+        (each.weights, each.slots["exp_avg"], each.slots["exp_avg_sq"])
+        for each in (state, expected, fresh)
+    ]
     for values, in_file, before in zip(*kinds):
         assert values.keys() == in_file.keys()
         for name, value in values.items():
@@ -82,17 +124,24 @@ def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(source: str, ta
             assert torch.equal(value[:both], in_file[name][:both]), name
             assert torch.equal(value[both:], before[name][both:]), name
             assert len(value) == len(in_file[name]) or name in VOCABULARY
-    assert {len(state.weights[name]) for name in VOCABULARY} != {len(expected.weights[name]) for name in VOCABULARY}
+    assert {len(state.weights[name]) for name in VOCABULARY} != {
+        len(expected.weights[name]) for name in VOCABULARY
+    }
 
 
-# ---- other models ----------------------------------------------------------------------------------------------------
+# ---- other models
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("layout", "flags", "words"),
     [
         ("pp2", "--num-layers 4", ["not in the file", "decoder.layers.2."]),
-        ("pp2", "--vocab-size 110", ["other shapes", "output_layer.weight: (104, 32) in the file, (112, 32) in the model"]),
+        (
+            "pp2",
+            "--vocab-size 110",
+            ["other shapes", "output_layer.weight: (104, 32) in the file, (112, 32) in the model"],
+        ),
         ("ep2", "--num-experts 8", ["not in the file", "local_experts.4."]),
         ("ep2", "--num-experts 2", ["not in the model", "local_experts.2."]),
     ],
@@ -116,7 +165,8 @@ def expert_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# ---- random state ----------------------------------------------------------------------------------------------------
+# ---- random state
+# ----------------------------------------------------------------------------------------------------
 
 
 def draw() -> list[float]:
@@ -146,7 +196,9 @@ def load_and_draw(line: str) -> tuple[list[float], list[str]]:
     return draw(), run.report.record.lines
 
 
-def test_every_rank_has_its_generators_back_unless_the_file_has_none_for_some(tmp_path: Path) -> None:
+def test_every_rank_has_its_generators_back_unless_the_file_has_none_for_some(
+    tmp_path: Path,
+) -> None:
     saved, *others = runs(ALLTOALL, (4, "ep2"), (4, "tp2 sp ep2 etp1"), (4, "inst2"), (2, "ep2"))
     drawn = run_ranks(4, save_and_draw, f"{saved.ours} --save {tmp_path} --save-interval 1")
     assert len({tuple(numbers) for numbers in drawn}) == 4

@@ -18,7 +18,12 @@ def counted_and_expected(line: str) -> tuple[float, float]:
     tokens = torch.arange(args.seq_length + 1)[None] % 90
     mask = torch.ones(1, 1, args.seq_length, args.seq_length).triu(1).bool()
     with FlopCounterMode(display=False) as counter:
-        output = run.model[0](tokens[:, :-1], torch.arange(args.seq_length)[None], mask, labels=tokens[:, 1:].contiguous())
+        output = run.model[0](
+            tokens[:, :-1],
+            torch.arange(args.seq_length)[None],
+            mask,
+            labels=tokens[:, 1:].contiguous(),
+        )
         output.sum().backward()
     expected = floating_point_operations(args, 1)
     # The layers for CPU compute both halves of the scores, also the one that is masked.
@@ -30,7 +35,9 @@ def counted_and_expected(line: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(
-    "model", [GPT2, LLAMA, MOE_SHARED, MLA, f"{LLAMA} {MTP}", DEEPSEEK], ids=["gpt2", "llama", "moe", "mla", "mtp", "deepseek"]
+    "model",
+    [GPT2, LLAMA, MOE_SHARED, MLA, f"{LLAMA} {MTP}", DEEPSEEK],
+    ids=["gpt2", "llama", "moe", "mla", "mtp", "deepseek"],
 )
 def test_torch_counts_as_many(model):
     line = Combination(1, "dp", 3, model, layers=4).line

@@ -9,7 +9,16 @@ from megatron.training import loop
 from megatron.training.gpt_model import build_model
 from megatron.training.gpt_optimizer import build_optimizer
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import NO_DROPOUT, SMALL, Record, assert_close, prepare, pretrain, train
+from tests.training.training_runs import (
+    NO_DROPOUT,
+    SMALL,
+    Record,
+    assert_close,
+    prepare,
+    pretrain,
+    train,
+)
+import itertools
 
 FSDP = "--use-megatron-fsdp"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -34,7 +43,9 @@ def test_the_reference_learns(reference):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_strategy_trains_as_ddp_does(strategy, reference):
-    line = f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"
+    line = (
+        f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"
+    )
     (run,), (other,) = run_ranks(2, train, line)
     assert run.losses == other.losses and len(run.losses) == BEGINNING
     assert_close(run.losses, reference.losses[:BEGINNING], 1e-5)
@@ -42,7 +53,9 @@ def test_every_strategy_trains_as_ddp_does(strategy, reference):
     assert run.column("learning-rate") == reference.column("learning-rate")[:BEGINNING]
 
 
-def compare(flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = "") -> Record:
+def compare(
+    flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = ""
+) -> Record:
     """Both data parallelisms under the same flags: all numbers that a run reports, within the relative tolerances."""
     ddp, fsdp = run_ranks(2, train, f"{base} {flags}", f"{base} {flags} {FSDP} {fsdp_only}")[0]
     assert fsdp.column("skipped") == ddp.column("skipped")
@@ -50,7 +63,11 @@ def compare(flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_onl
     assert_close(fsdp.losses, ddp.losses, loss)
     assert_close(fsdp.column("params-norm"), ddp.column("params-norm"), loss)
     done = [number for number, skipped in enumerate(ddp.column("skipped")) if not skipped]
-    assert_close([fsdp.column("grad-norm")[n] for n in done], [ddp.column("grad-norm")[n] for n in done], norm)
+    assert_close(
+        [fsdp.column("grad-norm")[n] for n in done],
+        [ddp.column("grad-norm")[n] for n in done],
+        norm,
+    )
     return fsdp
 
 
@@ -77,7 +94,8 @@ def test_flags_change_fsdp_as_they_change_ddp(flags):
 
 
 def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them():
-    # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the output.
+    # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the
+    # output.
     line = f"{SHORT} --untie-embeddings-and-output-weights --vocab-size 999 --train-iters 2"
     ddp, fsdp = run_ranks(2, train, line, f"{line} {FSDP}")[0]
     assert fsdp.column("num-zeros") == ddp.column("num-zeros")
@@ -90,14 +108,22 @@ def test_overlap_does_not_change_the_numbers(strategy):
     overlap = "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"
     plain, reduced, both = run_ranks(2, train, line, *(f"{line} {flags}" for flags in overlap))[0]
     for overlapped in (reduced, both):
-        # Level 1 without overlap reduces every microbatch for itself, with it their sum: other roundings.
+        # Level 1 without overlap reduces every microbatch for itself, with it their sum: other
+        # roundings.
         assert_close(overlapped.losses, plain.losses, 1e-6 if strategy == "optim" else 0)
-        assert_close(overlapped.column("grad-norm"), plain.column("grad-norm"), 1e-5 if strategy == "optim" else 0)
+        assert_close(
+            overlapped.column("grad-norm"),
+            plain.column("grad-norm"),
+            1e-5 if strategy == "optim" else 0,
+        )
 
 
 def test_bf16_trains_as_ddp_in_bf16_does():
     line = f"{SMALL} --bf16 {LLAMA} --train-iters 8 --lr-decay-iters 20"
-    lines = [f"{line} {FSDP} --data-parallel-sharding-strategy {strategy}" for strategy in ("optim", "optim_grads_params")]
+    lines = [
+        f"{line} {FSDP} --data-parallel-sharding-strategy {strategy}"
+        for strategy in ("optim", "optim_grads_params")
+    ]
     ddp, *sharded = run_ranks(2, train, line, *lines)[0]
     for fsdp in sharded:
         assert_close(fsdp.losses, ddp.losses, 1e-2)
@@ -106,19 +132,25 @@ def test_bf16_trains_as_ddp_in_bf16_does():
 
 
 def test_fp16_skips_the_same_iterations_as_ddp():
-    flags = "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
+    flags = (
+        "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
+    )
     fsdp = compare(flags, loss=1e-2, norm=1e-2, base=SHORT.replace("--log-num-zeros-in-grad", ""))
     skipped = fsdp.column("skipped")
     assert any(skipped) and not all(skipped), skipped
     scales = fsdp.column("loss-scale")
-    assert min(scales) < 4194304 and any(later > earlier for earlier, later in zip(scales, scales[1:]))
+    assert min(scales) < 4194304 and any(
+        later > earlier for earlier, later in itertools.pairwise(scales)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
 def test_recomputed_activations_do_not_change_a_number(strategy):
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy {strategy}"
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    plain, *recomputed = run_ranks(2, train, line, f"{line} {full}", f"{line} --recompute-activations")[0]
+    plain, *recomputed = run_ranks(
+        2, train, line, f"{line} {full}", f"{line} --recompute-activations"
+    )[0]
     for record in recomputed:
         assert record.losses == plain.losses
         assert record.column("grad-norm") == plain.column("grad-norm")
@@ -130,11 +162,21 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
     assert fsdp.losses == plain.losses
     assert [iteration for iteration, _ in fsdp.evaluations["validation"]] == [1, 2, 3]
     for name in ("validation", "test"):
-        assert_close([loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in ddp.evaluations[name]], 1e-5)
+        assert_close(
+            [loss for _, loss in fsdp.evaluations[name]],
+            [loss for _, loss in ddp.evaluations[name]],
+            1e-5,
+        )
 
 
 def test_without_validation_data_training_goes_on():
-    (record,) = run_ranks(2, train, f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace("--eval-iters 0 ", ""))[0]
+    (record,) = run_ranks(
+        2,
+        train,
+        f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace(
+            "--eval-iters 0 ", ""
+        ),
+    )[0]
     assert record.iteration == 3 and not record.evaluations
 
 
@@ -169,7 +211,9 @@ def groups_of(command_line: str) -> dict[str, tuple]:
     optimizer, _ = build_optimizer(args, model)
     names = {parameter: name for name, parameter in model[0].named_parameters()}
     return {
-        names[parameter].replace("module.", ""): tuple(group[key] for key in ("wd_mult", "lr_mult", "weight_decay", "max_lr", "min_lr"))
+        names[parameter].replace("module.", ""): tuple(
+            group[key] for key in ("wd_mult", "lr_mult", "weight_decay", "max_lr", "min_lr")
+        )
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -183,5 +227,6 @@ def test_norms_and_biases_are_not_decayed_and_embeddings_have_their_own_rate():
     plain = {name for name, group in ddp.items() if group[2] == 0.0}
     assert plain == {name for name in ddp if name.endswith("bias") or "layernorm" in name}
     assert {name for name, group in ddp.items() if group[3] == 2e-2} == {
-        "embedding.word_embeddings.weight", "output_layer.weight"
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
     }

@@ -38,21 +38,37 @@ LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("corpus")
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": TEXT * 3}) + "\n" for _ in range(200)))
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT * 3}) + "\n" for _ in range(200))
+    )
     write_corpus([folder / "text.jsonl"], folder / "corpus", ByteTokenizer())
     return str(folder / "corpus")
 
 
 def torchrun(command_line: str, **options) -> subprocess.Popen:
     """The program on two ranks, as a user starts it, but in one thread each."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(ROOT / "pretrain_gpt.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(ROOT / "pretrain_gpt.py"),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
-        [*command, *shlex.split(command_line)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+        [*command, *shlex.split(command_line)],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **options,
     )
 
 
-# ---- a run ------------------------------------------------------------------------------------------------------------
+# ---- a run
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(corpus, tmp_path):
@@ -65,8 +81,17 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(c
     assert process.returncode == 0, errors
     assert "warning" not in errors.lower() and "Traceback" not in errors
 
-    steps = re.findall(r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+) \| step: \S+ ms", output)
-    assert [(int(number), int(samples)) for number, samples, _, _ in steps] == [(5, 40), (10, 80), (15, 120), (20, 160)]
+    steps = re.findall(
+        r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+) \|"
+        r" step: \S+ ms",
+        output,
+    )
+    assert [(int(number), int(samples)) for number, samples, _, _ in steps] == [
+        (5, 40),
+        (10, 80),
+        (15, 120),
+        (20, 160),
+    ]
     losses = [float(loss) for _, _, loss, _ in steps]
     assert losses[-1] < losses[0] - 0.3
     assert re.findall(r"validation at iteration (\d+) \| lm loss value", output) == ["10", "20"]
@@ -74,7 +99,9 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(c
     assert output.count("saved checkpoint") == 2
 
     assert (save / TRACKER).read_text() == "20"
-    assert (save / "iter_0000010" / ".metadata").is_file() and (save / "iter_0000020" / ".metadata").is_file()
+    assert (save / "iter_0000010" / ".metadata").is_file() and (
+        save / "iter_0000020" / ".metadata"
+    ).is_file()
     history = [json.loads(text) for text in (save / "losses.jsonl").read_text().splitlines()]
     assert [entry["iteration"] for entry in history if "train" in entry] == list(range(1, 21))
     assert [entry["iteration"] for entry in history if "validation" in entry] == [10, 20]
@@ -82,18 +109,35 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(c
 
     events = EventAccumulator(str(board))
     events.Reload()
-    assert set(events.Tags()["scalars"]) >= {"lm loss", "grad-norm", "learning-rate", "lm loss validation", "lm loss validation ppl", "batch-size"}
-    for tag, iterations in (("lm loss", range(1, 21)), ("grad-norm", range(1, 21)), ("lm loss validation", (10, 20))):
+    assert set(events.Tags()["scalars"]) >= {
+        "lm loss",
+        "grad-norm",
+        "learning-rate",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "batch-size",
+    }
+    for tag, iterations in (
+        ("lm loss", range(1, 21)),
+        ("grad-norm", range(1, 21)),
+        ("lm loss validation", (10, 20)),
+    ):
         assert [event.step for event in events.Scalars(tag)] == list(iterations)
     written = [event.value for event in events.Scalars("lm loss")]
-    assert written == pytest.approx([entry["train"] for entry in history if "train" in entry], rel=1e-6)
+    assert written == pytest.approx(
+        [entry["train"] for entry in history if "train" in entry], rel=1e-6
+    )
 
 
-# ---- signals ----------------------------------------------------------------------------------------------------------
+# ---- signals
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus, tmp_path):
-    line = f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0 --log-interval 1 --split 1,0,0"
+    line = (
+        f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
+        " --log-interval 1 --split 1,0,0"
+    )
     process = torchrun(f"{line} --save {tmp_path} --save-interval 100000", cwd=tmp_path)
     try:
         for text in process.stdout:
@@ -105,7 +149,9 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus, tmp_path):
         process.kill()
     stopped = int(re.search(r"stopping at iteration (\d+): signal", output).group(1))
     assert f"saved checkpoint of iteration {stopped} " in output
-    assert "pretrain_gpt.py" not in errors  # no traceback of ours; torchrun has one of its own, about the signal
+    assert (
+        "pretrain_gpt.py" not in errors
+    )  # no traceback of ours; torchrun has one of its own, about the signal
     assert (tmp_path / TRACKER).read_text() == str(stopped)
     resumed = run_ranks(2, train, f"{line} --load {tmp_path} --exit-interval {stopped + 1}")[0][0]
     assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
@@ -128,10 +174,13 @@ def interrupted(command_line: str, rank: int) -> Record:
 def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(rank, tmp_path):
     line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
     assert [record.iteration for record in run_ranks(2, interrupted, line, rank)] == [2, 2]
-    assert (tmp_path / TRACKER).read_text() == "2" and (tmp_path / "iter_0000002" / ".metadata").is_file()
+    assert (tmp_path / TRACKER).read_text() == "2" and (
+        tmp_path / "iter_0000002" / ".metadata"
+    ).is_file()
 
 
-# ---- bad input --------------------------------------------------------------------------------------------------------
+# ---- bad input
+# --------------------------------------------------------------------------------------------------------
 
 
 def run_main(command_line: str) -> tuple[int, str, str]:
@@ -155,7 +204,10 @@ def run_main(command_line: str) -> tuple[int, str, str]:
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
 
 
 def assert_refused(command_line: str, folder: Path, *words: str) -> None:
@@ -186,14 +238,23 @@ def test_bad_arguments_are_named(flags, words, tmp_path):
 
 
 def test_missing_data_is_named(tmp_path):
-    line = LINE.replace(SOURCE, f"--vocab-size 99 --tokenizer-type NullTokenizer --data-path {tmp_path / 'corpus'}")
-    assert_refused(f"{line} --save {tmp_path / 'new'} --save-interval 1", tmp_path, f"{tmp_path / 'corpus'}.idx", "not found")
+    line = LINE.replace(
+        SOURCE, f"--vocab-size 99 --tokenizer-type NullTokenizer --data-path {tmp_path / 'corpus'}"
+    )
+    assert_refused(
+        f"{line} --save {tmp_path / 'new'} --save-interval 1",
+        tmp_path,
+        f"{tmp_path / 'corpus'}.idx",
+        "not found",
+    )
 
 
 @pytest.mark.parametrize("inside", ["", "/deeper"])
 def test_a_file_in_the_place_of_the_save_directory_is_found_before_training(inside, tmp_path):
     (tmp_path / "taken").write_text("a file")
-    assert_refused(f"{LINE} --save {tmp_path}/taken{inside} --save-interval 1", tmp_path, "--save", "is a file")
+    assert_refused(
+        f"{LINE} --save {tmp_path}/taken{inside} --save-interval 1", tmp_path, "--save", "is a file"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +272,10 @@ def checkpoint(saved, tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("flags", "words"),
-    [("--hidden-size 64", "(32,) in the file, (64,) in the model"), ("--num-layers 3", "decoder.layers.2.")],
+    [
+        ("--hidden-size 64", "(32,) in the file, (64,) in the model"),
+        ("--num-layers 3", "decoder.layers.2."),
+    ],
     ids=["hidden_size", "layers"],
 )
 def test_a_checkpoint_of_another_model_is_refused(flags, words, checkpoint):
@@ -233,11 +297,22 @@ def cut(path: Path, share: float) -> None:
         lambda source: cut(source / ".metadata", 0.5),
         lambda source: cut(source / ".metadata", 0.0),
     ],
-    ids=["data_cut", "data_empty", "data_missing", "metadata_missing", "metadata_cut", "metadata_empty"],
+    ids=[
+        "data_cut",
+        "data_empty",
+        "data_missing",
+        "metadata_missing",
+        "metadata_cut",
+        "metadata_empty",
+    ],
 )
 def test_a_damaged_checkpoint_is_refused(damage, checkpoint):
     damage(checkpoint / "iter_0000002")
-    assert_refused(f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1", checkpoint, "iter_0000002")
+    assert_refused(
+        f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1",
+        checkpoint,
+        "iter_0000002",
+    )
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
@@ -248,15 +323,26 @@ def test_a_damaged_checkpoint_without_fsdp_is_refused(file, tmp_path):
     assert_refused(f"{line} --load {tmp_path}", tmp_path, "iter_0000001")
 
 
-@pytest.mark.parametrize(("text", "words"), [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])],
+)
 def test_a_tracker_that_points_nowhere_is_refused(text, words, checkpoint):
     (checkpoint / TRACKER).write_text(text)
     assert_refused(f"{LINE} --load {checkpoint}", checkpoint, *words)
 
 
 def test_a_checkpoint_in_the_other_format_is_refused(tmp_path):
-    run_ranks(2, train, f"{SMALL} --train-iters 1 --lr-decay-iters 20 --save {tmp_path} --save-interval 1")
-    assert_refused(f"{LINE} --load {tmp_path}", tmp_path, "torch_dist", "fsdp_dtensor", "without --use-megatron-fsdp")
+    run_ranks(
+        2, train, f"{SMALL} --train-iters 1 --lr-decay-iters 20 --save {tmp_path} --save-interval 1"
+    )
+    assert_refused(
+        f"{LINE} --load {tmp_path}",
+        tmp_path,
+        "torch_dist",
+        "fsdp_dtensor",
+        "without --use-megatron-fsdp",
+    )
 
 
 def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(checkpoint):

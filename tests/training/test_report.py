@@ -36,7 +36,9 @@ def namespace(**given) -> argparse.Namespace:
     return argparse.Namespace(**{**defaults, **given})
 
 
-def steps(args: argparse.Namespace, losses: list[float], *, skipped: tuple[int, ...] = (), **values: float) -> Report:
+def steps(
+    args: argparse.Namespace, losses: list[float], *, skipped: tuple[int, ...] = (), **values: float
+) -> Report:
     """A report that has been told of these steps, after `args.iteration`."""
     report = Report(args)
     report.begin()
@@ -55,8 +57,13 @@ def test_a_line_is_printed_every_interval_with_what_there_is(capsys):
     steps(namespace(log_interval=2), [5.0, 4.0, 3.0, 2.0])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
-    assert lines[0].startswith("iteration  2/10 | consumed samples: 8 | lm loss: 4.000000E+00 | learning rate: 1.0000E-03 | grad norm: 1.2500 | step: ")
-    assert "num zeros" not in lines[0] and "loss scale" not in lines[0] and "skipped" not in lines[0]
+    assert lines[0].startswith(
+        "iteration  2/10 | consumed samples: 8 | lm loss: 4.000000E+00 | learning rate: 1.0000E-03"
+        " | grad norm: 1.2500 | step: "
+    )
+    assert (
+        "num zeros" not in lines[0] and "loss scale" not in lines[0] and "skipped" not in lines[0]
+    )
 
 
 def test_optional_numbers_have_their_own_names(capsys):
@@ -67,7 +74,12 @@ def test_optional_numbers_have_their_own_names(capsys):
 
 
 def test_skipped_iterations_are_counted_and_left_out_of_the_curve(tmp_path, capsys):
-    steps(namespace(save=str(tmp_path), log_interval=4), [5.0, float("inf"), 4.0, 3.0], skipped=(2,), **{"grad-norm": None}).keep()
+    steps(
+        namespace(save=str(tmp_path), log_interval=4),
+        [5.0, float("inf"), 4.0, 3.0],
+        skipped=(2,),
+        **{"grad-norm": None},
+    ).keep()
     assert "skipped iterations: 1" in capsys.readouterr().out
     assert [entry["iteration"] for entry in history(tmp_path)] == [1, 3, 4]
 
@@ -93,7 +105,11 @@ def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path)
 
 
 def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_path):
-    args = namespace(tensorboard_dir=str(tmp_path), log_memory_to_tensorboard=True, log_validation_ppl_to_tensorboard=True)
+    args = namespace(
+        tensorboard_dir=str(tmp_path),
+        log_memory_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+    )
     report = steps(args, [5.0, 4.0], **{"params-norm": 3.5})
     report.evaluation(2.0)
     report.evaluation(3.0, "test")
@@ -106,8 +122,14 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
         "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl",
         "lm loss test", "lm loss test vs samples", "lm loss test ppl",
     }  # fmt: skip
-    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(1, 5.0), (2, 4.0)]
-    assert [(event.step, event.value) for event in events.Scalars("lm loss vs samples")] == [(4, 5.0), (8, 4.0)]
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
+        (1, 5.0),
+        (2, 4.0),
+    ]
+    assert [(event.step, event.value) for event in events.Scalars("lm loss vs samples")] == [
+        (4, 5.0),
+        (8, 4.0),
+    ]
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(7.389056)
 
 

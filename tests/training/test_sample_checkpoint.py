@@ -30,13 +30,30 @@ def command_line() -> str:
     for flag, values in NOT_OURS.items():
         position = words.index(flag)
         del words[position : position + 1 + values]
-    return shlex.join([*words, "--use-megatron-fsdp", "--load", str(SAMPLE), "--num-workers", "0", "--eval-iters", "1"])
+    return shlex.join(
+        [
+            *words,
+            "--use-megatron-fsdp",
+            "--load",
+            str(SAMPLE),
+            "--num-workers",
+            "0",
+            "--eval-iters",
+            "1",
+        ]
+    )
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_weights_and_moments_are_those_of_the_run_that_wrote_it(num_ranks):
-    line = command_line().replace("--global-batch-size 8", f"--global-batch-size {2 * num_ranks}") if num_ranks == 3 else command_line()
-    flags = " --use-checkpoint-opt-param-scheduler" if num_ranks == 3 else ""  # another batch size, other steps
+    line = (
+        command_line().replace("--global-batch-size 8", f"--global-batch-size {2 * num_ranks}")
+        if num_ranks == 3
+        else command_line()
+    )
+    flags = (
+        " --use-checkpoint-opt-param-scheduler" if num_ranks == 3 else ""
+    )  # another batch size, other steps
     expected = torch.load(SAMPLE / "expected.pt", weights_only=True)
     for state in run_ranks(num_ranks, load_state, line + flags):
         assert state.args["iteration"] == INFO["iteration"]
@@ -50,12 +67,15 @@ def test_weights_and_moments_are_those_of_the_run_that_wrote_it(num_ranks):
             assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
         assert sorted(group["wd_mult"] for group in state.groups) == [0.0, 1.0]
         assert {group["lr"] for group in state.groups} == {LR_AT_NEXT_STEP}
-        assert {tuple(group["betas"]) for group in state.groups} == {(0.9, 0.95)}  # the file's, not the flags' default
+        assert {tuple(group["betas"]) for group in state.groups} == {
+            (0.9, 0.95)
+        }  # the file's, not the flags' default
 
 
-# What a resumed run may differ by. Weights and moments are equal to the bit, and so is the training loss on the machine
-# that made the sample. Everything after the first backward is not: products in bf16 round otherwise for other
-# processors, kernels and orders of summation (the two forms of SwiGLU alone move the norm by 1.3e-4).
+# What a resumed run may differ by. Weights and moments are equal to the bit, and so is the training
+# loss on the machine that made the sample. Everything after the first backward is not: products in
+# bf16 round otherwise for other processors, kernels and orders of summation (the two forms of
+# SwiGLU alone move the norm by 1.3e-4).
 LOSS_TOLERANCE = 1.5e-4
 NORM_TOLERANCE = 5e-4
 
@@ -89,9 +109,13 @@ def batches_of(pieces: Sequence[torch.Tensor]) -> Iterator[dict[str, torch.Tenso
 
 def continue_run(flags: str) -> Continued:
     """Job: evaluate, train one step, evaluate."""
-    run = build(flags, bias_swiglu_fusion=True)  # as in the run that wrote the sample; here it costs no compilation
+    run = build(
+        flags, bias_swiglu_fusion=True
+    )  # as in the run that wrote the sample; here it costs no compilation
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
-    init_num_microbatches_calculator(dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size)
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
+    )
     loop.connect(run)
     batch = torch.load(SAMPLE / "batch.pt", weights_only=True)
     before = loop.evaluate(run, microbatches(batch["eval_tokens"], run.args.micro_batch_size))
@@ -107,15 +131,25 @@ def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks):
         line = line.replace("--micro-batch-size 2", "--micro-batch-size 1")
     for result in run_ranks(num_ranks, continue_run, f"{line} --log-num-zeros-in-grad"):
         assert result.step["learning-rate"] == LR_AT_NEXT_STEP
-        assert result.loss_before == pytest.approx(INFO["eval_loss_at_checkpoint"], abs=LOSS_TOLERANCE)
-        assert result.step["lm loss"] == pytest.approx(INFO["next_step"]["loss"], abs=LOSS_TOLERANCE)
-        assert result.step["grad-norm"] == pytest.approx(INFO["next_step"]["grad_norm"], abs=NORM_TOLERANCE)
+        assert result.loss_before == pytest.approx(
+            INFO["eval_loss_at_checkpoint"], abs=LOSS_TOLERANCE
+        )
+        assert result.step["lm loss"] == pytest.approx(
+            INFO["next_step"]["loss"], abs=LOSS_TOLERANCE
+        )
+        assert result.step["grad-norm"] == pytest.approx(
+            INFO["next_step"]["grad_norm"], abs=NORM_TOLERANCE
+        )
         assert result.step["num-zeros"] == pytest.approx(INFO["next_step"]["num_zeros"], rel=0.01)
-        assert result.loss_after == pytest.approx(INFO["eval_loss_after_next_step"], abs=LOSS_TOLERANCE)
+        assert result.loss_after == pytest.approx(
+            INFO["eval_loss_after_next_step"], abs=LOSS_TOLERANCE
+        )
 
 
 def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(tmp_path):
-    line = command_line().replace("--mock-data", f"--mock-data --save {tmp_path} --save-interval 1 --exit-interval 4")
+    line = command_line().replace(
+        "--mock-data", f"--mock-data --save {tmp_path} --save-interval 1 --exit-interval 4"
+    )
     run_ranks(2, train, line)
     ours = dcp.FileSystemReader(tmp_path / "iter_0000004").read_metadata()
     theirs = dcp.FileSystemReader(SAMPLE / "iter_0000003").read_metadata()
@@ -123,7 +157,9 @@ def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
     for key, entry in theirs.state_dict_metadata.items():
         assert type(ours.state_dict_metadata[key]) is type(entry)
         assert getattr(ours.state_dict_metadata[key], "size", None) == getattr(entry, "size", None)
-        assert getattr(ours.state_dict_metadata[key], "properties", None) == getattr(entry, "properties", None)
+        assert getattr(ours.state_dict_metadata[key], "properties", None) == getattr(
+            entry, "properties", None
+        )
     assert ours.planner_data == theirs.planner_data
 
 
@@ -131,7 +167,11 @@ def test_a_state_saved_again_is_the_same_state(tmp_path):
     first, second = run_ranks(2, save_again, command_line(), str(tmp_path))[0]
     assert first.weights.keys() == second.weights.keys()
     assert all(torch.equal(second.weights[name], value) for name, value in first.weights.items())
-    assert all(torch.equal(second.slots[slot][name], value) for slot in first.slots for name, value in first.slots[slot].items())
+    assert all(
+        torch.equal(second.slots[slot][name], value)
+        for slot in first.slots
+        for name, value in first.slots[slot].items()
+    )
 
 
 def save_again(flags: str, folder: str) -> tuple:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training program on warm ranks: command lines in, exact numbers out. Jobs for `tests.rank_pool.run_ranks`."""
+"""The training program on warm ranks: command lines in, exact numbers out.
+
+Jobs for `tests.rank_pool.run_ranks`.
+"""
 
 import functools
 import gc
@@ -33,7 +36,10 @@ from megatron.training.sharded_checkpoint import named_parameters
 from megatron.training.tokenizer import build_tokenizer, padded_vocab_size
 from tests.model_parallel import initialize
 
-SIZES = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --global-batch-size 8"
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
+    " --global-batch-size 8"
+)
 CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
 """Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
@@ -46,7 +52,10 @@ SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 
 @functools.cache
 def write_counting_corpus() -> None:
-    """Documents that count, from anywhere, around the vocabulary: easy to learn. The index caches lie beside it."""
+    """Documents that count, from anywhere, around the vocabulary: easy to learn.
+
+    The index caches lie beside it.
+    """
     shutil.rmtree(CORPUS.parent, ignore_errors=True)
     CORPUS.parent.mkdir(parents=True)
     builder = IndexedDatasetBuilder(f"{CORPUS}.bin", dtype=np.uint16)
@@ -98,7 +107,10 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     """What `ranks.start` does, in a world that exists already; the arguments and the device."""
     quieten()
     args, _ = parse_arguments(
-        shlex.split(command_line), world_size=dist.get_world_size(), cuda=False, transformer_engine=False
+        shlex.split(command_line),
+        world_size=dist.get_world_size(),
+        cuda=False,
+        transformer_engine=False,
     )
     cpu.install()
     initialize(args)
@@ -140,8 +152,12 @@ def refuse(command_line: str) -> str:
 def assert_close(values: list[float], expected: list[float], relative: float) -> None:
     """Every value within `relative` of its reference; the message shows the worst."""
     assert len(values) == len(expected) > 0
-    worst = max(abs(value - other) / max(abs(other), 1e-12) for value, other in zip(values, expected))
-    assert worst <= relative, f"differs by {worst:.2e}, more than {relative:.0e}:\n{values}\n{expected}"
+    worst = max(
+        abs(value - other) / max(abs(other), 1e-12) for value, other in zip(values, expected)
+    )
+    assert worst <= relative, (
+        f"differs by {worst:.2e}, more than {relative:.0e}:\n{values}\n{expected}"
+    )
 
 
 @dataclass
@@ -159,7 +175,8 @@ class State:
 def build(command_line: str, **overrides: Any) -> loop.Run:
     """Everything of a run up to its first load, with a report that keeps what it is told.
 
-    `overrides` are arguments after all rules, for what the command line does not let through on this machine.
+    `overrides` are arguments after all rules, for what the command line does not let through on
+    this machine.
     """
     args, device = prepare(command_line)
     vars(args).update(overrides)
@@ -172,13 +189,20 @@ def build(command_line: str, **overrides: Any) -> loop.Run:
 
 def state_of(run: loop.Run) -> State:
     """The state of a run with --use-megatron-fsdp."""
-    state = State(args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")})
+    state = State(
+        args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")}
+    )
     for name, parameter in named_parameters(run.model).items():
         plain = plain_name(name)
         state.weights[plain] = full_tensor(parameter)
         for slot, value in run.optimizer.optimizer.state[parameter].items():
-            state.slots.setdefault(slot, {})[plain] = full_tensor(value) if slot != "step" else value.clone()
-    state.groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+            state.slots.setdefault(slot, {})[plain] = (
+                full_tensor(value) if slot != "step" else value.clone()
+            )
+    state.groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in run.optimizer.param_groups
+    ]
     return state
 
 

@@ -2,7 +2,8 @@
 """Inspect, verify, compare and convert checkpoints; started by python, or by torchrun to share the work.
 
 python tools/checkpoint/checkpoint_inspector.py inspect checkpoints/run
-torchrun --nproc_per_node 8 tools/checkpoint/checkpoint_inspector.py convert-torch-dist-to-fsdp-dtensor IN OUT
+torchrun --nproc_per_node 8 tools/checkpoint/checkpoint_inspector.py
+convert-torch-dist-to-fsdp-dtensor IN OUT
 """
 
 import sys

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of pretrain_gpt.py.
 
-`config_flags` and `program_flags` say which flags there are, `not_built` which are refused and why. `rules` is what follows
-from what, with `parallel_rules`, `model_rules` and `machine_rules`; `configs` turns the result into Megatron-Core's config
-objects.
+`config_flags` and `program_flags` say which flags there are, `not_built` which are refused and why.
+`rules` is what follows from what, with `parallel_rules`, `model_rules` and `machine_rules`;
+`configs` turns the result into Megatron-Core's config objects.
 """
 
 from megatron.training.arguments.check import ArgumentErrors

@@ -33,7 +33,10 @@ class Machine:
 
 @dataclass
 class Check:
-    """The arguments under check. Rules read and complete `args`, and append to `problems` and `notes`."""
+    """The arguments under check.
+
+    Rules read and complete `args`, and append to `problems` and `notes`.
+    """
 
     args: argparse.Namespace
     given: dict[str, Any]
@@ -61,7 +64,10 @@ class Check:
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:
         """Record a problem unless the value of `dest`, where there is one, is a multiple of `divisor`."""
         value = getattr(self.args, dest)
-        self.require(not value or value % divisor == 0, f"{self.flag(dest)} {value} must be a multiple of {divisor}: {why}")
+        self.require(
+            not value or value % divisor == 0,
+            f"{self.flag(dest)} {value} must be a multiple of {divisor}: {why}",
+        )
 
     def at_most_one(self, *dests: str) -> None:
         """Record a problem if more than one of the flags is set."""

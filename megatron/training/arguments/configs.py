@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From checked arguments to Megatron-Core's config objects. A field takes the destination of its name, or the rule below."""
+"""From checked arguments to Megatron-Core's config objects.
+
+A field takes the destination of its name, or the rule below.
+"""
 
 import argparse
 from collections.abc import Callable
@@ -32,7 +35,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
     Raises ValueError or AssertionError where Megatron-Core refuses the combination.
     """
-    set_experimental_flag(args.enable_experimental)  # Megatron-Core keeps this switch outside of its configs
+    set_experimental_flag(
+        args.enable_experimental
+    )  # Megatron-Core keeps this switch outside of its configs
     cp_comm_type = args.cp_comm_type
     return from_destinations(
         MLATransformerConfig if args.multi_latent_attention else TransformerConfig,
@@ -66,20 +71,28 @@ def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tenso
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's config. The decoupled rates take effect through `get_standard_config_overrides`."""
+    """The optimizer's config.
+
+    The decoupled rates take effect through `get_standard_config_overrides`.
+    """
     return from_destinations(OptimizerConfig, args)
 
 
-def ddp_config(args: argparse.Namespace, *, num_parameters: int | None = None) -> DistributedDataParallelConfig:
+def ddp_config(
+    args: argparse.Namespace, *, num_parameters: int | None = None
+) -> DistributedDataParallelConfig:
     """The data-parallel config. `num_parameters`: elements this rank trains, from which the size of
     --ddp-num-buckets follows; ValueError if that flag is given and `num_parameters` is not.
 
-    Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes of the result.
+    Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes
+    of the result.
     """
     bucket_size = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:
         if num_parameters is None:
-            raise ValueError("--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size")
+            raise ValueError(
+                "--ddp-num-buckets: ddp_config needs num_parameters to find the bucket size"
+            )
         bucket_size = max(1, num_parameters // args.ddp_num_buckets)
     config = from_destinations(
         DistributedDataParallelConfig,
@@ -96,7 +109,9 @@ def ddp_config(args: argparse.Namespace, *, num_parameters: int | None = None) -
     return config
 
 
-def from_destinations(config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any) -> Config:
+def from_destinations(
+    config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any
+) -> Config:
     """A config whose fields come from `exceptions`, else from the destination of the same name, else stay default."""
     names = {f.name for f in fields(config)}  # type: ignore[arg-type]
     values = {name: value for name, value in vars(args).items() if name in names}

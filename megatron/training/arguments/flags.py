@@ -13,14 +13,15 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
+import itertools
 
 
 @dataclass(frozen=True)
 class Flag:
     """One flag of the command line.
 
-    `kind` is "switch" (store true), "off" (destination True by default, the flag makes it False) or "value".
-    `choices` and `default` are values after `type` was applied.
+    `kind` is "switch" (store true), "off" (destination True by default, the flag makes it False) or
+    "value". `choices` and `default` are values after `type` was applied.
     """
 
     names: tuple[str, ...]
@@ -35,10 +36,16 @@ class Flag:
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Declare this flag in an argparse group."""
         shown = str(getattr(self.default, "name", self.default))
-        help = f"{self.help} (default: {shown})" if self.kind == "value" and self.default is not None else self.help
+        help = (
+            f"{self.help} (default: {shown})"
+            if self.kind == "value" and self.default is not None
+            else self.help
+        )
         shared = {"dest": self.dest, "default": self.default, "help": help.replace("%", "%%")}
         if self.kind == "value":
-            group.add_argument(*self.names, type=self.type, choices=self.choices, nargs=self.nargs, **shared)
+            group.add_argument(
+                *self.names, type=self.type, choices=self.choices, nargs=self.nargs, **shared
+            )
         else:
             action = "store_true" if self.kind == "switch" else "store_false"
             group.add_argument(*self.names, action=action, **shared)
@@ -120,11 +127,16 @@ def one_of(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequency(text: str) -> int | list[int]:
-    """`3`, or a list expression of zeros and ones such as `([0]*3+[1]*5)`. Only lists, `+` and `*` are evaluated."""
+    """`3`, or a list expression of zeros and ones such as `([0]*3+[1]*5)`.
+
+    Only lists, `+` and `*` are evaluated.
+    """
     if re.fullmatch(r"\d+", text):
         return int(text)
     if not re.fullmatch(r"[\[\]()0-9,+* ]+", text):
-        raise argparse.ArgumentTypeError("write a number or a list expression such as ([0]*3+[1]*5)")
+        raise argparse.ArgumentTypeError(
+            "write a number or a list expression such as ([0]*3+[1]*5)"
+        )
     try:
         pattern = list_expression(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, RecursionError):
@@ -135,7 +147,10 @@ def frequency(text: str) -> int | list[int]:
 
 
 def list_expression(node: ast.expr) -> Any:
-    """The value of an expression of lists, integers, `+` and `*`. Raises ValueError for anything else."""
+    """The value of an expression of lists, integers, `+` and `*`.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     if isinstance(node, ast.List):
@@ -163,8 +178,9 @@ def field_docstrings(config: type) -> dict[str, str]:
     """Field name -> the string literal written below the field, for a dataclass and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for statement, following in zip(body, body[1:]):
+        # Type: ignore[attr-defined]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for statement, following in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 text = literal_string(following)
                 if text:
@@ -182,7 +198,8 @@ def literal_string(statement: ast.stmt) -> str | None:
 def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
     """A flag written as one line of a table. `kind` is "switch", "off" or the type of the value.
 
-    `names` may hold several spellings, separated by blanks; the first gives the destination unless `dest` does.
+    `names` may hold several spellings, separated by blanks; the first gives the destination unless
+    `dest` does.
     """
     spellings: Sequence[str] = names.split()
     more.setdefault("dest", spellings[0].removeprefix("--").replace("-", "_"))

@@ -11,12 +11,16 @@ def complete_model(check: Check) -> None:
     check.at_most_one("swiglu", "squared_relu", "openai_gelu")
     if args.use_rotary_position_embeddings:
         other = check.given.get("position_embedding_type", "rope")
-        check.require(other == "rope", f"--use-rotary-position-embeddings contradicts --position-embedding-type {other}")
+        check.require(
+            other == "rope",
+            f"--use-rotary-position-embeddings contradicts --position-embedding-type {other}",
+        )
         args.position_embedding_type = "rope"
     if args.recompute_activations:
         check.require(
             args.recompute_granularity != "full",
-            "--recompute-activations means --recompute-granularity selective, not full: leave one out",
+            "--recompute-activations means --recompute-granularity selective, not full: leave"
+            " one out",
         )
         args.recompute_granularity = args.recompute_granularity or "selective"
     if args.position_embedding_type != "rope":
@@ -42,15 +46,18 @@ def complete_latent_attention(check: Check) -> None:
     )
     if check.changed("kv_channels"):
         check.notes.append(
-            "--kv-channels does nothing with --multi-latent-attention: --qk-head-dim, --qk-pos-emb-head-dim and --v-head-dim "
-            "size its heads"
+            "--kv-channels does nothing with --multi-latent-attention: --qk-head-dim,"
+            " --qk-pos-emb-head-dim and --v-head-dim size its heads"
         )
     args.rope_type = args.rope_type or "yarn"
     if args.rope_type == "rope":
         args.apply_rope_fusion = False
         check.require(not check.changed("mscale"), "--mscale needs --rope-type yarn")
     else:
-        check.require(not check.changed("rotary_percent"), "--rotary-percent needs --rope-type rope: yarn rotates all of it")
+        check.require(
+            not check.changed("rotary_percent"),
+            "--rotary-percent needs --rope-type rope: yarn rotates all of it",
+        )
 
 
 def check_token_prediction(check: Check) -> None:
@@ -60,11 +67,13 @@ def check_token_prediction(check: Check) -> None:
         return
     check.require(
         args.position_embedding_type in ("rope", "none"),
-        f"--mtp-num-layers needs --position-embedding-type rope or none, got {args.position_embedding_type}",
+        "--mtp-num-layers needs --position-embedding-type rope or none, got"
+        f" {args.position_embedding_type}",
     )
     check.require(
         args.recompute_method != "uniform" or args.recompute_num_layers == 1,
-        f"--mtp-num-layers needs --recompute-num-layers 1 with --recompute-method uniform, got {args.recompute_num_layers}",
+        "--mtp-num-layers needs --recompute-num-layers 1 with --recompute-method uniform, got"
+        f" {args.recompute_num_layers}",
     )
 
 
@@ -73,10 +82,19 @@ def check_tensor_parallel_sizes(check: Check) -> None:
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     if tensor > 1:
-        for dest in ("num_attention_heads", "ffn_hidden_size", "padded_vocab_size", "moe_shared_expert_intermediate_size"):
-            check.require_multiple(dest, tensor, f"--tensor-model-parallel-size {tensor} divides it")
+        for dest in (
+            "num_attention_heads",
+            "ffn_hidden_size",
+            "padded_vocab_size",
+            "moe_shared_expert_intermediate_size",
+        ):
+            check.require_multiple(
+                dest, tensor, f"--tensor-model-parallel-size {tensor} divides it"
+            )
         if args.multi_latent_attention:
-            check.require_multiple("q_lora_rank", tensor, f"--tensor-model-parallel-size {tensor} divides it")
+            check.require_multiple(
+                "q_lora_rank", tensor, f"--tensor-model-parallel-size {tensor} divides it"
+            )
             joint = args.kv_lora_rank + args.qk_pos_emb_head_dim
             check.require(
                 joint % tensor == 0,
@@ -85,16 +103,20 @@ def check_tensor_parallel_sizes(check: Check) -> None:
             )
         groups = args.num_query_groups
         check.require(
-            not args.group_query_attention or groups < 1 or groups % tensor == 0 or tensor % groups == 0,
-            f"--num-query-groups {groups} must be a multiple of --tensor-model-parallel-size {tensor}, or divide it",
+            not args.group_query_attention
+            or groups < 1
+            or groups % tensor == 0
+            or tensor % groups == 0,
+            f"--num-query-groups {groups} must be a multiple of --tensor-model-parallel-size"
+            f" {tensor}, or divide it",
         )
     if args.num_experts and expert_tensor > 1:
         why = f"--expert-tensor-parallel-size {expert_tensor} divides it"
         check.require_multiple("moe_ffn_hidden_size", expert_tensor, why)
         check.require(
             not args.add_bias_linear,
-            f"experts with --expert-tensor-parallel-size {expert_tensor} have no biases: give --disable-bias-linear, or "
-            "--expert-tensor-parallel-size 1",
+            f"experts with --expert-tensor-parallel-size {expert_tensor} have no biases: give"
+            " --disable-bias-linear, or --expert-tensor-parallel-size 1",
         )
 
 
@@ -104,13 +126,17 @@ def complete_sizes(check: Check) -> None:
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.seq_length and args.max_position_embeddings < args.seq_length:
         check.problems.append(
-            f"--max-position-embeddings {args.max_position_embeddings} must be at least --seq-length {args.seq_length}"
+            f"--max-position-embeddings {args.max_position_embeddings} must be at least"
+            f" --seq-length {args.seq_length}"
         )
     if args.hidden_size and args.ffn_hidden_size is None:
         width = 4 * args.hidden_size
         # A gated MLP has three matrices: two thirds of the width keep the size, in multiples of 64.
         args.ffn_hidden_size = int(width * 2 / 3) // 64 * 64 if args.swiglu else width
-        check.require(args.ffn_hidden_size, "--hidden-size is too small for --swiglu's default: give --ffn-hidden-size")
+        check.require(
+            args.ffn_hidden_size,
+            "--hidden-size is too small for --swiglu's default: give --ffn-hidden-size",
+        )
     if args.hidden_size and args.num_attention_heads and args.num_attention_heads > 0:
         if args.kv_channels is None:
             check.require(
@@ -122,8 +148,8 @@ def complete_sizes(check: Check) -> None:
         if args.group_query_attention and args.num_query_groups > 0:
             check.require(
                 args.num_attention_heads % args.num_query_groups == 0,
-                f"--num-attention-heads {args.num_attention_heads} must be a multiple of --num-query-groups "
-                f"{args.num_query_groups}",
+                f"--num-attention-heads {args.num_attention_heads} must be a multiple of"
+                f" --num-query-groups {args.num_query_groups}",
             )
 
 
@@ -135,7 +161,11 @@ def complete_experts(check: Check) -> None:
         if isinstance(value, list) and len(value) == 1:
             setattr(args, dest, value[0])
     if args.num_experts is None:
-        without = [check.flag(d) for d in check.given if d.startswith("moe_") and check.changed(d) and d not in NOT_BUILT]
+        without = [
+            check.flag(d)
+            for d in check.given
+            if d.startswith("moe_") and check.changed(d) and d not in NOT_BUILT
+        ]
         if args.expert_model_parallel_size > 1:
             without.append(check.flag("expert_model_parallel_size"))
         if args.expert_tensor_parallel_size not in (1, args.tensor_model_parallel_size):
@@ -144,31 +174,42 @@ def complete_experts(check: Check) -> None:
         return
     if args.moe_ffn_hidden_size is None:
         args.moe_ffn_hidden_size = args.ffn_hidden_size
-        check.notes.append(f"--moe-ffn-hidden-size is {args.ffn_hidden_size}, the width of dense layers")
+        check.notes.append(
+            f"--moe-ffn-hidden-size is {args.ffn_hidden_size}, the width of dense layers"
+        )
     ranks = args.expert_model_parallel_size
     if ranks > 1:
-        check.require_multiple("num_experts", ranks, f"--expert-model-parallel-size {ranks} divides them")
+        check.require_multiple(
+            "num_experts", ranks, f"--expert-model-parallel-size {ranks} divides them"
+        )
     check.require(
         args.moe_layer_freq and (isinstance(args.moe_layer_freq, int) or any(args.moe_layer_freq)),
-        "--moe-layer-freq gives experts to no layer: leave out --num-experts, or name at least one layer",
+        "--moe-layer-freq gives experts to no layer: leave out --num-experts, or name at least one"
+        " layer",
     )
     if isinstance(args.moe_layer_freq, list) and args.num_layers:
         check.require(
             len(args.moe_layer_freq) == args.num_layers,
-            f"--moe-layer-freq names {len(args.moe_layer_freq)} layers, --num-layers {args.num_layers}: name each once",
+            f"--moe-layer-freq names {len(args.moe_layer_freq)} layers, --num-layers"
+            f" {args.num_layers}: name each once",
         )
     check_router(check)
     check_balancing(check)
     if args.moe_shared_expert_intermediate_size is None:
         for dest in ("moe_shared_expert_gate", "moe_shared_expert_overlap"):
-            check.require(not getattr(args, dest), f"{check.flag(dest)} needs --moe-shared-expert-intermediate-size")
+            check.require(
+                not getattr(args, dest),
+                f"{check.flag(dest)} needs --moe-shared-expert-intermediate-size",
+            )
     check.require(
         not args.moe_shared_expert_overlap or args.moe_token_dispatcher_type == "alltoall",
         "--moe-shared-expert-overlap needs --moe-token-dispatcher-type alltoall",
     )
     if args.moe_expert_capacity_factor is None:
         for dest in ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"):
-            check.require(not check.changed(dest), f"{check.flag(dest)} needs --moe-expert-capacity-factor")
+            check.require(
+                not check.changed(dest), f"{check.flag(dest)} needs --moe-expert-capacity-factor"
+            )
 
 
 def check_router(check: Check) -> None:
@@ -176,13 +217,16 @@ def check_router(check: Check) -> None:
     args = check.args
     experts, chosen = args.num_experts, args.moe_router_topk
     groups, chosen_groups = args.moe_router_num_groups, args.moe_router_group_topk
-    check.require(chosen <= experts, f"--moe-router-topk {chosen} must be at most --num-experts {experts}")
+    check.require(
+        chosen <= experts, f"--moe-router-topk {chosen} must be at most --num-experts {experts}"
+    )
     check.require(
         chosen != 1
         or args.moe_router_pre_softmax
         or args.moe_router_score_function != "softmax"
         or args.moe_router_load_balancing_type == "sinkhorn",
-        "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one score has no gradient",
+        "--moe-router-topk 1 needs --moe-router-pre-softmax: a softmax over one score has no"
+        " gradient",
     )
     check.require(
         not args.moe_router_enable_expert_bias or args.moe_router_score_function == "sigmoid",
@@ -193,18 +237,22 @@ def check_router(check: Check) -> None:
         "--moe-router-bias-update-rate needs --moe-router-enable-expert-bias",
     )
     check.require(
-        (groups is None) == (chosen_groups is None), "--moe-router-num-groups and --moe-router-group-topk need each other"
+        (groups is None) == (chosen_groups is None),
+        "--moe-router-num-groups and --moe-router-group-topk need each other",
     )
     if groups and chosen_groups and min(groups, chosen_groups) > 0:
-        check.require_multiple("num_experts", groups, f"--moe-router-num-groups {groups} divides them")
+        check.require_multiple(
+            "num_experts", groups, f"--moe-router-num-groups {groups} divides them"
+        )
         check.require(
             chosen_groups <= groups,
-            f"--moe-router-group-topk {chosen_groups} must be at most --moe-router-num-groups {groups}",
+            f"--moe-router-group-topk {chosen_groups} must be at most --moe-router-num-groups"
+            f" {groups}",
         )
         check.require(
             chosen_groups <= chosen <= chosen_groups * max(1, experts // groups),
-            f"--moe-router-topk {chosen} must be between --moe-router-group-topk {chosen_groups} and the "
-            f"{chosen_groups * (experts // groups)} experts of as many groups",
+            f"--moe-router-topk {chosen} must be between --moe-router-group-topk {chosen_groups}"
+            f" and the {chosen_groups * (experts // groups)} experts of as many groups",
         )
 
 
@@ -212,17 +260,25 @@ def check_balancing(check: Check) -> None:
     """Losses that balance the load of experts, and their weights."""
     args = check.args
     kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    num_kinds, num_weights = (len(value) if isinstance(value, list) else 1 for value in (kinds, weights))
+    num_kinds, num_weights = (
+        len(value) if isinstance(value, list) else 1 for value in (kinds, weights)
+    )
     check.require(
         num_kinds == num_weights,
-        f"--moe-aux-loss-coeff needs one value for each --moe-router-load-balancing-type: got {num_weights} for {num_kinds}",
+        "--moe-aux-loss-coeff needs one value for each --moe-router-load-balancing-type: got"
+        f" {num_weights} for {num_kinds}",
     )
     if kinds in ("sinkhorn", "none"):
         check.require(
-            not weights, f"--moe-aux-loss-coeff does nothing with --moe-router-load-balancing-type {kinds}: leave it out"
+            not weights,
+            f"--moe-aux-loss-coeff does nothing with --moe-router-load-balancing-type {kinds}:"
+            " leave it out",
         )
-    balanced = {"sinkhorn", "quantile_balancing"}.isdisjoint(kinds if isinstance(kinds, list) else [kinds])
+    balanced = {"sinkhorn", "quantile_balancing"}.isdisjoint(
+        kinds if isinstance(kinds, list) else [kinds]
+    )
     check.require(
         args.moe_expert_capacity_factor is None or balanced,
-        f"--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type {kinds}: use an aux_loss or none",
+        f"--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type {kinds}:"
+        " use an aux_loss or none",
     )

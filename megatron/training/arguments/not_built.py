@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the command line knows but this version does not do, with the reason; everything here is refused, never ignored.
 
-A flag listed here is accepted at its default only, so scripts that spell a default out keep working.
+A flag listed here is accepted at its default only, so scripts that spell a default out keep
+working.
 """
 
 from dataclasses import dataclass
@@ -11,65 +12,107 @@ from megatron.core.transformer.enums import AttnBackend
 
 FP8 = "FP8 and FP4 training is not built yet; use --bf16"
 USER_BUFFERS = "user-buffer registration is not built yet; leave it out, results are the same"
-DOUBLE_BUFFER = "fixed buffers for gathered units are not built yet; leave it out, results are the same"
-STATE_DTYPE = "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32"
+DOUBLE_BUFFER = (
+    "fixed buffers for gathered units are not built yet; leave it out, results are the same"
+)
+STATE_DTYPE = (
+    "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32"
+)
 OFFLOAD = "optimizer state on the host is not built yet"
-LATE_OUTPUT = "needs a CUDA kernel for late weight gradients, not built yet; leave it out, results are the same"
-EXPERT_OVERLAP = "hiding expert communication behind other work is not built yet; leave it out, results are the same"
+LATE_OUTPUT = (
+    "needs a CUDA kernel for late weight gradients, not built yet; leave it out, results are the"
+    " same"
+)
+EXPERT_OVERLAP = (
+    "hiding expert communication behind other work is not built yet; leave it out, results are the"
+    " same"
+)
 HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
 ASYNC = "saving in the background is not built yet; saves block"
-EXTRA_SAVES = "extra, overwritten saves are not built yet; use --save-interval and --save-retain-interval"
+EXTRA_SAVES = (
+    "extra, overwritten saves are not built yet; use --save-interval and --save-retain-interval"
+)
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 RERUN = "repeating iterations to find hardware faults is not built yet"
 WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
 TIMERS = "timers are not built yet; --log-throughput and --profile --use-pytorch-profiler measure"
-FILE_TOKENIZERS = "tokenizers from vocabulary files are not built yet; use HuggingFaceTokenizer with a local folder"
+FILE_TOKENIZERS = (
+    "tokenizers from vocabulary files are not built yet; use HuggingFaceTokenizer with a local"
+    " folder"
+)
 OTHER_FSDP = "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp"
 
 # Reason -> destinations.
 _REFUSED: dict[str, str] = {
-    FP8: """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
+    FP8: (
+        """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
         num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
-        fp4 fp4_param""",
+        fp4 fp4_param"""
+    ),
     USER_BUFFERS: "nccl_ub disable_symmetric_registration fsdp_manual_registration",
-    DOUBLE_BUFFER: """fsdp_double_buffer megatron_fsdp_max_pool_double_buffer
-        fsdp_db_use_persist_buf_on_alloc_fail""",
-    STATE_DTYPE: """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
-        exp_avg_sq_dtype""",
+    DOUBLE_BUFFER: (
+        """fsdp_double_buffer megatron_fsdp_max_pool_double_buffer
+        fsdp_db_use_persist_buf_on_alloc_fail"""
+    ),
+    STATE_DTYPE: (
+        """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
+        exp_avg_sq_dtype"""
+    ),
     OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction",
     LATE_OUTPUT: "defer_embedding_wgrad_compute wgrad_deferral_limit",
     EXPERT_OVERLAP: "overlap_moe_expert_parallel_comm delay_wgrad_compute",
     HIERARCHICAL: "hierarchical_context_parallel_sizes",
-    "two optimizers on a rank are not built yet; use --overlap-param-gather": "overlap_param_gather_with_optimizer_step",
-    "no release of Megatron-Core reads it; use --outer-dp-sharding-strategy optim": "enable_full_sharding_in_hsdp",
+    "two optimizers on a rank are not built yet; use --overlap-param-gather": (
+        "overlap_param_gather_with_optimizer_step"
+    ),
+    "no release of Megatron-Core reads it; use --outer-dp-sharding-strategy optim": (
+        "enable_full_sharding_in_hsdp"
+    ),
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
-    "reducing in the network's switches is not built yet; leave it out, results are the same": "use_sharp",
-    "the size of communication is one transformer layer; choosing it is not built yet": """
-        suggested_communication_unit_size""",
-    "gradients are always scaled in one place; choosing where is not built": "gradient_reduce_div_fusion",
+    "reducing in the network's switches is not built yet; leave it out, results are the same": (
+        "use_sharp"
+    ),
+    "the size of communication is one transformer layer; choosing it is not built yet": (
+        """
+        suggested_communication_unit_size"""
+    ),
+    "gradients are always scaled in one place; choosing where is not built": (
+        "gradient_reduce_div_fusion"
+    ),
     "CUDA graphs are not built yet": "cuda_graph_impl",
     "needs Transformer Engine's random tracker, which is not built in yet": "te_rng_tracker",
     OTHER_FSDP: "use_torch_fsdp2 torch_fsdp2_reshard_after_forward",
-    "this program always builds its process groups at the start and on ordinary streams": """
-        high_priority_stream_groups lazy_mpu_init""",
+    "this program always builds its process groups at the start and on ordinary streams": (
+        """
+        high_priority_stream_groups lazy_mpu_init"""
+    ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
-    ASYNC: "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers ckpt_assume_constant_structure",
+    ASYNC: (
+        "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers"
+        " ckpt_assume_constant_structure"
+    ),
     EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
     "say which format with --ckpt-format": "auto_detect_ckpt_format",
-    "how ranks share the work of a checkpoint is fixed": """ckpt_fully_parallel_save ckpt_fully_parallel_load
-        distrib_optim_fully_reshardable_mem_efficient""",
+    "how ranks share the work of a checkpoint is fixed": (
+        """ckpt_fully_parallel_save ckpt_fully_parallel_load
+        distrib_optim_fully_reshardable_mem_efficient"""
+    ),
     "not built yet: give the model flags on the command line": "use_checkpoint_args",
     "hashes of checkpoint files are not built yet": "verify_integrity",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "custom layer specifications are not built yet": "spec",
-    "no layer of this release of Megatron-Core reads it": "apply_residual_connection_post_layernorm",
+    "no layer of this release of Megatron-Core reads it": (
+        "apply_residual_connection_post_layernorm"
+    ),
     "legacy tests during training are not built": "test_mode",
     MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
     "losses of the router are not logged yet": "moe_per_layer_logging",
     "evaluation is over --eval-iters batches": "full_validation",
     RERUN: "rerun_mode error_injection_rate check_for_spiky_loss",
-    "comparing the weights of replicas is not built yet": "check_weight_hash_across_dp_replicas_interval",
+    "comparing the weights of replicas is not built yet": (
+        "check_weight_hash_across_dp_replicas_interval"
+    ),
     "give --data-path": "data_args_path",
     FILE_TOKENIZERS: "vocab_file merge_file tiktoken_pattern legacy_tokenizer",
     TIMERS: "log_timers_to_tensorboard timing_log_level timing_log_option",
@@ -79,13 +122,17 @@ _REFUSED: dict[str, str] = {
     "external loggers are not built": "one_logger_project",
 }
 
-NOT_BUILT: dict[str, str] = {dest: reason for reason, dests in _REFUSED.items() for dest in dests.split()}
+NOT_BUILT: dict[str, str] = {
+    dest: reason for reason, dests in _REFUSED.items() for dest in dests.split()
+}
 """Destination -> why any value but the default is refused."""
 
 _FEW_TOKENIZERS = f"{FILE_TOKENIZERS}, ByteTokenizer or NullTokenizer"
 
 NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
-    "ckpt_format": dict.fromkeys(("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"),
+    "ckpt_format": dict.fromkeys(
+        ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
+    ),
     "optimizer": dict.fromkeys(
         ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
     ),
@@ -94,15 +141,29 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         "mrope": "is for images and video; use rope",
         "relative": "GPT has no relative positions; use rope",
     },
-    "transformer_impl": {"inference_optimized": "is for inference; use transformer_engine or local"},
-    "attention_backend": {AttnBackend.local: "needs a custom layer specification, not built yet; use auto"},
+    "transformer_impl": {
+        "inference_optimized": "is for inference; use transformer_engine or local"
+    },
+    "attention_backend": {
+        AttnBackend.local: "needs a custom layer specification, not built yet; use auto"
+    },
     "cp_comm_type": {"a2a+p2p": HIERARCHICAL},
     "moe_token_dispatcher_type": {"flex": f"{MOE_KERNELS}; use alltoall"},
     "moe_router_score_function": {"sqrtsoftplus": "not part of this release of Megatron-Core"},
     "dataloader_type": {"external": "this program reads its own data; use single or cyclic"},
     "tokenizer_type": dict.fromkeys(
-        """BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer SentencePieceTokenizer GPTSentencePieceTokenizer
-        Llama2Tokenizer TikTokenizer MultimodalTokenizer NullMultimodalTokenizer SFTTokenizer""".split(),
+        [
+            "BertWordPieceLowerCase",
+            "BertWordPieceCase",
+            "GPT2BPETokenizer",
+            "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer",
+            "Llama2Tokenizer",
+            "TikTokenizer",
+            "MultimodalTokenizer",
+            "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ],
         _FEW_TOKENIZERS,
     ),
 }
@@ -125,9 +186,10 @@ class Needs:
 
 NEEDS: tuple[Needs, ...] = (
     Needs(
-        "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype megatron_fsdp_main_grads_dtype "
-        "megatron_fsdp_grad_comm_dtype megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group "
-        "outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load",
+        "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype"
+        " megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype"
+        " megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group"
+        " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load",
         "use_megatron_fsdp",
         (True,),
         "needs --use-megatron-fsdp",
@@ -139,17 +201,23 @@ NEEDS: tuple[Needs, ...] = (
         (False,),
         "does nothing with --use-megatron-fsdp",
     ),
-    Needs("ddp_bucket_size ddp_num_buckets", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
     Needs(
-        "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation num_distributed_optimizer_instances",
+        "ddp_bucket_size ddp_num_buckets",
+        "overlap_grad_reduce",
+        (True,),
+        "needs --overlap-grad-reduce",
+    ),
+    Needs(
+        "ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation"
+        " num_distributed_optimizer_instances",
         "use_distributed_optimizer",
         (True,),
         "needs --use-distributed-optimizer",
     ),
     Needs("dist_ckpt_strictness", "ckpt_format", ("torch_dist",), "needs --ckpt-format torch_dist"),
     Needs(
-        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale "
-        "mscale_all_dim",
+        "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"
+        " rotary_scaling_factor mscale mscale_all_dim",
         "multi_latent_attention",
         (True,),
         "needs --multi-latent-attention",
@@ -167,8 +235,18 @@ NEEDS: tuple[Needs, ...] = (
         ("optim", "optim_grads", "optim_grads_params"),
         "does nothing with --data-parallel-sharding-strategy no_shard, which gathers nothing",
     ),
-    Needs("recompute_method recompute_num_layers", "recompute_granularity", ("full",), "needs --recompute-granularity full"),
-    Needs("recompute_modules", "recompute_granularity", ("selective",), "needs --recompute-granularity selective"),
+    Needs(
+        "recompute_method recompute_num_layers",
+        "recompute_granularity",
+        ("full",),
+        "needs --recompute-granularity full",
+    ),
+    Needs(
+        "recompute_modules",
+        "recompute_granularity",
+        ("selective",),
+        "needs --recompute-granularity selective",
+    ),
     Needs("align_grad_reduce", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
     Needs("apply_wd_to_qk_layernorm", "qk_layernorm", (True,), "needs --qk-layernorm"),
     Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
@@ -186,19 +264,45 @@ NEEDS: tuple[Needs, ...] = (
         unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
-    Needs("vocab_size", "tokenizer_type", ("NullTokenizer",), "is for NullTokenizer; others know their size"),
-    Needs("tokenizer_model", "tokenizer_type", ("HuggingFaceTokenizer",), "needs --tokenizer-type HuggingFaceTokenizer"),
-    Needs("lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style", "lr_decay_style", ("WSD",), "needs --lr-decay-style WSD"),
+    Needs(
+        "vocab_size",
+        "tokenizer_type",
+        ("NullTokenizer",),
+        "is for NullTokenizer; others know their size",
+    ),
+    Needs(
+        "tokenizer_model",
+        "tokenizer_type",
+        ("HuggingFaceTokenizer",),
+        "needs --tokenizer-type HuggingFaceTokenizer",
+    ),
+    Needs(
+        "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
+        "lr_decay_style",
+        ("WSD",),
+        "needs --lr-decay-style WSD",
+    ),
     Needs("sgd_momentum", "optimizer", ("sgd",), "needs --optimizer sgd"),
     Needs("adam_beta1 adam_beta2 adam_eps", "optimizer", ("adam",), "needs --optimizer adam"),
     Needs("manual_gc_interval", "manual_gc", (True,), "needs --manual-gc"),
-    Needs("profile_step_start profile_step_end profile_ranks use_pytorch_profiler", "profile", (True,), "needs --profile"),
+    Needs(
+        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
+        "profile",
+        (True,),
+        "needs --profile",
+    ),
     Needs("grad_reduce_in_bf16", "bf16", (True,), "needs --bf16"),
-    Needs("initial_loss_scale min_loss_scale loss_scale_window hysteresis", "fp16", (True,), "needs --fp16"),
+    Needs(
+        "initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+        "fp16",
+        (True,),
+        "needs --fp16",
+    ),
     Needs("ckpt_step", "load", (), "needs --load"),
     Needs("save_retain_interval log_progress", "save", (), "needs --save"),
     Needs(
-        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval tensorboard_queue_size",
+        "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
+        " tensorboard_queue_size",
         "tensorboard_dir",
         (),
         "needs --tensorboard-dir",

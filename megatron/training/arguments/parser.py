@@ -36,7 +36,9 @@ def all_flags() -> dict[str, list[Flag]]:
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every known flag; destinations and defaults are those of Megatron-LM."""
     parser = CommandLineParser(
-        prog="pretrain_gpt.py", description="Train a GPT model with Megatron-Core.", allow_abbrev=False
+        prog="pretrain_gpt.py",
+        description="Train a GPT model with Megatron-Core.",
+        allow_abbrev=False,
     )
     for title, flags in all_flags().items():
         group = parser.add_argument_group(title)
@@ -59,9 +61,10 @@ def parse_arguments(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse `argv` (without the program's name) for a run on `world_size` ranks.
 
-    `fused_weight_gradient`: whether the kernel of --gradient-accumulation-fusion is installed; None: look for it.
-    `environment` defaults to `os.environ`. Returns the completed namespace, all of whose values can be pickled, and
-    notes to print, one line each. Raises ArgumentErrors with all problems.
+    `fused_weight_gradient`: whether the kernel of --gradient-accumulation-fusion is installed;
+    None: look for it. `environment` defaults to `os.environ`. Returns the completed namespace, all
+    of whose values can be pickled, and notes to print, one line each. Raises ArgumentErrors with
+    all problems.
     """
     parser = build_parser()
     defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
@@ -69,7 +72,9 @@ def parse_arguments(
     given, problems = parse_given(parser, list(argv))
     args = argparse.Namespace(**(defaults | given))
     if fused_weight_gradient is None:
-        fused_weight_gradient = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        fused_weight_gradient = (
+            importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        )
     environment = os.environ if environment is None else environment
     machine = Machine(world_size, cuda, transformer_engine, fused_weight_gradient, environment)
     check = Check(args, given, names, defaults, machine, problems)
@@ -82,10 +87,13 @@ def parse_arguments(
     return args, check.notes
 
 
-def parse_given(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[dict[str, Any], list[str]]:
+def parse_given(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[dict[str, Any], list[str]]:
     """What the command line names, as destination -> value, and the problems of single flags.
 
-    argparse stops at the first bad value; so flags are parsed one at a time, each with the words that follow it.
+    argparse stops at the first bad value; so flags are parsed one at a time, each with the words
+    that follow it.
     """
     known = {name for action in parser._actions for name in action.option_strings}
     for action in parser._actions:

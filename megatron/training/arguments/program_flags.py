@@ -4,14 +4,30 @@
 from megatron.training.arguments.config_flags import FLOATS_OR_AUTO
 from megatron.training.arguments.flags import Flag, one_of, row
 
-TOKENIZERS = tuple(
-    """ByteTokenizer NullTokenizer HuggingFaceTokenizer BertWordPieceLowerCase BertWordPieceCase GPT2BPETokenizer
-    SentencePieceTokenizer GPTSentencePieceTokenizer Llama2Tokenizer TikTokenizer MultimodalTokenizer
-    NullMultimodalTokenizer SFTTokenizer""".split()
+TOKENIZERS = (
+    "ByteTokenizer",
+    "NullTokenizer",
+    "HuggingFaceTokenizer",
+    "BertWordPieceLowerCase",
+    "BertWordPieceCase",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "MultimodalTokenizer",
+    "NullMultimodalTokenizer",
+    "SFTTokenizer",
 )
-STRICTNESS = tuple(
-    """assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all return_unexpected return_all
-    ignore_all""".split()
+STRICTNESS = (
+    "assume_ok_unexpected",
+    "log_unexpected",
+    "log_all",
+    "raise_unexpected",
+    "raise_all",
+    "return_unexpected",
+    "return_all",
+    "ignore_all",
 )
 float_dtype = one_of(FLOATS_OR_AUTO)["type"]
 

@@ -2,10 +2,12 @@
 """Writes the samples beside it with an old release of Megatron-Core, which today's cannot write any more.
 
     pip install --no-deps --target OLD megatron-core==0.15.3
-    PYTHONPATH=OLD:. torchrun --nproc-per-node 4 tests/data/torch_dist/write_with_old_release.py dense FOLDER
-    PYTHONPATH=OLD:. torchrun --nproc-per-node 4 tests/data/torch_dist/write_with_old_release.py experts FOLDER
+    PYTHONPATH=OLD:. torchrun --nproc-per-node 4 tests/data/torch_dist/write_with_old_release.py
+    dense FOLDER PYTHONPATH=OLD:. torchrun --nproc-per-node 4
+    tests/data/torch_dist/write_with_old_release.py experts FOLDER
 
-Two steps on random gradients; `expected.pt` is what the optimizer has then, gathered from its live state.
+Two steps on random gradients; `expected.pt` is what the optimizer has then, gathered from its live
+state.
 """
 
 import argparse
@@ -19,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[3]
-_spec = importlib.util.spec_from_file_location("cpu", ROOT / "megatron" / "mcore_adapter" / "cpu.py")
+_spec = importlib.util.spec_from_file_location(
+    "cpu", ROOT / "megatron" / "mcore_adapter" / "cpu.py"
+)
 cpu = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(cpu)  # alone: the package around it needs a newer release
 cpu._repair_moe = lambda: None
@@ -27,9 +31,16 @@ cpu.install()
 numpy.product = numpy.prod  # gone from numpy 2
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper  # noqa: E402
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_save_sharded_strategy,
+)  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+)  # noqa: E402
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
@@ -69,7 +80,9 @@ def build_model(args: argparse.Namespace) -> torch.nn.Module:
         config, spec, args.padded_vocab_size, args.max_position_embeddings, share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
     )  # fmt: skip
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True
+    )
     return DistributedDataParallel(config, settings, Float16Module(config, model))
 
 
@@ -100,7 +113,9 @@ def main() -> None:
     for _ in range(2):
         step(model, optimizer)
     # Without the metadata of later releases: experts get the prefix that files up to 0.13 have.
-    metadata = {"distrib_optim_sharding_type": "fully_sharded_model_space"} if kind == "dense" else None
+    metadata = (
+        {"distrib_optim_sharding_type": "fully_sharded_model_space"} if kind == "dense" else None
+    )
     weights = model.module.module.sharded_state_dict(metadata=metadata)
     options = {"metadata": metadata} if metadata else {}
     content = {"args": args, "checkpoint_version": 3.0, "iteration": 2, "model": weights}
@@ -110,7 +125,9 @@ def main() -> None:
         target.mkdir(parents=True)
     dist.barrier()
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy("torch_dist"))
-    dist_checkpointing.save(content, str(target), strategy, **({"content_metadata": metadata} if metadata else {}))
+    dist_checkpointing.save(
+        content, str(target), strategy, **({"content_metadata": metadata} if metadata else {})
+    )
     state = live_state(args, [model], optimizer)
     if dist.get_rank() == 0:
         (folder / "latest_checkpointed_iteration.txt").write_text("2")
