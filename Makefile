@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Everything runs in ./.venv, which is made on first use and made complete after an interruption.
 #   make pretrain [ARGS="--train-iters 20"]   train a small GPT on two CPU ranks
+#   make lint                                 ruff and mypy
 #   make test [ARGS="-k layout"]              all tests
 
 # The newest of the Pythons that torch is tested with here; PYTHON=/path/to/python overrides the search.
@@ -11,7 +12,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 py
 TORCH ?= torch==2.13.0
 ARGS ?=
 
-.PHONY: pretrain test clean
+.PHONY: pretrain lint test test-all clean
 .DELETE_ON_ERROR:
 
 pretrain: .venv/.installed
@@ -20,13 +21,18 @@ pretrain: .venv/.installed
 test: .venv/.installed
 	.venv/bin/python -m pytest $(ARGS)
 
+lint: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+
 .venv/.installed: setup.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or newer with the venv module found. Install python3.11 (on Debian also" \
 		"python3.11-venv), or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
 	"$(PYTHON)" -m venv .venv
 	.venv/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
-	.venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,plot]"
+	.venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,lint,plot]"
 	touch $@
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .mypy_cache .ruff_cache build *.egg-info

@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from megatron.training.noise import quieten
+from megatron.pretrain.logging_setup import quieten
 
 quieten()
 if not torch.cuda.is_available():
@@ -25,10 +25,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from megatron.fsdp.model import GradientError  # noqa: E402
-from megatron.training import ranks  # noqa: E402
-from megatron.training.arguments import ArgumentErrors, parse_arguments  # noqa: E402
-from megatron.training.errors import RunError  # noqa: E402
-from megatron.training.loop import pretrain  # noqa: E402
+from megatron.pretrain import ranks  # noqa: E402
+from megatron.pretrain.arguments import ArgumentErrors, parse_arguments  # noqa: E402
+from megatron.pretrain.errors import RunError  # noqa: E402
+from megatron.pretrain.loop import pretrain  # noqa: E402
 
 GRACE_SECONDS = 5
 

@@ -41,7 +41,7 @@ setup(
         include=[
             *(
                 f"megatron.{part}{below}"
-                for part in ("fsdp", "mcore_adapter", "checkpoint", "training")
+                for part in ("fsdp", "mcore_adapter", "checkpoint", "pretrain")
                 for below in ("", ".*")
             ),
             "megatron_fsdp",
@@ -59,11 +59,12 @@ setup(
         "einops",  # Megatron-Core does not declare it, and needs it for several optimizer instances
     ],
     entry_points={
-        "console_scripts": ["checkpoint-inspector = megatron.checkpoint.command_line:main"]
+        "console_scripts": ["checkpoint-inspector = megatron.checkpoint.commands.command_line:main"]
     },
     extras_require={
         "hf": ["transformers"],
         "plot": ["matplotlib"],
+        "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": ["pytest>=8.2", "hypothesis", "matplotlib", "transformers>=5", "safetensors"],
     },
 )

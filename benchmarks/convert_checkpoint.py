@@ -28,12 +28,14 @@ from pathlib import Path
 import click
 import torch
 
-from megatron.checkpoint import conversion, directory, torch_dist
-from megatron.checkpoint.key_rules import Sizes, expected_shape
-from megatron.checkpoint.lazy_tensor import LazyTensor
-from megatron.checkpoint.param_groups import for_any_optimizer
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.training_state import ParamGroup, TrainingState
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.key_rules import Sizes, expected_shape
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.param_groups import for_any_optimizer
+from megatron.checkpoint.core.training_state import ParamGroup, TrainingState
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 INSPECTOR = Path(__file__).parents[1] / "tools" / "checkpoint" / "checkpoint_inspector.py"
 BYTES_OF_PARAMETER = 14  # bf16 weight, fp32 main weight and two moments

@@ -3,7 +3,7 @@
 
     python benchmarks/padding_table.py [--expert-parallel 1] [--dp 8 --dp 64 ...]
 
-Plans every unit of every model with megatron.fsdp.layout.plan, the planner of the engine, and
+Plans every unit of every model with megatron.fsdp.engine.layout.plan, the planner of the engine, and
 prints two markdown tables. Exits with status 1 if a unit has more than 1 % padding. Shapes are
 those of the models' published configurations, one matrix for each projection of each expert; a
 fused projection has the same rows, only more of them.
@@ -19,7 +19,7 @@ from math import prod
 
 import click
 
-from megatron.fsdp.layout import Layout, _plan, plan
+from megatron.fsdp.engine.layout import Layout, _plan, plan
 
 LIMIT = 0.01
 

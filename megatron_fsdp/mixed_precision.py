@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dtypes of main weights and gradients. See `megatron.fsdp.policy`."""
+"""Dtypes of main weights and gradients. See `megatron.fsdp.engine.policy`."""
 
-from megatron.fsdp.policy import MixedPrecisionPolicy
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 
 __all__ = ["MixedPrecisionPolicy"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on sharded parameters, gradients and state. See `megatron.fsdp.uneven_dtensor`."""
+"""Functions on sharded parameters, gradients and state. See `megatron.fsdp.dtensor.uneven_dtensor`."""
 
-from megatron.fsdp.uneven_dtensor import (
+from megatron.fsdp.dtensor.uneven_dtensor import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh of a sharded model. See `megatron.fsdp.mesh`."""
+"""The mesh of a sharded model. See `megatron.fsdp.engine.mesh`."""
 
-from megatron.fsdp.mesh import FSDPDistributedIndex, contains_submesh, get_mesh_names
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex, contains_submesh, get_mesh_names
 
 __all__ = ["FSDPDistributedIndex", "contains_submesh", "get_mesh_names"]

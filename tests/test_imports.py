@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point one way: tools, pretrain_gpt.py -> training -> mcore_adapter -> fsdp.
+"""Imports point one way: tools, pretrain_gpt.py -> pretrain -> mcore_adapter -> fsdp.
 
 Read from the sources with ast.
 """
@@ -13,45 +13,28 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 
-ENGINE_ORDER = [
-    "policy",
-    "config",
-    "layout",
-    "mesh",
-    "device",
-    "collectives",
-    "problems",
-    "buffer",
-    "param_group",
-    "schedule",
-    "units",
-    "hooks",
-    "uneven",
-    "gradient",
-    "sharded_param",
-    "places",
-    "quantized",
-    "meta_init",
-    "sharding",
-    "checks",
-    "model_state",
-    "model",
-    "elementwise",
-    "optimizer",
-    "state_dict",
-    "uneven_dtensor",
-    "fully_shard",
-]
-"""Files of megatron/fsdp: each imports only files before it. A new file takes its place here."""
+ROOMS = {
+    "engine": [
+        *("policy", "layout", "mesh", "device", "collectives", "buffer", "param_group"),
+        *("schedule", "units", "hooks"),
+    ],
+    "dtensor": ["uneven", "gradient", "sharded_param", "chunks", "uneven_dtensor"],
+    "": [
+        *("config", "problems", "meta_init", "sharding", "checks", "model_state", "model"),
+        *("elementwise", "optimizer", "fully_shard"),
+    ],
+}
+"""Rooms of megatron/fsdp, the lowest first, and the files of each in order: a file imports only files
+before it. The front has no folder of its own. A new file takes its place here."""
 
-STAND_ALONE = {"policy", "layout"}
+STAND_ALONE = {"engine.policy", "engine.layout"}
 """Files of the engine that import nothing of ours."""
 
 OURS = (
     "megatron.fsdp",
     "megatron.checkpoint",
     "megatron.mcore_adapter",
-    "megatron.training",
+    "megatron.pretrain",
     "megatron_fsdp",
     "tools",
     "tests",
@@ -60,8 +43,8 @@ MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
     "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
-    "megatron/training": (
-        "megatron.training",
+    "megatron/pretrain": (
+        "megatron.pretrain",
         "megatron.mcore_adapter",
         "megatron.checkpoint",
         "megatron.fsdp",
@@ -174,29 +157,33 @@ def package_problems(folder: str, tree: ast.Module) -> list[str]:
     return problems
 
 
-def engine_problems(stem: str, tree: ast.Module) -> list[str]:
-    """Imports and calls that the file `stem` of the engine must not have."""
-    if stem not in ENGINE_ORDER:
-        return [
-            f"{stem}.py has no place in ENGINE_ORDER of this test: insert it below the files it"
-            " imports"
-        ]
+def fsdp_order() -> list[str]:
+    """Modules of megatron/fsdp as `engine.layout` or `optimizer`, every one below those that may import it."""
+    order = []
+    for room, stems in ROOMS.items():
+        order += [f"{room}.{stem}" if room else stem for stem in stems]
+    return order
+
+
+def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
+    """Imports and calls that the module `name` of megatron/fsdp, `engine.layout`, must not have."""
+    order = fsdp_order()
+    if name not in order:
+        return [f"{name} has no place in ROOMS of this test: insert it below the files it imports"]
     problems = []
-    above = [] if stem in STAND_ALONE else ENGINE_ORDER[: ENGINE_ORDER.index(stem)]
-    for name in imported_names(tree):
-        if is_within(name, ("megatron.fsdp",)) and name.split(".")[2] not in above:
-            problems.append(f"{name} is not above {stem} in ENGINE_ORDER")
-        if stem == "layout" and is_within(name, ("torch",)):
-            problems.append(f"{name}: layout is integers only")
-    for name in {*used_names(tree), *imported_names(tree)}:
-        if stem != "device" and is_within(name, ("torch.cuda",)):
-            problems.append(f"{name}: only device.py knows the device")
-        if (
-            stem != "collectives"
-            and name.startswith("torch.distributed.")
-            and name.split(".")[-1] in COLLECTIVES
-        ):
-            problems.append(f"{name}: only collectives.py communicates")
+    above = [] if name in STAND_ALONE else order[: order.index(name)]
+    for imported in imported_names(tree):
+        inside = imported.removeprefix("megatron.fsdp.")
+        if inside != imported and not is_within(inside, tuple(above)):
+            problems.append(f"{imported} is not above {name} in ROOMS")
+        if name == "engine.layout" and is_within(imported, ("torch",)):
+            problems.append(f"{imported}: layout is integers only")
+    for used in {*used_names(tree), *imported_names(tree)}:
+        if name != "engine.device" and is_within(used, ("torch.cuda",)):
+            problems.append(f"{used}: only device.py knows the device")
+        is_collective = used.startswith("torch.distributed.") and used.split(".")[-1] in COLLECTIVES
+        if name != "engine.collectives" and is_collective:
+            problems.append(f"{used}: only collectives.py communicates")
     return problems
 
 
@@ -215,16 +202,14 @@ def test_packages_import_only_what_is_below_them() -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_engine_files_import_only_files_above_them() -> None:
-    files = [
-        path for path in (REPOSITORY / "megatron/fsdp").glob("*.py") if path.stem != "__init__"
-    ]
+def test_files_of_fsdp_import_only_files_above_them() -> None:
+    folder = REPOSITORY / "megatron/fsdp"
+    files = [path for path in folder.rglob("*.py") if path.stem != "__init__"]
     assert files
-    problems = [
-        f"{path.name}: {problem}"
-        for path in sorted(files)
-        for problem in engine_problems(path.stem, parse(path))
-    ]
+    problems = []
+    for path in sorted(files):
+        name = ".".join(path.relative_to(folder).with_suffix("").parts)
+        problems += [f"{name}: {problem}" for problem in fsdp_problems(name, parse(path))]
     assert not problems, "\n".join(problems)
 
 
@@ -252,7 +237,7 @@ def test_every_package_has_an_init_file() -> None:
             "works without Megatron-Core",
         ),
         ("megatron/fsdp", "import numpy", "torch and the standard library only"),
-        ("megatron/fsdp", "from megatron.training.data import x", "may import only megatron.fsdp"),
+        ("megatron/fsdp", "from megatron.pretrain.data import x", "may import only megatron.fsdp"),
         ("megatron/fsdp", "from .layout import x", "absolute import"),
         (
             "megatron/checkpoint",
@@ -261,11 +246,11 @@ def test_every_package_has_an_init_file() -> None:
         ),
         (
             "megatron/mcore_adapter",
-            "def f():\n    from megatron.training import x",
+            "def f():\n    from megatron.pretrain import x",
             "may import only",
         ),
         (
-            "megatron/training",
+            "megatron/pretrain",
             "from megatron.core.distributed import fsdp",
             "this is what the project replaces",
         ),
@@ -277,18 +262,20 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
 
 
 @pytest.mark.parametrize(
-    ("stem", "source", "problem"),
+    ("name", "source", "problem"),
     [
-        ("buffer", "from megatron.fsdp.hooks import x", "not above buffer"),
-        ("buffer", "from megatron.fsdp import hooks", "not above buffer"),
-        ("layout", "from megatron.fsdp.policy import x", "not above layout"),
-        ("layout", "import torch", "integers only"),
+        ("engine.buffer", "from megatron.fsdp.engine.hooks import x", "not above engine.buffer"),
+        ("engine.buffer", "from megatron.fsdp.engine import hooks", "not above engine.buffer"),
+        ("engine.buffer", "from megatron.fsdp.dtensor.chunks import x", "not above engine.buffer"),
+        ("dtensor.chunks", "from megatron.fsdp import model", "not above dtensor.chunks"),
+        ("engine.layout", "from megatron.fsdp.engine.policy import x", "not above engine.layout"),
+        ("engine.layout", "import torch", "integers only"),
         ("model", "import torch\ntorch.cuda.synchronize()", "only device.py"),
         ("model", "from torch import cuda", "only device.py"),
         ("model", "import torch.distributed as dist\ndist.barrier()", "only collectives.py"),
         ("model", "from torch.distributed import all_reduce as reduce_it", "only collectives.py"),
-        ("novelty", "", "no place in ENGINE_ORDER"),
+        ("novelty", "", "no place in ROOMS"),
     ],
 )
-def test_wrong_line_in_the_engine_is_found(stem: str, source: str, problem: str) -> None:
-    assert problem in "\n".join(engine_problems(stem, ast.parse(source)))
+def test_wrong_line_in_fsdp_is_found(name: str, source: str, problem: str) -> None:
+    assert problem in "\n".join(fsdp_problems(name, ast.parse(source)))

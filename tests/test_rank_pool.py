@@ -269,13 +269,13 @@ def test_world_taken_down_by_a_job_is_rebuilt_with_the_same_processes() -> None:
 
 def test_warning_in_our_modules_is_an_error_in_a_rank() -> None:
     with pytest.raises(RankFailure, match="FutureWarning: going away"):
-        run_ranks(1, warn_from, "megatron.fsdp.collectives")
+        run_ranks(1, warn_from, "megatron.fsdp.engine.collectives")
     assert run_ranks(1, warn_from, "megatron.core.optimizer") == [None]
 
 
 def test_warning_in_our_modules_is_an_error_here_too() -> None:
     with pytest.raises(FutureWarning, match="going away"):
-        warn_from("megatron.training.model")
+        warn_from("megatron.pretrain.model")
 
 
 def test_child_of_a_rank_goes_with_it() -> None:

@@ -13,8 +13,8 @@ import click
 with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; writing data needs none of them.
     warnings.simplefilter("ignore", UserWarning)
-    from megatron.training.corpus import standard_library_files, write_corpus
-    from megatron.training.tokenizer import build_tokenizer
+    from megatron.pretrain.corpus import standard_library_files, write_corpus
+    from megatron.pretrain.tokenizer import build_tokenizer
 
 
 @click.command()

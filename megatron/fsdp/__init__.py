@@ -2,10 +2,10 @@
 """Fully sharded data parallelism for PyTorch: the engine. Begin with :func:`fully_shard`."""
 
 from megatron.fsdp.config import DistributedDataParallelConfig
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.mesh import FSDPDistributedIndex
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.policy import MixedPrecisionPolicy, ShardingStrategy
 
 __version__ = "0.1.0"
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import meta_init
-from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.policy import ShardingStrategy
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.policy import ShardingStrategy
+from megatron.fsdp.engine.schedule import Unit
 from megatron.fsdp.problems import agree_on
-from megatron.fsdp.schedule import Unit
 from megatron.fsdp.sharding import Sharding
 
 SHARDED = "_fsdp_is_sharded"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.fsdp.policy import MixedPrecisionPolicy
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 
 
 @dataclass

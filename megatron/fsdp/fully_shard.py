@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.checks import check_flags, check_module, device_of, outer_strategy
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
-from megatron.fsdp.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
+from megatron.fsdp.engine.units import resolve_unit_modules
 from megatron.fsdp.model import MegatronFSDP
 from megatron.fsdp.optimizer import (
     refuse_optimizer,
@@ -22,9 +24,7 @@ from megatron.fsdp.optimizer import (
     shard_optimizer,
     swap_parameters,
 )
-from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.units import resolve_unit_modules
 
 # The object itself says that no policy was given, and the older keywords may speak.
 DEFAULT_PRECISION = MixedPrecisionPolicy()

@@ -13,29 +13,29 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import meta_init, model_state
-from megatron.fsdp.buffer import shard_view
 from megatron.fsdp.checks import check_agreement, check_module, device_of, outer_strategy
-from megatron.fsdp.collectives import agree
 from megatron.fsdp.config import (
     DistributedDataParallelConfig,
     policy_of,
     refuse_unbuilt,
     refuse_unbuilt_config,
 )
-from megatron.fsdp.hooks import UnitHooks
-from megatron.fsdp.mesh import FSDPDistributedIndex
-from megatron.fsdp.param_group import ParamGroup
-from megatron.fsdp.policy import (
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.policy import (
     GradientPolicy,
     MixedPrecisionPolicy,
     OverlapPolicy,
     ShardingStrategy,
 )
+from megatron.fsdp.engine.schedule import Schedule
+from megatron.fsdp.engine.units import assign_parameters, find_units, resolve_unit_modules
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.schedule import Schedule
-from megatron.fsdp.sharded_param import ShardedParam
 from megatron.fsdp.sharding import Sharding
-from megatron.fsdp.units import assign_parameters, find_units, resolve_unit_modules
 
 
 class GradientError(RuntimeError):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 
 
 def load(

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.buffer import shard_view
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.elementwise import OnLocalParts, state_names, torch_class, why_not_elementwise
+from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.sharded_param import ShardedParam
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """State of a parameter as a whole, for optimizers that hold nothing but parameters of one element."""

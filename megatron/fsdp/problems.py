@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron.fsdp.collectives import agree
+from megatron.fsdp.engine.collectives import agree
 
 _WRONG, _UNBUILT = 0, 1
 

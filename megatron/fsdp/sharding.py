@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from megatron.fsdp import meta_init
-from megatron.fsdp.collectives import Communicator
-from megatron.fsdp.device import lanes_for
-from megatron.fsdp.gradient import Holders
-from megatron.fsdp.mesh import Axes, FSDPDistributedIndex
-from megatron.fsdp.param_group import ParamGroup
-from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.schedule import Unit
-from megatron.fsdp.sharded_param import Place, ShardedParam
-from megatron.fsdp.units import is_expert_parameter
+from megatron.fsdp.dtensor.gradient import Holders
+from megatron.fsdp.dtensor.sharded_param import Place, ShardedParam
+from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.device import lanes_for
+from megatron.fsdp.engine.mesh import Axes, FSDPDistributedIndex
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
+from megatron.fsdp.engine.schedule import Unit
+from megatron.fsdp.engine.units import is_expert_parameter
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.hooks import PASSED_ON
-from megatron.fsdp.sharded_param import ShardedParam
-from megatron.fsdp.units import is_expert_parameter
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine.hooks import PASSED_ON
+from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames

@@ -30,7 +30,7 @@ import megatron.core
 from megatron.core.optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from megatron.fsdp import uneven_dtensor
+from megatron.fsdp.dtensor import uneven_dtensor
 from megatron.mcore_adapter import data_parallel
 from megatron.mcore_adapter import loop_state_dicts as entries
 

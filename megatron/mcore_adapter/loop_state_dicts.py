@@ -3,7 +3,7 @@
 
 The loop builds a nest of dicts over the live tensors, has it rewritten by the functions below, and
 gives it to torch.distributed.checkpoint, which loads in place. They keep to the format of
-:mod:`megatron.checkpoint.fsdp_dtensor`. What a file has is known for the first time when the load
+:mod:`megatron.checkpoint.fsdp_dtensor.checkpoint`. What a file has is known for the first time when the load
 planner is set up: there the keys that are asked for are compared with it.
 """
 
@@ -23,16 +23,17 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.fsdp_dtensor import (
+from megatron.checkpoint.core.key_rules import entry_names, plain_name
+from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.fsdp_dtensor.checkpoint import (
     META_PREFIX,
     STATE_PREFIX,
     without_layout,
     wrapper_prefix,
 )
-from megatron.checkpoint.key_rules import entry_names, plain_name
-from megatron.checkpoint.listing import some
-from megatron.fsdp import MegatronFSDP, uneven_dtensor
-from megatron.fsdp.sharded_param import ShardedParam
+from megatron.fsdp import MegatronFSDP
+from megatron.fsdp.dtensor import uneven_dtensor
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
 

@@ -15,17 +15,17 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron.checkpoint import hugging_face
-from megatron.checkpoint.hugging_face import HuggingFaceTarget
-from megatron.checkpoint.hugging_face_families import FAMILIES
-from megatron.checkpoint.key_rules import Sizes, canonical_name, expected_shape, is_buffer
-from megatron.checkpoint.lazy_tensor import in_memory
-from megatron.checkpoint.model_arguments import model_flags
-from megatron.checkpoint.training_state import TrainingState
+from megatron.checkpoint.core.key_rules import Sizes, canonical_name, expected_shape, is_buffer
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.hugging_face import checkpoint as hugging_face
+from megatron.checkpoint.hugging_face.checkpoint import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.families import FAMILIES
+from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.mcore_adapter import cpu
-from megatron.training.arguments import parse_arguments
-from megatron.training.arguments.configs import transformer_config
-from megatron.training.gpt_model import build_chunk
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.gpt_model import build_chunk
 from tests.model_parallel import ONE_AXIS, initialize
 
 VOCABULARY = 40

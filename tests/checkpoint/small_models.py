@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint import conversion, fsdp_dtensor, torch_dist
-from megatron.checkpoint.directory import new_checkpoint
-from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.lazy_tensor import in_memory
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.training_state import SCHEDULE, ParamGroup, TrainingState
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.core.directory import new_checkpoint
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.training_state import SCHEDULE, ParamGroup, TrainingState
+from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 HIDDEN, WIDTH, TOKENS, EXPERTS = 8, 12, 32, 2
 ARGS = {

@@ -15,16 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint import conversion, dcp_target, fsdp_dtensor
-from megatron.checkpoint.comparison import compare_entries
-from megatron.checkpoint.conversion import ConversionError, convert, fingerprint
-from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, TensorEntry, whole
-from megatron.checkpoint.directory import Output, new_checkpoint
-from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.lazy_tensor import LazyTensor, in_memory
-from megatron.checkpoint.parts import Part, Progress
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.comparison import compare_entries
+from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.core import dcp_target
+from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, TensorEntry, whole
+from megatron.checkpoint.core.directory import Output, new_checkpoint
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from tests.checkpoint import samples, small_models
 
 REPOSITORY = Path(__file__).parents[2]
@@ -394,7 +396,8 @@ def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
 
 SLOW = """
 import sys, time
-from megatron.checkpoint import conversion, dcp_target, command_line
+from megatron.checkpoint.commands import conversion, command_line
+from megatron.checkpoint.core import dcp_target
 dcp_target.PART_BYTES = 1 << 14
 original = dcp_target._Planner.resolve_data
 dcp_target._Planner.resolve_data = lambda *args: (time.sleep(0.05), original(*args))[1]

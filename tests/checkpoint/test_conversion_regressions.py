@@ -14,24 +14,19 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint import (
-    conversion,
-    dcp_target,
-    directory,
-    param_groups,
-    safe_pickle,
-    torch_dist,
-)
-from megatron.checkpoint.command_line import main
-from megatron.checkpoint.comparison import compare_states
-from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, whole
-from megatron.checkpoint.directory import Output, new_checkpoint
-from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.lazy_tensor import LazyTensor, in_memory
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.training_state import TrainingState
-from megatron.checkpoint.verification import find_problems
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.command_line import main
+from megatron.checkpoint.commands.comparison import compare_states
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.commands.verification import find_problems
+from megatron.checkpoint.core import dcp_target, directory, param_groups, safe_pickle
+from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, whole
+from megatron.checkpoint.core.directory import Output, new_checkpoint
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.checkpoint import samples, small_models
 from tests.checkpoint.small_models import shapes_of, state_of
 

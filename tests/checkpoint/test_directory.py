@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.directory import (
+from megatron.checkpoint.core.directory import (
     RELEASE,
     TRACKER,
     discard,

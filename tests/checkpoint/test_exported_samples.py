@@ -8,7 +8,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from megatron.checkpoint.command_line import main
+from megatron.checkpoint.commands.command_line import main
 from tests.checkpoint import samples
 from tests.rank_pool import run_ranks
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from megatron.checkpoint import key_rules
-from megatron.checkpoint.key_rules import (
+from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.key_rules import (
     Sizes,
     Spelling,
     canonical_name,
@@ -266,7 +266,7 @@ def test_facts_about_parameters(name: str, dim: int | None, gated: bool) -> None
 
 @pytest.mark.parametrize("sample", [samples.DENSE, samples.EXPERTS, "dense_gelu_tied_fp32_dp2"])
 def test_shapes_follow_from_the_arguments(sample: str) -> None:
-    from megatron.checkpoint.formats import open_checkpoint
+    from megatron.checkpoint.commands.formats import open_checkpoint
 
     path = samples.torch_dist(sample)
     sizes = Sizes(open_checkpoint(path).state().args)

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint import conversion, directory, torch_dist
-from megatron.checkpoint.lazy_tensor import LazyTensor
-from megatron.checkpoint.param_groups import for_any_optimizer
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.training_state import MOMENTS, ParamGroup, TrainingState
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.param_groups import for_any_optimizer
+from megatron.checkpoint.core.training_state import MOMENTS, ParamGroup, TrainingState
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 ROOT = Path(__file__).parents[2]
 LAYERS, HIDDEN = 8, 1024
@@ -23,8 +25,8 @@ PART_BYTES = 2 * TENSOR
 """Instead of 256 MiB, for which a checkpoint would have to be large."""
 CHILD = """
 import resource, sys
-from megatron.checkpoint import dcp_target
-from megatron.checkpoint.command_line import main
+from megatron.checkpoint.core import dcp_target
+from megatron.checkpoint.commands.command_line import main
 dcp_target.PART_BYTES = int(sys.argv.pop(1))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:

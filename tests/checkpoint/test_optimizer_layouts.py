@@ -15,14 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.module import Float16Module
 
-from megatron.checkpoint import key_rules, torch_dist
-from megatron.checkpoint.lazy_tensor import LazyTensor
-from megatron.checkpoint.optimizer_layouts import OptimizerTensors, read_optimizer, reformulated
-from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
-from megatron.training.gpt_model import unwrap
+from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.checkpoint.torch_dist.optimizer_layouts import (
+    OptimizerTensors,
+    read_optimizer,
+    reformulated,
+)
+from megatron.pretrain.gpt_model import unwrap
 from tests.checkpoint.written_by_megatron_core import State, write
-from tests.rank_pool import run_ranks
-from tests.training.parity import (
+from tests.pretrain.parity import (
     ALLTOALL,
     BIAS,
     DEEPSEEK,
@@ -35,7 +39,8 @@ from tests.training.parity import (
     UNTIED,
     Combination,
 )
-from tests.training.training_runs import build, write_counting_corpus
+from tests.pretrain.training_runs import build, write_counting_corpus
+from tests.rank_pool import run_ranks
 
 OWN_SAMPLES = Path(__file__).parents[1] / "data" / "torch_dist"
 MORE_SAMPLES = Path(__file__).parents[3] / "shared" / "data" / "torch_dist"

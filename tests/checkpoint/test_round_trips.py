@@ -12,14 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.checkpoint import conversion, fsdp_dtensor, torch_dist
-from megatron.checkpoint.comparison import FORMAT_ARGUMENTS, compare_states, same
-from megatron.checkpoint.directory import new_checkpoint
-from megatron.checkpoint.formats import Opened, open_checkpoint
-from megatron.checkpoint.lazy_tensor import in_memory
-from megatron.checkpoint.spelling_choice import choose_spelling
-from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.training_state import TrainingState
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.comparison import FORMAT_ARGUMENTS, compare_states, same
+from megatron.checkpoint.commands.formats import Opened, open_checkpoint
+from megatron.checkpoint.core.directory import new_checkpoint
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.checkpoint import samples, small_models
 from tests.checkpoint.samples import DENSE, EXPERTS, TORCH_DIST, differing
 

@@ -24,8 +24,8 @@ from megatron.core.rerun_state_machine import RerunMode
 from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from megatron.checkpoint import safe_pickle
-from megatron.checkpoint.safe_pickle import RefusedPickle
+from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.safe_pickle import RefusedPickle
 from tests.checkpoint import samples
 from tests.checkpoint.crafted_files import (
     Call,

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any box of a DCP directory is read, and what is damaged is told, whichever byte it is."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -16,20 +17,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron.checkpoint import safe_pickle
-from megatron.checkpoint.comparison import compare_states
-from megatron.checkpoint.conversion import convert
-from megatron.checkpoint.dcp_target import DcpTarget, ObjectEntry, TensorEntry
-from megatron.checkpoint.directory import Output, locate
-from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.lazy_tensor import in_memory
-from megatron.checkpoint.safe_pickle import RefusedPickle
-from megatron.checkpoint.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint, overlap
-from megatron.checkpoint.training_state import TrainingState
-from megatron.checkpoint.verification import find_problems
+from megatron.checkpoint.commands.comparison import compare_states
+from megatron.checkpoint.commands.conversion import convert
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.commands.verification import find_problems
+from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, TensorEntry
+from megatron.checkpoint.core.directory import Output, locate
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.safe_pickle import RefusedPickle
+from megatron.checkpoint.core.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint, overlap
+from megatron.checkpoint.core.training_state import TrainingState
 from tests.checkpoint import samples, small_models
 from tests.checkpoint.crafted_files import archive, touch
-import contextlib
 
 TENSORS = {
     "matrix": torch.arange(24.0).reshape(6, 4),

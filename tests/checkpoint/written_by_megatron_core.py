@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron.checkpoint.fsdp_dtensor import plain_name
+from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
 
 State = dict[str, dict[str, torch.Tensor]]
 """Slot -> name -> whole tensor. Main weights have the slot `param`."""
@@ -28,11 +28,11 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
-    from megatron.training import (
+    from megatron.pretrain import (  # not where `live_state` is used with an old release
         checkpointing,
         torch_dist_checkpoint,
-    )  # not where `live_state` is used with an old release
-    from tests.training.training_runs import pretrain
+    )
+    from tests.pretrain.training_runs import pretrain
 
     states: list[State | None] = []
     original, metadata = checkpointing.save, torch_dist_checkpoint.content_metadata

@@ -11,7 +11,7 @@ import pytest
 
 from tests.examples import stand_ins
 from tests.examples.warm_programs import ROOT, free_port, warm_programs
-from tests.training.conftest import counting_corpus  # noqa: F401
+from tests.pretrain.conftest import counting_corpus  # noqa: F401
 
 
 @dataclass(frozen=True)

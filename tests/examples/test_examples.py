@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron.training.arguments import parse_arguments
+from megatron.pretrain.arguments import parse_arguments
+from tests.pretrain.training_runs import DATA, assert_close, train
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import DATA, assert_close, train
 
 ROOT = Path(__file__).parents[2]
 

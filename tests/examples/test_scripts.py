@@ -17,12 +17,12 @@ from click.testing import CliRunner
 from megatron.core.models.common.embeddings import rope_utils
 from torch.distributed.run import parse_args as parse_torchrun
 
-from megatron.checkpoint import command_line, conversion
-from megatron.training.arguments import parse_arguments
+from megatron.checkpoint.commands import command_line, conversion
+from megatron.pretrain.arguments import parse_arguments
 from tests.checkpoint.samples import DATA
 from tests.examples.conftest import Shell
 from tests.examples.warm_programs import ROOT
-from tests.training.training_runs import CORPUS
+from tests.pretrain.training_runs import CORPUS
 
 FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))

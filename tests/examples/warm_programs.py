@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.training.noise import quieten
+from megatron.pretrain.logging_setup import quieten
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = [
@@ -31,8 +31,8 @@ PRELOAD = [
     "torch.distributed.tensor",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
-    "megatron.training.loop",
-    "megatron.checkpoint.command_line",
+    "megatron.pretrain.loop",
+    "megatron.checkpoint.commands.command_line",
     "transformers.models.auto.tokenization_auto",
 ]
 

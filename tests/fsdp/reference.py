@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.hooks import tensors_in
+from megatron.fsdp.engine.hooks import tensors_in
 from tests.fsdp import models
 from tests.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.models import MODELS
 from tests.fsdp.reference import Case, Meshes, batch, compare, compare_pieces, loss_of, shard_mesh

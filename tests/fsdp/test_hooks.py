@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp import fully_shard
-from megatron.fsdp.hooks import tensors_in
+from megatron.fsdp.engine.hooks import tensors_in
 
 
 class Remembering(nn.Module):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megatron.fsdp import collectives
-from megatron.fsdp.device import CpuLanes, Pending
+from megatron.fsdp.engine import collectives
+from megatron.fsdp.engine.device import CpuLanes, Pending
 from megatron.fsdp.model import GradientError
 from megatron_fsdp import (
     DistributedDataParallelConfig,

@@ -20,8 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.padding_table import MODELS, Unit, main, shapes_on_one_rank
-from megatron.fsdp import layout as layout_module
-from megatron.fsdp.layout import (
+from megatron.fsdp.engine import layout as layout_module
+from megatron.fsdp.engine.layout import (
     ALIGNMENT,
     ELEMENTS,
     PREFER_ROWS,

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import MegatronFSDP, device, fully_shard_model
-from megatron.fsdp.param_group import ParamGroup
+from megatron.fsdp import MegatronFSDP, fully_shard_model
+from megatron.fsdp.engine import device
+from megatron.fsdp.engine.param_group import ParamGroup
 from tests.fsdp.models import BATCH, WIDTH, Block, Stack
 from tests.fsdp.reference import loss_of, shard_mesh
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.models import WIDTH
 from tests.fsdp.reference import Meshes, batch, close, loss_of
 from tests.fsdp.side_by_side import train_side_by_side

@@ -20,7 +20,7 @@ from megatron.fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.models import Block
 from tests.fsdp.reference import TOLERANCE, batch, close, compare_pieces, loss_of, shard_mesh

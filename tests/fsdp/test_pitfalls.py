@@ -28,16 +28,15 @@ from megatron.fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
     MixedPrecisionPolicy,
-    collectives,
-    device,
     fully_shard,
     fully_shard_model,
 )
-from megatron.fsdp.collectives import Communicator
-from megatron.fsdp.device import Pending
-from megatron.fsdp.layout import PREFER_ROWS, ROWS, plan
-from megatron.fsdp.param_group import ParamGroup
-from megatron.fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.engine import collectives, device
+from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, plan
+from megatron.fsdp.engine.param_group import ParamGroup
 from tests.fsdp import models
 from tests.fsdp.models import BATCH, WIDTH, Block
 from tests.fsdp.random_models import Drawn, Layer

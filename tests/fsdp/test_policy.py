@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.fsdp.engine.policy import (
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    Precision,
+    ShardingStrategy,
+)
 from megatron.fsdp.fully_shard import precision_policy
-from megatron.fsdp.policy import GradientPolicy, MixedPrecisionPolicy, Precision, ShardingStrategy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

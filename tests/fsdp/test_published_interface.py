@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
-from megatron.fsdp import mesh as engine_mesh
+from megatron.fsdp.engine import mesh as engine_mesh
 from megatron_fsdp.utils import contains_submesh, get_mesh_names
 
 MODULES: dict[str, list[str]] = {

@@ -18,8 +18,8 @@ from megatron.fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from megatron.fsdp.param_group import ParamGroup
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.engine.param_group import ParamGroup
 from tests.fsdp import random_models
 from tests.fsdp.reference import Case, Meshes, compare
 from tests.rank_pool import run_ranks as ranks

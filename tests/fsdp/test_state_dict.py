@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron.fsdp.uneven_dtensor import (
+from megatron.fsdp.dtensor.uneven_dtensor import (
     gather_uneven_dtensor_to_full_tensor,
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,

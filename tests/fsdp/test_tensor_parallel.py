@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.reference import close, optimizer_over, shard_mesh
 
 Ranks = Callable[..., list[Any]]

@@ -19,8 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.sharded_param import dtensor_over
-from megatron.fsdp.uneven_dtensor import (
+from megatron.fsdp.dtensor.sharded_param import dtensor_over
+from megatron.fsdp.dtensor.uneven_dtensor import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,

@@ -4,7 +4,7 @@
 import pytest
 from torch import nn
 
-from megatron.fsdp.units import assign_parameters, find_units, resolve_unit_modules
+from megatron.fsdp.engine.units import assign_parameters, find_units, resolve_unit_modules
 from tests.fsdp import models
 from tests.fsdp.models import Block, Outer
 

@@ -43,7 +43,7 @@ def make_model() -> nn.Module:
 @pytest.mark.parametrize("level", range(4))
 def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
     from megatron.fsdp import fully_shard
-    from megatron.fsdp.uneven import full_tensor
+    from megatron.fsdp.dtensor.uneven import full_tensor
 
     reference = make_model().double().cuda()
     reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2)
@@ -72,7 +72,7 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
 
 
 def test_collectives_run_on_streams_of_their_own() -> None:
-    from megatron.fsdp.device import CudaLanes
+    from megatron.fsdp.engine.device import CudaLanes
 
     lanes = CudaLanes(torch.device("cuda", 0))
     seen = {}

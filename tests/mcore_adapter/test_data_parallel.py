@@ -19,14 +19,14 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
-from megatron.training import gpt_model
-from megatron.training.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain import gpt_model
+from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from tests.model_parallel import ONE_AXIS, initialize
+from tests.pretrain.training_runs import SMALL, assert_close, prepare
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import SMALL, assert_close, prepare
 
 LINE = f"{SMALL} --use-megatron-fsdp --untie-embeddings-and-output-weights --overlap-grad-reduce"
 LAYERS = {f"decoder.layers.{number}." for number in (0, 1)}

@@ -25,9 +25,9 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.tensor import DTensor
 
 import megatron.mcore_adapter
-from megatron.checkpoint.fsdp_dtensor import plain_name
+from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
 from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
 from tests.mcore_adapter.megatron_lm_loop import NAMES, arguments, loaded
 from tests.model_parallel import ONE_AXIS, initialize

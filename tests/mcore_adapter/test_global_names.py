@@ -8,11 +8,11 @@ from megatron.core import parallel_state
 from torch import nn
 
 from megatron.mcore_adapter.global_names import GlobalNames
-from megatron.training.arguments.configs import transformer_config
-from megatron.training.gpt_model import build_chunk
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.gpt_model import build_chunk
+from tests.pretrain.parity import ALLTOALL, DEEPSEEK, GPT2, LLAMA, MTP, UNTIED, Combination
+from tests.pretrain.training_runs import prepare
 from tests.rank_pool import run_ranks
-from tests.training.parity import ALLTOALL, DEEPSEEK, GPT2, LLAMA, MTP, UNTIED, Combination
-from tests.training.training_runs import prepare
 
 Place = tuple[int, int]  # pipeline stage, expert rank
 

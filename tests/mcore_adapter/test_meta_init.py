@@ -18,17 +18,17 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
-from megatron.fsdp.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter.data_parallel import (
     CoreEngine,
     FullyShardedDataParallel,
     default_unit_modules,
 )
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
-from megatron.training.arguments.configs import ddp_config, transformer_config
-from megatron.training.gpt_model import layer_spec
+from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.gpt_model import layer_spec
+from tests.pretrain.training_runs import SMALL, prepare
 from tests.rank_pool import run_ranks
-from tests.training.training_runs import SMALL, prepare
 
 LINE = f"{SMALL} --use-distributed-optimizer"
 MODELS = {

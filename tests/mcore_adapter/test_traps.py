@@ -16,11 +16,10 @@ from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.tensor import DTensor
 
-from megatron.training import loop
-from megatron.training.arguments.configs import transformer_config
-from megatron.training.gpt_model import build_model
-from tests.rank_pool import run_ranks
-from tests.training.parity import (
+from megatron.pretrain import loop
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.gpt_model import build_model
+from tests.pretrain.parity import (
     DEEPSEEK,
     GPT2,
     LEVELS,
@@ -31,7 +30,8 @@ from tests.training.parity import (
     UNTIED,
     Combination,
 )
-from tests.training.training_runs import Record, assert_close, build, prepare, pretrain, train
+from tests.pretrain.training_runs import Record, assert_close, build, prepare, pretrain, train
+from tests.rank_pool import run_ranks
 
 TIED = LLAMA.replace(UNTIED, "")
 

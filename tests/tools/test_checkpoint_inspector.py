@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
-from megatron.checkpoint import command_line
-from megatron.checkpoint.command_line import main
-from megatron.checkpoint.comparison import same
-from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.lazy_tensor import in_memory
-from megatron.checkpoint.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.commands import command_line
+from megatron.checkpoint.commands.command_line import main
+from megatron.checkpoint.commands.comparison import same
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from tests.checkpoint import samples, small_models
 from tests.checkpoint.crafted_files import archive, touch
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.training.corpus import standard_library_files
+from megatron.pretrain.corpus import standard_library_files
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tools" / "preprocess_data.py"

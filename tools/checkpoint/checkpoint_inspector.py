@@ -12,7 +12,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a file of a checkout, which need not be installed
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megatron.checkpoint.command_line import main
+from megatron.checkpoint.commands.command_line import main
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters, gradients and chunks as optimizers and checkpoints see them: DTensors."""

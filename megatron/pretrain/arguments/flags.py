@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One command-line flag as data, and flags made from the typed fields of Megatron-Core's config classes."""
+
+import argparse
+import ast
+import enum
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag of the command line.
+
+    `kind` is "switch" (store true), "off" (destination True by default, the flag makes it False) or
+    "value". `choices` and `default` are values after `type` was applied.
+    """
+
+    names: tuple[str, ...]
+    dest: str
+    kind: Literal["switch", "off", "value"] = "value"
+    type: Callable[[str], Any] = str
+    default: Any = None
+    choices: tuple[Any, ...] | None = None
+    nargs: str | int | None = None
+    help: str = ""
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Declare this flag in an argparse group."""
+        shown = str(getattr(self.default, "name", self.default))
+        help = (
+            f"{self.help} (default: {shown})"
+            if self.kind == "value" and self.default is not None
+            else self.help
+        )
+        shared = {"dest": self.dest, "default": self.default, "help": help.replace("%", "%%")}
+        if self.kind == "value":
+            group.add_argument(
+                *self.names, type=self.type, choices=self.choices, nargs=self.nargs, **shared
+            )
+        else:
+            action = "store_true" if self.kind == "switch" else "store_false"
+            group.add_argument(*self.names, action=action, **shared)
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """Fields of one config class that become flags; `changes` gives per field what differs from the field itself."""
+
+    config: type
+    names: tuple[str, ...]
+    changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def flags(self) -> list[Flag]:
+        """The flags, in the order of `names`. Raises KeyError for a name that is not a field."""
+        declared = {f.name: f for f in fields(self.config)}
+        hints = typing.get_type_hints(self.config)
+        helps = field_docstrings(self.config)
+        made = []
+        for name in self.names:
+            default = declared[name].default
+            settings = from_annotation(hints[name], None if default is MISSING else default)
+            settings |= {"help": helps.get(name, "")} | self.changes.get(name, {})
+            settings.setdefault("dest", name)
+            if "names" not in settings:
+                prefix = "no-" if settings["kind"] == "off" else ""
+                settings["names"] = (f"--{prefix}{name.replace('_', '-')}",)
+            made.append(Flag(**settings))
+        return made
+
+
+def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
+    """The `Flag` settings that a field's type and default imply."""
+    annotation = without_none(annotation)
+    origin = typing.get_origin(annotation)
+    if annotation is bool:
+        return {"kind": "off" if default else "switch", "default": bool(default)}
+    settings: dict[str, Any] = {"kind": "value", "default": default}
+    if origin is Literal:
+        return settings | {"choices": typing.get_args(annotation)}
+    if origin in (list, tuple):
+        return settings | {"nargs": "+", "type": typing.get_args(annotation)[0]}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return settings | {"choices": tuple(annotation), "type": enum_member(annotation)}
+    if annotation in (int, float, str):
+        return settings | {"type": annotation}
+    return settings  # the table of changes must name the type
+
+
+def without_none(annotation: Any) -> Any:
+    """`Optional[X]` -> `X`; anything else as it is."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        rest = [a for a in typing.get_args(annotation) if a is not type(None)]
+        if len(rest) == 1:
+            return rest[0]
+    return annotation
+
+
+def enum_member(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    """A converter from a member's name to the member."""
+
+    def convert(text: str) -> enum.Enum:
+        if text not in kind.__members__:
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(kind.__members__)}")
+        return kind[text]
+
+    return convert
+
+
+def one_of(table: dict[str, Any]) -> dict[str, Any]:
+    """`Flag` settings of a value that is written as a key of `table` and means the value there."""
+
+    def convert(text: str) -> Any:
+        if text not in table:
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(table)}")
+        return table[text]
+
+    return {"kind": "value", "type": convert}
+
+
+def frequency(text: str) -> int | list[int]:
+    """`3`, or a list expression of zeros and ones such as `([0]*3+[1]*5)`.
+
+    Only lists, `+` and `*` are evaluated.
+    """
+    if re.fullmatch(r"\d+", text):
+        return int(text)
+    if not re.fullmatch(r"[\[\]()0-9,+* ]+", text):
+        raise argparse.ArgumentTypeError(
+            "write a number or a list expression such as ([0]*3+[1]*5)"
+        )
+    try:
+        pattern = list_expression(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, ValueError, RecursionError):
+        pattern = None
+    if not isinstance(pattern, list) or not all(item in (0, 1) for item in pattern):
+        raise argparse.ArgumentTypeError("the expression must give a list of zeros and ones")
+    return pattern
+
+
+def list_expression(node: ast.expr) -> Any:
+    """The value of an expression of lists, integers, `+` and `*`.
+
+    Raises ValueError for anything else.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.List):
+        return [list_expression(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return list_expression(node.left) + list_expression(node.right)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        left, right = list_expression(node.left), list_expression(node.right)
+        # A repetition is bounded so that a typing error cannot exhaust the memory.
+        if all(not isinstance(side, int) or side <= 10_000 for side in (left, right)):
+            return left * right
+    raise ValueError("not a list expression")
+
+
+def integer_pair(text: str) -> tuple[int, int]:
+    """`(128,0)` or `128,0` as two integers."""
+    match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError("write two integers such as (128,0)")
+    return int(match[1]), int(match[2])
+
+
+@functools.cache
+def field_docstrings(config: type) -> dict[str, str]:
+    """Field name -> the string literal written below the field, for a dataclass and its bases."""
+    docs: dict[str, str] = {}
+    for base in reversed(config.__mro__[:-1]):
+        # Type: ignore[attr-defined]
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
+        for statement, following in itertools.pairwise(body):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                text = literal_string(following)
+                if text:
+                    docs[statement.target.id] = " ".join(text.split())
+    return docs
+
+
+def literal_string(statement: ast.stmt) -> str | None:
+    """The text of a statement that is nothing but a string, else None."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return statement.value.value if isinstance(statement.value.value, str) else None
+    return None
+
+
+def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
+    """A flag written as one line of a table. `kind` is "switch", "off" or the type of the value.
+
+    `names` may hold several spellings, separated by blanks; the first gives the destination unless
+    `dest` does.
+    """
+    spellings: Sequence[str] = names.split()
+    more.setdefault("dest", spellings[0].removeprefix("--").replace("-", "_"))
+    if kind in ("switch", "off"):
+        return Flag(tuple(spellings), kind=kind, default=kind == "off", help=help, **more)
+    return Flag(tuple(spellings), type=kind, default=default, help=help, **more)

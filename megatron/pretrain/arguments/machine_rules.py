@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that fit the arguments to the machine, so that one command runs on CPU and on GPU.
+
+What only changes speed (backend, layer implementation, fused kernels) is replaced with a note, also
+where it was given. What would change results is refused.
+"""
+
+from typing import Any
+
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron.pretrain.arguments.check import Check
+
+# What runs without Transformer Engine, and what runs without a GPU at all.
+PLAIN_LAYERS = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "apply_rope_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+}
+NO_GPU = PLAIN_LAYERS | {
+    "distributed_backend": "gloo",
+    "masked_softmax_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+# These run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
+COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
+
+
+def fit_to_machine(check: Check) -> None:
+    """Choose backend, layers and kernels for the machine."""
+    args, machine = check.args, check.machine
+    if args.use_flash_attn:
+        asked_other = (
+            check.changed("attention_backend") and args.attention_backend is not AttnBackend.flash
+        )
+        check.require(
+            not asked_other, "--use-flash-attn contradicts --attention-backend: leave one out"
+        )
+        args.attention_backend = AttnBackend.flash
+    fit_numerics(check)
+    if not machine.cuda:
+        keep_tanh_gelu(check)
+        replace(check, "no CUDA", NO_GPU | COMPILED)
+    elif not machine.transformer_engine:
+        # With a GPU the package can be installed, so asking for it by name is an error rather than
+        # a wish.
+        asked = check.given.get("transformer_impl") == "transformer_engine"
+        check.require(
+            not asked,
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; install it"
+            " or give local",
+        )
+        replace(check, "no Transformer Engine", PLAIN_LAYERS)
+    elif args.transformer_impl == "local":
+        replace(check, "local layers", PLAIN_LAYERS)
+    if args.transformer_impl == "local":
+        fit_local_layers(check)
+    if not machine.fused_weight_gradient:
+        replace(check, "no fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion": False})
+    elif args.use_megatron_fsdp and args.transformer_impl != "local":
+        # Those layers add into a buffer that they expect on the weight all the time; here it is
+        # there in backward only.
+        replace(
+            check,
+            "Transformer Engine's layers under --use-megatron-fsdp",
+            {"gradient_accumulation_fusion": False},
+        )
+
+
+def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
+    """Set the destinations to the values and note which of them changed."""
+    changed = {dest: value for dest, value in values.items() if getattr(check.args, dest) != value}
+    for dest, value in changed.items():
+        setattr(check.args, dest, value)
+    named = [
+        f"{dest.replace('_', '-')} {value}"
+        for dest, value in changed.items()
+        if isinstance(value, str)
+    ]
+    off = [
+        dest.removeprefix("no_").replace("_", "-")
+        for dest, value in changed.items()
+        if isinstance(value, bool)
+    ]
+    if off:
+        named.append(f"off: {', '.join(off)}")
+    if named:
+        check.notes.append(f"{cause}: {'; '.join(named)}")
+
+
+def keep_tanh_gelu(check: Check) -> None:
+    """Keep the numbers where the fused GELU is switched off for the machine: it is the tanh formula, not the exact one."""
+    args = check.args
+    if args.bias_gelu_fusion and args.add_bias_linear and not args.swiglu and not args.squared_relu:
+        args.openai_gelu = True
+
+
+def fit_local_layers(check: Check) -> None:
+    """Layers without Transformer Engine have one attention and PyTorch's norms."""
+    args = check.args
+    if args.attention_backend in (AttnBackend.flash, AttnBackend.fused):
+        check.notes.append(
+            f"local layers: attention-backend {args.attention_backend.name} replaced by auto"
+        )
+        args.attention_backend = AttnBackend.auto
+    check.require(
+        not args.layernorm_zero_centered_gamma,
+        "--apply-layernorm-1p needs Transformer Engine layers: PyTorch's norms have no zero-centred"
+        " weight",
+    )
+    if args.context_parallel_size > 1 and args.cp_comm_type != ["all_gather"]:
+        args.cp_comm_type = ["all_gather"]
+        check.notes.append("local layers: cp-comm-type all_gather")
+    check.require(
+        not (args.window_size or args.softmax_type != "vanilla")
+        or (args.context_parallel_size == 1 and not args.multi_latent_attention),
+        "--window-size and --softmax-type need Transformer Engine layers with"
+        " --context-parallel-size above 1 or --multi-latent-attention",
+    )
+    check.require(
+        not (args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"),
+        "--cross-entropy-fusion-impl te needs Transformer Engine: use native",
+    )
+
+
+def fit_numerics(check: Check) -> None:
+    """Rules of deterministic mode and of environment variables."""
+    args, environment = check.args, check.machine.environment
+    if args.deterministic_mode:
+        check.require(
+            args.attention_backend is not AttnBackend.flash,
+            "--deterministic-mode excludes flash attention",
+        )
+        check.require(
+            not args.cross_entropy_loss_fusion,
+            "--deterministic-mode excludes --cross-entropy-loss-fusion",
+        )
+        algorithms = ("Tree", "Ring", "CollnetDirect", "CollnetChain", "^NVLS")
+        check.require(
+            not check.machine.cuda or environment.get("NCCL_ALGO") in algorithms,
+            "--deterministic-mode needs the environment variable NCCL_ALGO, one of"
+            f" {', '.join(algorithms)}",
+        )
+    if check.machine.cuda:
+        fit_connections(check, environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1")
+
+
+def fit_connections(check: Check, single: bool) -> None:
+    """How many hardware queues of a GPU the environment allows: one keeps the order of kernels, more overlap them."""
+    args = check.args
+    if args.use_megatron_fsdp:
+        check.require(
+            not single,
+            "--use-megatron-fsdp overlaps communication and compute, which"
+            " CUDA_DEVICE_MAX_CONNECTIONS=1 forbids: unset it",
+        )
+    elif not single and max(args.tensor_model_parallel_size, args.context_parallel_size) > 1:
+        check.notes.append(
+            "tensor and context parallelism overlap only with the environment variable"
+            " CUDA_DEVICE_MAX_CONNECTIONS=1 on GPUs before Blackwell: set it there"
+        )

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of parallelism: how ranks, layers, sequences and batches divide among the axes."""
+
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+from megatron.pretrain.arguments.check import Check
+
+AXES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "num_distributed_optimizer_instances",
+)
+UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+
+
+def complete_parallelism(check: Check) -> None:
+    """Sizes of the axes that were not given, and the rules between axes, layers and sequence length."""
+    args = check.args
+    args.world_size = check.machine.world_size
+    args.data_parallel_size = 1
+    args.virtual_pipeline_model_parallel_size = None
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
+    if any(getattr(args, dest) < 1 for dest in AXES):
+        return  # named already, as numbers
+    divide_ranks(check)
+    complete_sequence_parallelism(check)
+    complete_pipeline(check)
+
+
+def divide_ranks(check: Check) -> None:
+    """How many data-parallel ranks there are, and whether every axis comes out whole."""
+    args = check.args
+    world, tensor, pipeline = (
+        args.world_size,
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+    )
+    model = tensor * pipeline * args.context_parallel_size
+    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size * pipeline
+    args.data_parallel_size = max(1, world // model)
+    axes = {f"tensor {tensor} x pipeline {pipeline} x context {args.context_parallel_size}": model}
+    if args.num_experts:
+        tensor_of_experts, ranks_of_experts = (
+            args.expert_tensor_parallel_size,
+            args.expert_model_parallel_size,
+        )
+        axes[
+            f"expert tensor {tensor_of_experts} x expert {ranks_of_experts} x pipeline {pipeline}"
+        ] = experts
+    wrong = [
+        f"{words} parallelism needs a multiple of {size} ranks"
+        for words, size in axes.items()
+        if world % size
+    ]
+    for problem in wrong:
+        check.problems.append(
+            f"{problem}, not {world}: change --nproc_per_node of torchrun or these sizes"
+        )
+    if wrong:
+        return
+    instances = args.num_distributed_optimizer_instances
+    sizes = {"data x context ranks": world // (tensor * pipeline)}
+    if args.num_experts:
+        sizes["expert data ranks"] = world // experts
+    for words, size in sizes.items():
+        check.require(
+            size % instances == 0,
+            f"--num-distributed-optimizer-instances {instances} must divide the {size} {words}",
+        )
+    if args.num_experts and args.expert_model_parallel_size == 1:
+        # Without expert parallelism Megatron-Core reduces experts over the data ranks of everything
+        # else.
+        check.require(
+            args.expert_tensor_parallel_size == tensor,
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} beside"
+            f" --tensor-model-parallel-size {tensor} needs --expert-model-parallel-size of at least"
+            " 2: Megatron-Core would reduce experts over the wrong ranks",
+        )
+    if args.num_experts and args.use_tp_pp_dp_mapping and pipeline > 1:
+        # Megatron-Core then needs the same pipeline groups for experts and for everything else.
+        check.require(
+            model == experts,
+            f"--use-tp-pp-dp-mapping needs as many ranks for one copy of the experts ({experts}) as"
+            f" of the rest ({model}): leave it out, or change --expert-tensor-parallel-size or"
+            " --expert-model-parallel-size",
+        )
+
+
+def complete_sequence_parallelism(check: Check) -> None:
+    """Where sequences are cut: over context ranks in two chunks each, and over tensor ranks."""
+    args = check.args
+    tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
+    check.require(
+        context > 1 or not check.changed("cp_comm_type"),
+        "--cp-comm-type needs --context-parallel-size above 1",
+    )
+    if args.sequence_parallel and tensor == 1:
+        args.sequence_parallel = False
+        check.notes.append("--sequence-parallel: off, it needs tensor parallelism")
+    if args.num_experts and tensor > 1 and not args.skip_train:
+        check.require(
+            args.sequence_parallel,
+            f"experts with --tensor-model-parallel-size {tensor} train only with sequence"
+            " parallelism: give --sequence-parallel",
+        )
+    if context > 1:
+        check.require_multiple(
+            "seq_length",
+            2 * context,
+            f"every one of {context} context-parallel ranks has two chunks",
+        )
+    if args.sequence_parallel and args.seq_length and args.seq_length % context == 0:
+        check.require(
+            args.seq_length // context % tensor == 0,
+            f"--seq-length {args.seq_length} must be a multiple of {tensor * context}:"
+            f" --sequence-parallel divides it over {tensor} tensor-parallel ranks"
+            + (f" after {context} context-parallel ones" if context > 1 else ""),
+        )
+
+
+def complete_pipeline(check: Check) -> None:
+    """Layers of every pipeline stage, and what only some schedules can do."""
+    args = check.args
+    if args.pipeline_model_parallel_size == 1:
+        for dest in (*INTERLEAVED, *UNEVEN, "pipeline_model_parallel_layout"):
+            check.require(
+                not getattr(args, dest),
+                f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2",
+            )
+    elif args.pipeline_model_parallel_layout:
+        follow_layout(check)
+    elif args.num_layers and args.num_layers > 0:
+        divide_layers(check)
+    if args.pipeline_model_parallel_size > 1 and args.init_model_with_meta_device:
+        # The last stage's copy of the embedding gets its values from the first stage's while the
+        # model is built.
+        remedy = (
+            "leave out --mtp-num-layers"
+            if args.mtp_num_layers
+            else "give --untie-embeddings-and-output-weights"
+        )
+        check.require(
+            args.untie_embeddings_and_output_weights and not args.mtp_num_layers,
+            "--init-model-with-meta-device cannot fill an embedding that two pipeline stages"
+            f" share: leave it out, or {remedy}",
+        )
+    if args.virtual_pipeline_model_parallel_size is None:
+        # Only an interleaved schedule can overlap messages between stages, or align gathers.
+        args.overlap_p2p_comm = args.align_param_gather = False
+    elif args.pipeline_model_parallel_size == 2:
+        # In a batch of messages between the same two ranks, both directions would be mistaken for
+        # each other.
+        check.require(
+            args.overlap_p2p_comm,
+            "--no-overlap-p2p-communication does not go with virtual stages on two pipeline stages:"
+            " leave it out",
+        )
+    args.align_param_gather = args.align_param_gather and args.overlap_param_gather
+
+
+def follow_layout(check: Check) -> None:
+    """Stages as --pipeline-model-parallel-layout names them."""
+    args = check.args
+    others = [
+        check.flag(dest) for dest in (*INTERLEAVED, *UNEVEN) if getattr(args, dest) is not None
+    ]
+    check.require(
+        not others, f"--pipeline-model-parallel-layout says it all: leave out {', '.join(others)}"
+    )
+    try:
+        layout = PipelineParallelLayerLayout(
+            args.pipeline_model_parallel_layout, args.pipeline_model_parallel_size
+        )
+        predicts_alone = layout.validate_layer_layout(args.num_layers, args.mtp_num_layers)
+    except (AssertionError, NotImplementedError) as error:
+        check.problems.append(
+            f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: {error}"
+        )
+        return
+    check.require(
+        not predicts_alone,
+        f"--pipeline-model-parallel-layout {args.pipeline_model_parallel_layout}: m (the layers"
+        " that predict more tokens) must be in the last stage, whose embedding is kept equal to"
+        " the first one's",
+    )
+    stages = layout.virtual_pipeline_model_parallel_size
+    args.virtual_pipeline_model_parallel_size = stages if stages > 1 else None
+
+
+def divide_layers(check: Check) -> None:
+    """The same number of layers on every stage, but for a first and a last one that say otherwise."""
+    args = check.args
+    check.at_most_one(*INTERLEAVED)
+    ends = [getattr(args, dest) for dest in UNEVEN if getattr(args, dest)]
+    stages, layers = args.pipeline_model_parallel_size - len(ends), args.num_layers - sum(ends)
+    if (stages == 0 and layers != 0) or (stages and (layers <= 0 or layers % stages)):
+        named = ", ".join(
+            f"{check.flag(dest)} {getattr(args, dest)}" for dest in UNEVEN if getattr(args, dest)
+        )
+        check.problems.append(
+            f"{named}: {layers} layers are left for {stages} other pipeline stages, each of which"
+            " must get the same number"
+            if ends
+            else (
+                f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size"
+                f" {stages}, or give --decoder-first-pipeline-num-layers,"
+                " --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
+            )
+        )
+        return
+    virtual = args.num_virtual_stages_per_pipeline_rank or 1
+    if args.num_layers_per_virtual_pipeline_stage:
+        if ends:
+            check.problems.append(
+                "--num-layers-per-virtual-pipeline-stage is for stages of one size: use"
+                " --num-virtual-stages-per-pipeline-rank"
+            )
+            return
+        per_stage, per_pipeline_stage = args.num_layers_per_virtual_pipeline_stage, layers // stages
+        virtual = max(1, per_pipeline_stage // per_stage)
+        check.require(
+            per_pipeline_stage % per_stage == 0,
+            f"--num-layers-per-virtual-pipeline-stage {per_stage} must divide the"
+            f" {per_pipeline_stage} layers of a pipeline stage",
+        )
+    else:
+        for count in sorted({*ends, *([layers // stages] if stages else [])}):
+            check.require(
+                count % virtual == 0,
+                f"--num-virtual-stages-per-pipeline-rank {virtual} must divide the {count} layers"
+                " of a pipeline stage",
+            )
+    args.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
+
+
+def check_microbatches(check: Check) -> None:
+    """An interleaved schedule sends microbatches through in groups of as many as there are stages."""
+    args = check.args
+    if (
+        args.virtual_pipeline_model_parallel_size is None
+        or not args.micro_batch_size
+        or args.micro_batch_size < 1
+    ):
+        return
+    stages = args.pipeline_model_parallel_size
+    step = args.micro_batch_size * args.data_parallel_size * stages
+    why = (
+        f"virtual stages need a multiple of {stages} microbatches on each of"
+        f" {args.data_parallel_size} data-parallel ranks"
+    )
+    check.require_multiple("global_batch_size", step, why)
+    if args.rampup_batch_size:
+        start, increment, _ = args.rampup_batch_size
+        check.require(
+            start % step == 0 and increment % step == 0,
+            f"--rampup-batch-size: start {start} and increment {increment} must be multiples of"
+            f" {step}: {why}",
+        )

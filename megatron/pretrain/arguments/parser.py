@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parse, complete, check; everything that is wrong is reported at once."""
+
+import argparse
+import difflib
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from megatron.pretrain.arguments.check import ArgumentErrors, Check, Machine
+from megatron.pretrain.arguments.config_flags import config_flags
+from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
+from megatron.pretrain.arguments.flags import Flag
+from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
+from megatron.pretrain.arguments.rules import RULES
+
+
+class CommandLineParser(argparse.ArgumentParser):
+    """A parser that raises ArgumentErrors instead of ending the process; --help still prints and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentErrors([message])
+
+
+def all_flags() -> dict[str, list[Flag]]:
+    """Title of the --help group -> its flags, those of Megatron-Core's configs and those of the program."""
+    groups = config_flags()
+    for title, flags in PROGRAM_GROUPS.items():
+        groups.setdefault(title, []).extend(flags)
+    return groups
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every known flag; destinations and defaults are those of Megatron-LM."""
+    parser = CommandLineParser(
+        prog="pretrain_gpt.py",
+        description="Train a GPT model with Megatron-Core.",
+        allow_abbrev=False,
+    )
+    for title, flags in all_flags().items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            flag.add_to(group)
+            if flag.dest in NOT_BUILT:
+                action = group._group_actions[-1]
+                action.help = f"[only the default: {NOT_BUILT[flag.dest]}]".replace("%", "%%")
+    return parser
+
+
+def parse_arguments(
+    argv: Sequence[str],
+    *,
+    world_size: int,
+    cuda: bool,
+    transformer_engine: bool,
+    fused_weight_gradient: bool | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[argparse.Namespace, list[str]]:
+    """Parse `argv` (without the program's name) for a run on `world_size` ranks.
+
+    `fused_weight_gradient`: whether the kernel of --gradient-accumulation-fusion is installed;
+    None: look for it. `environment` defaults to `os.environ`. Returns the completed namespace, all
+    of whose values can be pickled, and notes to print, one line each. Raises ArgumentErrors with
+    all problems.
+    """
+    parser = build_parser()
+    defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
+    names = {action.dest: action.option_strings[0] for action in parser._actions}
+    given, problems = parse_given(parser, list(argv))
+    args = argparse.Namespace(**(defaults | given))
+    if fused_weight_gradient is None:
+        fused_weight_gradient = (
+            importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+        )
+    environment = os.environ if environment is None else environment
+    machine = Machine(world_size, cuda, transformer_engine, fused_weight_gradient, environment)
+    check = Check(args, given, names, defaults, machine, problems)
+    for rule in RULES:
+        rule(check)
+    if not check.problems:
+        check_configs(check)
+    if check.problems:
+        raise ArgumentErrors(check.problems)
+    return args, check.notes
+
+
+def parse_given(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """What the command line names, as destination -> value, and the problems of single flags.
+
+    argparse stops at the first bad value; so flags are parsed one at a time, each with the words
+    that follow it.
+    """
+    known = {name for action in parser._actions for name in action.option_strings}
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
+    given: dict[str, Any] = {}
+    problems: list[str] = []
+    for words in one_flag_each(argv):
+        name = words[0].split("=", 1)[0]
+        if not name.startswith("--") and name != "-h":
+            problems.append(f"{' '.join(words)}: does not belong to any flag")
+        elif name not in known:
+            problems.append(f"{name}: unknown flag{suggestion(name, known)}")
+        else:
+            try:
+                namespace, rest = parser.parse_known_args(words)
+            except ArgumentErrors as error:
+                problems.extend(error.problems)
+                continue
+            given |= vars(namespace)
+            if rest:
+                problems.append(f"{name}: does not take {' '.join(rest)}")
+    return given, problems
+
+
+def one_flag_each(argv: list[str]) -> list[list[str]]:
+    """Cut the words before every flag. A negative number is a value."""
+    pieces: list[list[str]] = []
+    for word in argv:
+        if not pieces or word.startswith("--") or word == "-h":
+            pieces.append([])
+        pieces[-1].append(word)
+    return pieces
+
+
+def suggestion(name: str, known: set[str]) -> str:
+    """A hint at the known flag that is spelled most like `name`."""
+    close = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+def check_configs(check: Check) -> None:
+    """Megatron-Core's own rules: its config objects refuse in their constructors."""
+    for make in (transformer_config, optimizer_config, partial(ddp_config, num_parameters=1)):
+        try:
+            make(check.args)
+        except (ValueError, AssertionError, RuntimeError, ImportError) as error:
+            check.problems.append(f"Megatron-Core refuses these arguments: {error}")

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPT model of a command line, chunk by chunk, and its data-parallel wrapper."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.parallel_state import is_pipeline_first_stage, is_pipeline_last_stage
+from megatron.core.tensor_parallel import set_defaults_if_not_set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
+
+
+def build_model(
+    args: argparse.Namespace, padded_vocab_size: int, device: torch.device
+) -> list[MegatronModule]:
+    """The model of ``args`` on ``device``, in the dtype of the run, wrapped for data parallelism.
+
+    This rank's pipeline stage of it: one chunk, or one for each virtual stage.
+    """
+    config = transformer_config(args)
+    num_chunks = args.virtual_pipeline_model_parallel_size
+    stages = range(num_chunks) if num_chunks is not None else [None]
+    chunks = [build_chunk(args, config, padded_vocab_size, device, stage) for stage in stages]
+    model = [
+        wrap(args, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+    if args.data_parallel_random_init:
+        for chunk in model:
+            chunk.broadcast_params()
+    return model
+
+
+def build_chunk(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    padded_vocab_size: int,
+    device: torch.device,
+    vp_stage: int | None,
+) -> MegatronModule:
+    """The layers of one (virtual) pipeline stage, in the dtype of the run; without values if they are to be made later."""
+    spec = layer_spec(args, config, vp_stage)
+    with on_meta(config) if args.init_model_with_meta_device else nullcontext():
+        model: MegatronModule = GPTModel(
+            config,
+            spec,
+            vocab_size=padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            rope_scaling=args.use_rope_scaling,
+            rope_scaling_factor=args.rope_scaling_factor,
+            mtp_block_spec=mtp_block_spec(args, config, spec, vp_stage),
+            vp_stage=vp_stage,
+        )
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    if not args.init_model_with_meta_device:
+        model.to(device)
+    return Float16Module(config, model) if config.bf16 or config.fp16 else model
+
+
+@contextmanager
+def on_meta(config: TransformerConfig) -> Iterator[None]:
+    """Layers built inside have no storage.
+
+    Only as for the CPU do their constructors leave the device to torch.
+    """
+    asked, config.use_cpu_initialization = config.use_cpu_initialization, True
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        config.use_cpu_initialization = asked
+
+
+def wrap(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    model: MegatronModule,
+    disable_bucketing: bool = False,
+) -> MegatronModule:
+    """Fully sharded with --use-megatron-fsdp, else Megatron-Core's own data parallelism.
+
+    ``disable_bucketing`` is for the latter: gradients of later chunks are complete too early to
+    gain from buckets.
+    """
+    num_parameters = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
+    settings = ddp_config(args, num_parameters=num_parameters)
+    if not args.use_megatron_fsdp:
+        return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
+    return FullyShardedDataParallel(config=config, ddp_config=settings, module=model)
+
+
+def unwrap(model: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside all wrappers."""
+    while not isinstance(model, GPTModel):
+        model = model.module
+    return model

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs change between Megatron-Core's DDP under any layout and FSDP by way of a conversion, as if nothing had happened.
+
+Megatron-Core writes its default, the optimizer's state in the buckets of each rank, and the loaders
+are strict.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.checkpoint.commands.command_line import main
+from tests.pretrain.parity import (
+    ALLTOALL,
+    BIAS,
+    DEEPSEEK,
+    GPT2,
+    LLAMA,
+    MTP,
+    SHARED,
+    UNTIED,
+    Combination,
+)
+from tests.pretrain.training_runs import Record, assert_close, refuse, train
+from tests.rank_pool import run_ranks
+
+STEPS = 2
+MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"
+
+
+def run(ranks: int, axes: str, model: str, layers: int = 2) -> Combination:
+    return Combination(ranks, axes, 3, model, layers=layers)
+
+
+# What runs without FSDP, and what goes on with it.
+CHANGES = {
+    "tp2_pp2": (run(4, "tp2 pp2", LLAMA), run(2, "dp", LLAMA)),
+    "tied_pp2_vpp2": (run(2, "pp2 vpp2", GPT2, 4), run(2, "tp2", GPT2, 4)),
+    "experts_ep2": (run(4, "ep2", ALLTOALL), run(2, "ep2", ALLTOALL)),
+    "layers_that_differ": (run(4, "tp2 sp ep2 etp1", MIXED), run(4, "ep2", MIXED)),
+    "qk_norm_biases": (
+        run(2, "tp2", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+        run(2, "dp", f"{LLAMA} --qk-layernorm --add-qkv-bias"),
+    ),
+    "deepseek": (run(4, "pp2 ep2", f"{DEEPSEEK} {MTP}", 4), run(2, "ep2", f"{DEEPSEEK} {MTP}", 4)),
+    "bf16": (run(2, "tp2", f"{LLAMA} --bf16"), run(2, "dp", f"{LLAMA} --bf16")),
+}
+
+
+def go_on(
+    flags: str, ranks: int, source: Path | None, first: int, last: int, target: Path
+) -> Record:
+    """Steps ``first`` to ``last`` from the checkpoint before them, and a checkpoint after."""
+    load = f"--load {source} --ckpt-step {first - 1} --no-load-rng" if source is not None else ""
+    line = (
+        f"{flags} --train-iters {3 * STEPS} --exit-interval {last} {load} --save {target}"
+        f" --save-interval {STEPS}"
+    )
+    (record,) = run_ranks(ranks, train, line)[0]
+    return record
+
+
+def convert(command: str, source: Path, target: Path) -> None:
+    result = CliRunner().invoke(main, [command, str(source), str(target), "--quiet"])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
+    before, after = CHANGES[name]
+    without_fsdp = (
+        f"{before.line} --use-distributed-optimizer --dist-ckpt-strictness raise_unexpected"
+    )
+    unbroken = go_on(without_fsdp, before.ranks, None, 1, 3 * STEPS, tmp_path / "unbroken")
+    convert(
+        "convert-torch-dist-to-fsdp-dtensor",
+        tmp_path / "unbroken" / f"iter_{STEPS:07d}",
+        tmp_path / "there",
+    )
+    with_fsdp = go_on(
+        after.ours, after.ranks, tmp_path / "there", STEPS + 1, 2 * STEPS, tmp_path / "fsdp"
+    )
+    convert("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp", tmp_path / "back")
+    without = go_on(
+        without_fsdp, before.ranks, tmp_path / "back", 2 * STEPS + 1, 3 * STEPS, tmp_path / "end"
+    )
+    for record, steps in (
+        (with_fsdp, slice(STEPS, 2 * STEPS)),
+        (without, slice(2 * STEPS, 3 * STEPS)),
+    ):
+        for value in ("lm loss", "grad-norm"):
+            assert_close(
+                record.column(value),
+                unbroken.column(value)[steps],
+                2e-3 if "--bf16" in before.line else 1e-5,
+            )
+
+
+def test_a_model_that_megatron_core_cannot_save_ends_the_run_on_all_ranks_alike(
+    tmp_path: Path,
+) -> None:
+    tied = run(
+        2, "pp2", f"{LLAMA.replace(UNTIED, '')} {MTP}"
+    )  # its last stage fails, the first one would wait
+    line = (
+        f"{tied.line} --use-distributed-optimizer --train-iters 1 --save {tmp_path}"
+        " --save-interval 1"
+    )
+    first, second = run_ranks(2, refuse, line)
+    assert first == second and "Megatron-Core cannot save or load this model in torch_dist" in first
+    assert list(tmp_path.glob("*iter_*")) == []

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A converted checkpoint loads strictly, in the format it was converted to, and training goes on as from the original."""
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
+
+from megatron.checkpoint.commands.command_line import main
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.pretrain import checkpointing, loop
+from tests.checkpoint import samples
+from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
+from tests.pretrain.training_runs import build
+from tests.rank_pool import run_ranks
+
+OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
+OF_OPTIMIZER_WITHOUT_FSDP = {
+    "--use-distributed-optimizer": 0,
+    "--dist-ckpt-optim-fully-reshardable": 0,
+}
+
+LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
+"""This release of Megatron-Core does not read the one, and the other only into the buckets that its run had."""
+
+
+def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
+    """The flags of the run that wrote a sample, as this program takes them."""
+    words = list(info["megatron_lm_flags"])
+    for flag, values in {**OF_THE_RUN, **(OF_OPTIMIZER_WITHOUT_FSDP if with_fsdp else {})}.items():
+        if flag in words:
+            position = words.index(flag)
+            del words[position : position + 1 + values]
+    words += ["--use-megatron-fsdp"] if with_fsdp else ["--dist-ckpt-strictness", "raise_all"]
+    return shlex.join(
+        [*words, "--load", str(checkpoint), "--num-workers", "0", "--eval-iters", "1"]
+    )
+
+
+@dataclass
+class Continued:
+    """What a run gives after the checkpoint."""
+
+    loss_before: float
+    loss: float
+    gradient_norm: float
+    loss_after: float
+
+
+def continue_run(flags: str, batch_file: str, save: str) -> Continued:
+    """Job: load, evaluate, train one step, evaluate, save."""
+    run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
+    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    init_num_microbatches_calculator(
+        dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
+    )
+    loop.connect(run)
+    batch = torch.load(batch_file, weights_only=True)
+    before = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
+    loop.train_step(run, own_microbatches(run, batch["train_tokens"]))
+    after = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
+    checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    step = run.report.record.steps[0]
+    return Continued(before, step["lm loss"], step["grad-norm"], after)
+
+
+def own_microbatches(run: loop.Run, tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+    place, size = (
+        parallel_state.get_data_parallel_rank(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    return batches_of(tokens.long().split(run.args.micro_batch_size)[place::size])
+
+
+def convert(command: str, source: Path, target: Path) -> Path:
+    result = CliRunner().invoke(main, [command, str(source), str(target), "--quiet"])
+    assert result.exit_code == 0, result.output
+    return target
+
+
+@pytest.mark.parametrize("name", samples.TORCH_DIST)
+def test_the_next_step_from_a_converted_sample_is_that_of_the_original(name, tmp_path):
+    sample = samples.torch_dist(name)
+    info = json.loads((sample / "info.json").read_text())
+    there = convert("convert-torch-dist-to-fsdp-dtensor", sample, tmp_path / "fsdp_dtensor")
+    back = convert("convert-fsdp-dtensor-to-torch-dist", there, tmp_path / "torch_dist")
+
+    def continued(checkpoint: Path, with_fsdp: bool, save: str) -> Continued:
+        flags = command_line(info, checkpoint, with_fsdp)
+        return run_ranks(
+            info["parallel"]["np"],
+            continue_run,
+            flags,
+            str(sample / "batch.pt"),
+            str(tmp_path / save),
+        )[0]
+
+    with_fsdp, without = (
+        continued(there, True, "saved_with_fsdp"),
+        continued(back, False, "saved_without"),
+    )
+    if name not in LOADED_BY_NOBODY_ELSE:
+        assert continued(sample, False, "saved_by_original") == without
+    exact = info["dtype"] == "fp32"
+    for mine in (with_fsdp, without):
+        # The sample's own machine rounded products in bf16 otherwise.
+        assert mine.loss_before == pytest.approx(
+            info["eval_loss_at_checkpoint"], abs=1e-6 if exact else LOSS_TOLERANCE
+        )
+        assert mine.loss == pytest.approx(
+            info["next_step"]["loss"], abs=1e-6 if exact else LOSS_TOLERANCE
+        )
+        assert mine.gradient_norm == pytest.approx(
+            info["next_step"]["grad_norm"], abs=1e-5 if exact else NORM_TOLERANCE
+        )
+    assert with_fsdp.loss_before == pytest.approx(without.loss_before, rel=1e-6)
+    assert with_fsdp.loss == pytest.approx(without.loss, rel=1e-6)
+    assert with_fsdp.gradient_norm == pytest.approx(without.gradient_norm, rel=1e-5)
+    for folder in ("saved_with_fsdp", "saved_without"):
+        weights = open_checkpoint(tmp_path / folder).state().weights
+        norms = {each: weights[each].read().double().norm().item() for each in weights}
+        # Adam moves an element whose gradient is nearly rounding alone by as much as any other: by
+        # some of the rate, 5e-3.
+        assert norms == pytest.approx(
+            info["param_l2_after_next_step"], rel=1e-6 if exact else 1e-4, abs=1e-6
+        )

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face model is converted, fine-tuned with FSDP, and exported again, all by the command lines that users have."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from megatron.checkpoint.commands.command_line import main
+from tests.checkpoint.hugging_face_models import RUN, saved_model
+from tests.pretrain.training_runs import train
+from tests.rank_pool import run_ranks
+
+SETTINGS = (
+    f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"
+    " --vocab-size 39"
+)
+
+
+def save_model(family: str, directory: Path) -> None:
+    """Job: a small random model of transformers."""
+    saved_model(family, directory)
+
+
+def inspector(*words: str | Path) -> dict:
+    """What a command prints for machines."""
+    result = CliRunner().invoke(main, [*map(str, words), "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("to", ["fsdp_dtensor", "torch_dist"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gpt2"])
+def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path: Path) -> None:
+    original = tmp_path / "original"
+    run_ranks(1, save_model, family, original)
+    # Megatron-Core reads torch_dist files of its own kind of layers only; ours reads fsdp_dtensor
+    # files of both kinds.
+    kind = ("--transformer-impl", "local") if to == "torch_dist" else ()
+    converted = inspector(
+        "convert-from-hf", original, tmp_path / "converted", "--format", to, *kind
+    )
+    flags = f"{shlex.join(converted['model_flags'])} {SETTINGS}"
+    flags += (
+        " --use-megatron-fsdp"
+        if to == "fsdp_dtensor"
+        else " --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
+    )
+    for rate, name in (("0", "untouched"), ("1e-3", "tuned")):
+        line = (
+            f"{flags} --lr {rate} --min-lr {rate} --weight-decay 0 --train-iters 2 --load"
+            f" {tmp_path}/converted --finetune"
+        )
+        (record,) = run_ranks(2, train, f"{line} --save {tmp_path / name} --save-interval 2")[0]
+        assert record.iteration == 2
+        inspector(
+            "convert-to-hf", tmp_path / name, tmp_path / f"{name}_exported", "--template", original
+        )
+        difference = CliRunner().invoke(
+            main, ["diff", str(original), str(tmp_path / f"{name}_exported"), "--json"]
+        )
+        assert json.loads(difference.stdout)["same"] == (name == "untouched")
+        inspector("diff", tmp_path / name, tmp_path / f"{name}_exported")
+    assert record.losses[1] != record.losses[0]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run tells: lines, the history of its losses, TensorBoard."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.pretrain.report import HISTORY, PICTURE, Report
+
+VALUES = {
+    "lm loss": 2.5, "learning-rate": 1e-3, "batch-size": 4, "grad-norm": 1.25, "num-zeros": None, "loss-scale": None, "params-norm": None
+}  # fmt: skip
+
+
+def namespace(**given) -> argparse.Namespace:
+    defaults = dict(
+        save=None,
+        tensorboard_dir=None,
+        tensorboard_queue_size=10,
+        tensorboard_log_interval=1,
+        log_memory_to_tensorboard=False,
+        log_validation_ppl_to_tensorboard=False,
+        log_interval=1,
+        log_throughput=False,
+        iteration=0,
+        train_iters=10,
+        consumed_train_samples=0,
+        global_batch_size=4,
+        rampup_batch_size=None,
+        seq_length=8,
+        world_size=1,
+    )
+    return argparse.Namespace(**{**defaults, **given})
+
+
+def steps(
+    args: argparse.Namespace, losses: list[float], *, skipped: tuple[int, ...] = (), **values: float
+) -> Report:
+    """A report that has been told of these steps, after `args.iteration`."""
+    report = Report(args)
+    report.begin()
+    for loss in losses:
+        args.iteration += 1
+        args.consumed_train_samples += args.global_batch_size
+        report.step({**VALUES, "lm loss": loss, **values}, skipped=args.iteration in skipped)
+    return report
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+
+
+def test_a_line_is_printed_every_interval_with_what_there_is(capsys):
+    steps(namespace(log_interval=2), [5.0, 4.0, 3.0, 2.0])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert lines[0].startswith(
+        "iteration  2/10 | consumed samples: 8 | lm loss: 4.000000E+00 | learning rate: 1.0000E-03"
+        " | grad norm: 1.2500 | step: "
+    )
+    assert (
+        "num zeros" not in lines[0] and "loss scale" not in lines[0] and "skipped" not in lines[0]
+    )
+
+
+def test_optional_numbers_have_their_own_names(capsys):
+    steps(namespace(), [5.0], **{"num-zeros": 12.0, "params-norm": 3.5, "loss-scale": 1024.0})
+    line = capsys.readouterr().out
+    for part in ("num zeros: 12 |", "params norm: 3.5000 |", "loss scale: 1024.0 |"):
+        assert part in line
+
+
+def test_skipped_iterations_are_counted_and_left_out_of_the_curve(tmp_path, capsys):
+    steps(
+        namespace(save=str(tmp_path), log_interval=4),
+        [5.0, float("inf"), 4.0, 3.0],
+        skipped=(2,),
+        **{"grad-norm": None},
+    ).keep()
+    assert "skipped iterations: 1" in capsys.readouterr().out
+    assert [entry["iteration"] for entry in history(tmp_path)] == [1, 3, 4]
+
+
+def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path):
+    args = namespace(save=str(tmp_path))
+    first = steps(args, [5.0, 4.0, 3.0])
+    first.evaluation(3.5)
+    first.keep()
+    resumed = steps(namespace(save=str(tmp_path), iteration=2), [3.1, 2.1])
+    resumed.evaluation(2.5)
+    resumed.evaluation(9.9, "test")
+    resumed.keep()
+    assert history(tmp_path) == [
+        {"iteration": 1, "train": 5.0},
+        {"iteration": 2, "train": 4.0},
+        {"iteration": 3, "train": 3.1},
+        {"iteration": 4, "train": 2.1},
+        {"iteration": 4, "validation": 2.5},
+    ]
+    assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([HISTORY, PICTURE])
+
+
+def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_path):
+    args = namespace(
+        tensorboard_dir=str(tmp_path),
+        log_memory_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+    )
+    report = steps(args, [5.0, 4.0], **{"params-norm": 3.5})
+    report.evaluation(2.0)
+    report.evaluation(3.0, "test")
+    report.end()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) == {
+        "lm loss", "learning-rate", "grad-norm", "params-norm", "batch-size", "mem-allocated-bytes",
+        "lm loss vs samples", "learning-rate vs samples", "grad-norm vs samples",
+        "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl",
+        "lm loss test", "lm loss test vs samples", "lm loss test ppl",
+    }  # fmt: skip
+    assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
+        (1, 5.0),
+        (2, 4.0),
+    ]
+    assert [(event.step, event.value) for event in events.Scalars("lm loss vs samples")] == [
+        (4, 5.0),
+        (8, 4.0),
+    ]
+    assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(7.389056)
+
+
+def test_only_the_first_rank_reports(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    report = steps(namespace(save=str(tmp_path), tensorboard_dir=str(tmp_path)), [5.0])
+    report.say("a line")
+    report.evaluation(2.0)
+    report.keep()
+    report.end()
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())

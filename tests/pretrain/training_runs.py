@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training program on warm ranks: command lines in, exact numbers out.
+
+Jobs for `tests.rank_pool.run_ranks`.
+"""
+
+import functools
+import gc
+import os
+import shlex
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+
+from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.mcore_adapter import cpu
+from megatron.pretrain import checkpointing, loop, ranks
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.gpt_model import build_model
+from megatron.pretrain.gpt_optimizer import build_optimizer
+from megatron.pretrain.logging_setup import quieten
+from megatron.pretrain.report import Report
+from megatron.pretrain.sharded_checkpoint import named_parameters
+from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
+from tests.model_parallel import initialize
+
+SIZES = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
+    " --global-batch-size 8"
+)
+CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
+"""Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
+SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
+DATA = f"{SOURCE} --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
+STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
+NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
+"""Two microbatches a step on two ranks, one on four, four on one: the batches are the same."""
+
+
+@functools.cache
+def write_counting_corpus() -> None:
+    """Documents that count, from anywhere, around the vocabulary: easy to learn.
+
+    The index caches lie beside it.
+    """
+    shutil.rmtree(CORPUS.parent, ignore_errors=True)
+    CORPUS.parent.mkdir(parents=True)
+    builder = IndexedDatasetBuilder(f"{CORPUS}.bin", dtype=np.uint16)
+    for start in range(200):
+        document = (7 * start + np.arange(150 + start)) % 99
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{CORPUS}.idx")
+
+
+@dataclass
+class Record:
+    """What one rank saw of one run."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """The values that the loop reports, with `iteration` and `skipped`; floats as they were computed."""
+    evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    """Name of the split -> iterations and losses."""
+    lines: list[str] = field(default_factory=list)
+    iteration: int = 0
+    operations: float = 0.0
+
+    def column(self, name: str) -> list[Any]:
+        """One value of every step."""
+        return [step[name] for step in self.steps]
+
+    @property
+    def losses(self) -> list[float]:
+        return self.column("lm loss")
+
+
+class RecordingReport(Report):
+    """A report that keeps what it is told, on every rank, and prints nothing."""
+
+    record: Record
+
+    def step(self, values: dict[str, float | None], skipped: bool) -> None:
+        self.record.steps.append({"iteration": self._args.iteration, "skipped": skipped, **values})
+        super().step(values, skipped)
+
+    def evaluation(self, loss: float, name: str = "validation") -> None:
+        self.record.evaluations.setdefault(name, []).append((self._args.iteration, loss))
+        super().evaluation(loss, name)
+
+    def say(self, line: str) -> None:
+        self.record.lines.append(line)
+
+
+def prepare(command_line: str) -> tuple[Any, torch.device]:
+    """What `ranks.start` does, in a world that exists already; the arguments and the device."""
+    quieten()
+    args, _ = parse_arguments(
+        shlex.split(command_line),
+        world_size=dist.get_world_size(),
+        cuda=False,
+        transformer_engine=False,
+    )
+    cpu.install()
+    initialize(args)
+    ranks.seed(args)
+    destroy_num_microbatches_calculator()
+    gc.collect()
+    return args, torch.device("cpu")
+
+
+def pretrain(command_line: str) -> Record:
+    """One run from start to end on this rank."""
+    args, device = prepare(command_line)
+    report = type("ThisReport", (RecordingReport,), {"record": Record()})
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with patch.object(loop, "Report", report):
+            loop.pretrain(args, device)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    report.record.iteration = args.iteration
+    report.record.operations = args.num_floating_point_operations_so_far
+    return report.record
+
+
+def train(*command_lines: str) -> list[Record]:
+    """Job: runs one after the other, each as if it were alone."""
+    return [pretrain(command_line) for command_line in command_lines]
+
+
+def refuse(command_line: str) -> str:
+    """Job: a run that must fail; type and message of the error."""
+    try:
+        pretrain(command_line)
+    except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("the run did not fail")
+
+
+def assert_close(values: list[float], expected: list[float], relative: float) -> None:
+    """Every value within `relative` of its reference; the message shows the worst."""
+    assert len(values) == len(expected) > 0
+    worst = max(
+        abs(value - other) / max(abs(other), 1e-12) for value, other in zip(values, expected)
+    )
+    assert worst <= relative, (
+        f"differs by {worst:.2e}, more than {relative:.0e}:\n{values}\n{expected}"
+    )
+
+
+@dataclass
+class State:
+    """Weights and optimizer after `--load`, as full tensors by plain name, and what was restored beside them."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    """`exp_avg`, `exp_avg_sq`, `step` -> name -> tensor."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of the param groups without their parameters."""
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+def build(command_line: str, **overrides: Any) -> loop.Run:
+    """Everything of a run up to its first load, with a report that keeps what it is told.
+
+    `overrides` are arguments after all rules, for what the command line does not let through on
+    this machine.
+    """
+    args, device = prepare(command_line)
+    vars(args).update(overrides)
+    args.padded_vocab_size = padded_vocab_size(build_tokenizer(args), args)
+    model = build_model(args, args.padded_vocab_size, device)
+    optimizer, scheduler = build_optimizer(args, model)
+    report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)
+    return loop.Run(args, device, model, optimizer, scheduler, report, started=time.monotonic())
+
+
+def state_of(run: loop.Run) -> State:
+    """The state of a run with --use-megatron-fsdp."""
+    state = State(
+        args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")}
+    )
+    for name, parameter in named_parameters(run.model).items():
+        plain = plain_name(name)
+        state.weights[plain] = full_tensor(parameter)
+        for slot, value in run.optimizer.optimizer.state[parameter].items():
+            state.slots.setdefault(slot, {})[plain] = (
+                full_tensor(value) if slot != "step" else value.clone()
+            )
+    state.groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in run.optimizer.param_groups
+    ]
+    return state
+
+
+def load_state(command_line: str) -> State:
+    """Job: what a run has after it has loaded its checkpoint."""
+    run = build(command_line)
+    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    return state_of(run)
