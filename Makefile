@@ -2,7 +2,8 @@
 # Everything runs in ./.venv, which is made on first use and made complete after an interruption.
 #   make pretrain [ARGS="--train-iters 20"]   train a small GPT on two CPU ranks
 #   make lint                                 ruff and mypy
-#   make test [ARGS="-k layout"]              all tests
+#   make test [ARGS="-k layout"]              the tests, in a few minutes
+#   make test-all                             these and what is long by nature: every combination
 
 # The newest of the Pythons that torch is tested with here; PYTHON=/path/to/python overrides the search.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 python3.10,$(shell \
@@ -19,7 +20,10 @@ pretrain: .venv/.installed
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/megatron_fsdp/pretrain_gpt_laptop.sh $(ARGS)
 
 test: .venv/.installed
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/python -m pytest -m "not exhaustive" $(ARGS)
+
+test-all: test
+	.venv/bin/python -m pytest -m exhaustive $(ARGS)
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -48,6 +48,10 @@ setup(
             "megatron_fsdp.*",
         ]
     ),
+    # Type checkers read the annotations of these packages (PEP 561).
+    package_data={
+        name: ["py.typed"] for name in ("megatron.fsdp", "megatron.checkpoint", "megatron_fsdp")
+    },
     install_requires=[
         "torch>=2.10,<2.14",
         "megatron-core>=0.16.0,<0.17",
