@@ -11,10 +11,11 @@ from pathlib import Path
 from setuptools import find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
+TYPED = ("megatron.fsdp", "megatron.checkpoint", "megatron_fsdp")
 
 
 def read_version() -> str:
-    """The version, kept in megatron/fsdp/__init__.py, read without importing torch."""
+    """Read the version from megatron/fsdp/__init__.py, without importing torch."""
     text = (ROOT / "megatron" / "fsdp" / "__init__.py").read_text()
     match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     if match is None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 REPOSITORY = Path(__file__).parents[1]
 
 MEGATRON_LM = {
-    # Folders of `megatron/` in Megatron-LM, core_r0.5 to core_v0.19, and in the megatron-core wheel.
+    # Names in `megatron/` of Megatron-LM, today and before, and of the megatron-core wheel.
     *("megatron.core", "megatron.data", "megatron.deprecated", "megatron.fp16_deprecated"),
     *("megatron.fused_kernels", "megatron.inference", "megatron.legacy", "megatron.model"),
     *("megatron.mpu", "megatron.optimizer", "megatron.post_training", "megatron.rl"),
@@ -27,11 +27,11 @@ MEGATRON_LM = {
     *("pretrain_vision_inpaint", "pretrain_vlm", "scripts", "setup", "tasks", "tests", "tools"),
     *("train_rl",),
 }
-"""Top names of a Megatron-LM checkout: with both on a path, an equal name of ours would hide theirs."""
+"""Top names of a Megatron-LM checkout: an equal name of ours would hide theirs."""
 
 
 def arguments_of_setup() -> dict[str, Any]:
-    """The arguments with which setup.py calls `setuptools.setup`."""
+    """Return the arguments with which setup.py calls `setuptools.setup`."""
     before = Path.cwd()
     os.chdir(REPOSITORY)  # setuptools looks for packages in the working directory
     try:
