@@ -26,7 +26,7 @@ ROOMS = {
 }
 """Rooms of megatron/fsdp, the lowest first, and the files of each in order.
 
-A file imports only files before it. The front has no folder of its own. A new file is inserted here.
+A file imports only files before it. The front has no folder of its own. New files go here.
 """
 
 STAND_ALONE = {"engine.policy", "engine.layout"}
@@ -108,7 +108,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
-    """Yield dotted names, with the last part of `from a import b`; relative ones start with a dot."""
+    """Yield dotted names, `a.b` for `from a import b`; a relative import starts with a dot."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
