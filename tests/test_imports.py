@@ -15,8 +15,9 @@ REPOSITORY = Path(__file__).parents[1]
 
 ROOMS = {
     "engine": [
-        *("policy", "layout", "mesh", "device", "collectives", "buffer", "param_group"),
-        *("schedule", "units", "hooks"),
+        *("policy", "states", "layout", "axes", "mesh", "device", "collectives", "buffer"),
+        *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
+        *("reductions", "prefetch", "schedule", "hooks"),
     ],
     "dtensor": ["uneven", "gradient", "sharded_param", "chunks", "uneven_dtensor"],
     "": [
@@ -27,7 +28,7 @@ ROOMS = {
 """Rooms of megatron/fsdp, the lowest first, and the files of each in order: a file imports only files
 before it. The front has no folder of its own. A new file takes its place here."""
 
-STAND_ALONE = {"engine.policy", "engine.layout"}
+STAND_ALONE = {"engine.policy", "engine.states", "engine.layout"}
 """Files of the engine that import nothing of ours."""
 
 OURS = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine.device import Collective, CpuLanes, CudaLanes, Pending
+from megatron.fsdp.engine.device import Collective, CpuStreams, CudaStreams, Pending
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,7 +30,7 @@ class Communicator:
         inner: group of the ranks that divide the parameters.
         outer: group of the ranks that replicate them or divide them further; None without such an
             axis.
-        gather: group of the inner ranks for gathers of weights; may be ``inner`` itself.
+        all_gather_group: group of the inner ranks for gathers of weights; may be ``inner`` itself.
         divisor: what a summed gradient is divided by: the number of data ranks for a mean, 1 for a
             sum.
         average_in_collective: let the process groups divide. What their sizes leave of the divisor
@@ -40,10 +40,10 @@ class Communicator:
 
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None
-    gather: dist.ProcessGroup
+    all_gather_group: dist.ProcessGroup
     divisor: int
     average_in_collective: bool
-    lanes: CpuLanes | CudaLanes
+    streams: CpuStreams | CudaStreams
 
     @property
     def inner_size(self) -> int:
@@ -71,11 +71,13 @@ class Communicator:
         steps = [] if piece is None else [_gather_step(shard, piece, self.outer)]
         if self.inner_size > 1:
             in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
-            own_is_written = in_place and self.lanes.gathers_write_own_part
+            own_is_written = in_place and self.streams.gathers_write_own_part
             steps.append(
-                (_gather_others_step if own_is_written else _gather_step)(full, shard, self.gather)
+                (_gather_others_step if own_is_written else _gather_step)(
+                    full, shard, self.all_gather_group
+                )
             )
-        return self.lanes.launch("gather", *steps)
+        return self.streams.launch("gather", *steps)
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """``shard`` ``[n]``: this inner rank's slice of the reduced ``full`` ``[inner * n]``, which may be overwritten."""
@@ -89,13 +91,13 @@ class Communicator:
 
     def reduce_scatter_outer(self, shard: torch.Tensor, piece: torch.Tensor) -> Pending:
         """``piece`` ``[n]``: this outer rank's slice of what the outer ranks have of ``shard`` ``[outer * n]``, summed."""
-        return self.lanes.launch(
+        return self.streams.launch(
             "reduce", _reduce_scatter_step(shard, piece, self.outer, self._operation)
         )
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """``shard`` becomes the sum over the outer ranks, on all of them."""
-        return self.lanes.launch("reduce", _all_reduce_step(shard, self.outer, self._operation))
+        return self.streams.launch("reduce", _all_reduce_step(shard, self.outer, self._operation))
 
     @property
     def _operation(self) -> dist.ReduceOp:
@@ -111,7 +113,7 @@ class Communicator:
         before = full.dtype == torch.float16 and divisor > 1
         if before:
             full.div_(divisor)
-        pending = self.lanes.launch("reduce", step)
+        pending = self.streams.launch("reduce", step)
         if before or divisor == 1:
             return pending
 

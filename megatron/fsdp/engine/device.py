@@ -41,14 +41,14 @@ class Pending:
                 wait()
 
 
-class CpuLanes:
+class CpuStreams:
     """Collectives as asynchronous works of the process group."""
 
     gathers_write_own_part = (
         True  # gloo writes what a rank sends into what it receives, at any time before the end
     )
 
-    def launch(self, lane: str, *collectives: Collective) -> Pending:
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` one after another.
 
         Later ones need what earlier ones leave: they begin in ``wait``.
@@ -65,7 +65,7 @@ class CpuLanes:
         return Pending(wait)
 
 
-class CudaLanes:
+class CudaStreams:
     """One stream for gathers, one for reductions, ordered with compute by events."""
 
     gathers_write_own_part = False  # in place, NCCL leaves it alone
@@ -74,11 +74,11 @@ class CudaLanes:
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def launch(self, lane: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another on the stream of ``lane``."""
-        if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self._device)
-        stream = self._streams[lane]
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+        """Run ``collectives`` one after another on the stream of ``stream_name``."""
+        if stream_name not in self._streams:
+            self._streams[stream_name] = torch.cuda.Stream(self._device)
+        stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:
@@ -87,9 +87,9 @@ class CudaLanes:
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
 
-def lanes_for(device: torch.device) -> CpuLanes | CudaLanes:
+def streams_for(device: torch.device) -> CpuStreams | CudaStreams:
     """Where the collectives of parameters on ``device`` run."""
-    return CudaLanes(device) if device.type == "cuda" else CpuLanes()
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
 
 
 def allocate(tensor: torch.Tensor) -> None:

@@ -3,23 +3,23 @@
 
 A group of parameters is one flat buffer of ``world_size * shard_size`` elements. Parameters lie in
 it whole and contiguous, in any order; rank r owns ``[r * shard_size, (r + 1) * shard_size)``, so
-the multiples of ``shard_size`` are where parameters are cut. A parameter's *grain* is the number of
+the multiples of ``shard_size`` are where parameters are cut. A parameter's *alignment* is the number of
 elements that no cut divides: by wish one row.
 
 How :func:`plan` chooses. A parameter longer than two shards is cut where the shard size says, so
-its grain must divide the shard size; a shorter one can be moved until its cut falls between grains.
+its alignment must divide the shard size; a shorter one can be moved until its cut falls between alignments.
 
 1. The smallest buffer is one where only requirements count and wishes are ignored. It cannot be
    refused, whatever it costs.
-2. The buffer may be larger than the elements by 1 % (``ROW_BUDGET``), by 8 elements a rank and 8 a
+2. The buffer may be larger than the elements by 1 % (``PADDING_BUDGET``), by 8 elements a rank and 8 a
    parameter, or as large as the smallest one: the largest of the three. Where nothing is required
    the smallest one is below the second.
-3. Within that, shard sizes are tried that are multiples of common multiples of the grains. The
-   layout in which the fewest parameters are cut inside a grain wins, then the one with the smallest
+3. Within that, shard sizes are tried that are multiples of common multiples of the alignments. The
+   layout in which the fewest parameters are cut inside a alignment wins, then the one with the smallest
    shard.
 
 For one shard size, parameters are laid one behind the other: always the one that leaves the
-smallest gap, and of equals the one with the largest grain, so that small and undemanding ones are
+smallest gap, and of equals the one with the largest alignment, so that small and undemanding ones are
 left to fill gaps. Where even the smallest gap is
 more than the buffer has to spare, a parameter with only a wish is cut anywhere on the alignment: an
 element run.
@@ -33,13 +33,13 @@ from functools import lru_cache
 from math import lcm, prod
 from typing import Literal
 
-ALIGNMENT = 8  # elements: 16 bytes of a 2-byte dtype, what vector loads and matrix kernels want
-ROW_BUDGET = 0.01  # padding, as a share of the parameters, that wishes may cost
-# Common multiples of grains worth trying; models have three or four grains, so this binds for
+MIN_ALIGNMENT = 8  # elements: 16 bytes of a 2-byte dtype, what vector loads and matrix kernels want
+PADDING_BUDGET = 0.01  # padding, as a share of the parameters, that wishes may cost
+# Common multiples of alignments worth trying; models have three or four alignments, so this binds for
 # random shapes only
 MAX_STEPS = 32
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d tensor
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Granularity:
 
     A requirement is kept whatever the padding; a wish gives way to element runs where it does not
     fit the budget. Elements are counted from the start of the parameter, and cuts also stay on
-    ``ALIGNMENT``.
+    ``MIN_ALIGNMENT``.
 
     Raises:
         ValueError: the unit is unknown or the count is below 1.
@@ -65,7 +65,7 @@ class Granularity:
                 f" {self.count}"
             )
 
-    def grain(self, shape: Sequence[int]) -> int:
+    def alignment(self, shape: Sequence[int]) -> int:
         """Elements of a piece of a tensor of ``shape``."""
         if self.unit == "tensor":
             return max(prod(shape), 1)
@@ -111,12 +111,12 @@ class Layout:
     def padding(self) -> int:
         return self.numel - sum(slot.numel for slot in self.slots)
 
-    def owned(self, index: int, rank: int) -> Run:
+    def owned(self, index: int, rank: int) -> FlatRange:
         """The elements of parameter ``index`` that ``rank`` owns."""
         slot = self.slots[index]
         low = min(max(rank * self.shard_size - slot.start, 0), slot.numel)
         high = min(max((rank + 1) * self.shard_size - slot.start, 0), slot.numel)
-        return Run(slot.shape, low, high, slot.by_rows)
+        return FlatRange(slot.shape, low, high, slot.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
         """Where those elements lie in the rank's shard."""
@@ -126,7 +126,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Run:
+class FlatRange:
     """A contiguous range ``[start, stop)`` of the elements of a tensor of ``shape``, in row-major order."""
 
     shape: tuple[int, ...]
@@ -147,7 +147,7 @@ class Run:
             return (self.numel,)
         return (self.numel // row_size(self.shape), *self.shape[1:])
 
-    def parts(self, count: int) -> list[Run]:
+    def parts(self, count: int) -> list[FlatRange]:
         """The same elements as runs of ``count`` tensors that lie one behind the other along dim 0."""
         if count == 1:
             return [self]
@@ -157,11 +157,13 @@ class Run:
             (max(self.start, i * size) - i * size, min(self.stop, (i + 1) * size) - i * size)
             for i in range(count)
         ]
-        return [Run(shape, *(cut if cut[0] < cut[1] else (0, 0)), self.by_rows) for cut in cuts]
+        return [
+            FlatRange(shape, *(cut if cut[0] < cut[1] else (0, 0)), self.by_rows) for cut in cuts
+        ]
 
-    def boxes(self) -> list[Box]:
-        """The range as boxes of the tensor, in row-major order: at most ``2 * ndim - 1`` of them."""
-        return list(_boxes(self.shape, self.start, self.stop)) if self.numel else []
+    def chunks(self) -> list[Chunk]:
+        """The range as chunks of the tensor, in row-major order: at most ``2 * ndim - 1`` of them."""
+        return list(_chunks(self.shape, self.start, self.stop)) if self.numel else []
 
 
 def row_size(shape: Sequence[int]) -> int:
@@ -176,7 +178,7 @@ def plan(
 ) -> Layout:
     """Lay parameters out for ``world_size`` ranks with little padding, cut between rows if that is cheap.
 
-    With wishes only, padding is at most 1 % of the elements, or ``ALIGNMENT * (world_size +
+    With wishes only, padding is at most 1 % of the elements, or ``MIN_ALIGNMENT * (world_size +
     len(shapes))`` if that is more. Requirements are kept whatever they cost; wishes beside them add
     nothing beyond that bound. Equal arguments give the same object; the result depends on nothing
     else.
@@ -212,41 +214,41 @@ def plan(
 class _Kind:
     """Parameters that are alike to the planner.
 
-    Its numbers are multiples of ``ALIGNMENT``, as all starts and cuts are.
+    Its numbers are multiples of ``MIN_ALIGNMENT``, as all starts and cuts are.
     """
 
     room: int  # elements of one of them, rounded up
-    grain: int
+    alignment: int
     is_required: bool
     indices: tuple[int, ...]
 
     def roomy_shard(self) -> int:
-        """From this shard size on there is always a start with no cut inside, or one, between grains."""
-        return self.room - self.room // (2 * self.grain) * self.grain
+        """From this shard size on there is always a start with no cut inside, or one, between alignments."""
+        return self.room - self.room // (2 * self.alignment) * self.alignment
 
     def suits(self, shard: int) -> bool:
-        """Whether there is a start from which no cut divides a grain."""
-        return shard % self.grain == 0 or shard >= self.roomy_shard()
+        """Whether there is a start from which no cut divides a alignment."""
+        return shard % self.alignment == 0 or shard >= self.roomy_shard()
 
     def first_start(self, cursor: int, shard: int) -> int:
         """The first of these starts at or behind the cursor; the shard size must suit."""
         cut = _next_cut(cursor, shard)
         if cursor + self.room <= cut:
             return cursor
-        moved = cursor + (cut - cursor) % self.grain
-        if moved < cut and (shard % self.grain == 0 or moved + self.room <= cut + shard):
+        moved = cursor + (cut - cursor) % self.alignment
+        if moved < cut and (shard % self.alignment == 0 or moved + self.room <= cut + shard):
             return moved
         return self.first_start(cut, shard)
 
-    def without_grain(self) -> _Kind:
-        return replace(self, grain=ALIGNMENT)
+    def without_alignment(self) -> _Kind:
+        return replace(self, alignment=MIN_ALIGNMENT)
 
 
 @dataclass(frozen=True, order=True)
 class _Placement:
     """Where everything lies for one shard size, the better ones first in order."""
 
-    broken: int  # parameters that are cut inside a grain
+    broken: int  # parameters that are cut inside a alignment
     shard: int
     starts: tuple[tuple[int, int], ...]  # index and start of each parameter that has elements
 
@@ -257,10 +259,10 @@ def _plan(
 ) -> Layout:
     kinds = _kinds(shapes, granularities)
     total = sum(kind.room * len(kind.indices) for kind in kinds)
-    low = max(_round_up(-(-total // world_size), ALIGNMENT), ALIGNMENT)
+    low = max(_round_up(-(-total // world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
     # With a shard for everything nothing is cut, so this search finds something.
     best = _search(
-        [kind if kind.is_required else kind.without_grain() for kind in kinds],
+        [kind if kind.is_required else kind.without_alignment() for kind in kinds],
         world_size,
         low,
         max(total, low),
@@ -268,22 +270,24 @@ def _plan(
     assert best is not None
     if not all(kind.is_required for kind in kinds):
         elements = sum(prod(shape) for shape in shapes)
-        allowed = elements + max(int(ROW_BUDGET * elements), ALIGNMENT * (world_size + len(shapes)))
+        allowed = elements + max(
+            int(PADDING_BUDGET * elements), MIN_ALIGNMENT * (world_size + len(shapes))
+        )
         best = _search(kinds, world_size, low, max(allowed // world_size, best.shard)) or best
     return _layout(shapes, world_size, best)
 
 
 def _kinds(shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularity]) -> list[_Kind]:
-    """Parameters that have elements, the largest grains first."""
+    """Parameters that have elements, the largest alignments first."""
     alike: dict[tuple[int, int, bool], list[int]] = {}
     for index, (shape, granularity) in enumerate(zip(shapes, granularities)):
-        if room := _round_up(prod(shape), ALIGNMENT):
-            # A grain of more than the parameter says no more than that it is not cut.
-            grain = min(lcm(granularity.grain(shape), ALIGNMENT), room)
-            alike.setdefault((grain, room, granularity.is_required), []).append(index)
+        if room := _round_up(prod(shape), MIN_ALIGNMENT):
+            # A alignment of more than the parameter says no more than that it is not cut.
+            alignment = min(lcm(granularity.alignment(shape), MIN_ALIGNMENT), room)
+            alike.setdefault((alignment, room, granularity.is_required), []).append(index)
     return [
-        _Kind(room, grain, required, tuple(alike[grain, room, required]))
-        for grain, room, required in sorted(alike)[::-1]
+        _Kind(room, alignment, required, tuple(alike[alignment, room, required]))
+        for alignment, room, required in sorted(alike)[::-1]
     ]
 
 
@@ -291,7 +295,9 @@ def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Pl
     """The best placement with a shard size in ``[low, high]``; None where the sizes tried do not do for the requirements."""
     best: _Placement | None = None
     for step in _steps(kinds, low, high):
-        required = [kind.roomy_shard() for kind in kinds if kind.is_required and step % kind.grain]
+        required = [
+            kind.roomy_shard() for kind in kinds if kind.is_required and step % kind.alignment
+        ]
         hopeless = sum(len(kind.indices) for kind in kinds if not kind.suits(high // step * step))
         for multiple in _ladder(-(-max([low, *required]) // step), high // step):
             shard = multiple * step
@@ -312,12 +318,12 @@ def _steps(kinds: Sequence[_Kind], low: int, high: int) -> list[int]:
     count: dict[int, int] = {}
     for kind in kinds:
         if kind.room > low:
-            count[kind.grain] = count.get(kind.grain, 0) + len(kind.indices)
-    steps = [ALIGNMENT]
-    for grain in sorted(
-        count, key=lambda grain: (-count[grain], grain)
+            count[kind.alignment] = count.get(kind.alignment, 0) + len(kind.indices)
+    steps = [MIN_ALIGNMENT]
+    for alignment in sorted(
+        count, key=lambda alignment: (-count[alignment], alignment)
     ):  # the most frequent ones first: the list is cut off
-        common = {lcm(step, grain) for step in steps}
+        common = {lcm(step, alignment) for step in steps}
         steps = [*steps, *sorted(step for step in common.difference(steps) if step <= high)][
             :MAX_STEPS
         ]
@@ -341,7 +347,9 @@ def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | 
     # Wishes that no start can grant are given up at once. These parameters can go anywhere: they
     # come last, to fill gaps.
     waiting = [(kind, [*kind.indices]) for kind in kinds if kind.suits(shard)]
-    waiting += [(kind.without_grain(), [*kind.indices]) for kind in kinds if not kind.suits(shard)]
+    waiting += [
+        (kind.without_alignment(), [*kind.indices]) for kind in kinds if not kind.suits(shard)
+    ]
     starts: list[tuple[int, int]] = []
     cursor, spare = 0, world_size * shard - sum(kind.room * len(kind.indices) for kind in kinds)
     while waiting:
@@ -377,9 +385,9 @@ def _smallest_gap(
 
 
 def _broken(kinds: Sequence[_Kind], starts: dict[int, int], shard: int) -> int:
-    """How many parameters are cut inside a grain."""
+    """How many parameters are cut inside a alignment."""
     return sum(
-        not _cuts_fall_between(kind.grain, starts[i], kind.room, shard)
+        not _cuts_fall_between(kind.alignment, starts[i], kind.room, shard)
         for kind in kinds
         for i in kind.indices
     )
@@ -391,7 +399,7 @@ def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Plac
     end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
     slots = []
     for index, shape in enumerate(shapes):
-        start = starts.get(index, _round_up(end, ALIGNMENT))
+        start = starts.get(index, _round_up(end, MIN_ALIGNMENT))
         # A scalar has no dim 0: it is a run of one element.
         by_rows = bool(shape) and _cuts_fall_between(
             row_size(shape), start, prod(shape), placement.shard
@@ -400,9 +408,9 @@ def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Plac
     return Layout(world_size, placement.shard, tuple(slots))
 
 
-def _cuts_fall_between(grain: int, start: int, numel: int, shard: int) -> bool:
+def _cuts_fall_between(alignment: int, start: int, numel: int, shard: int) -> bool:
     cuts = range(_next_cut(start, shard), start + numel, shard)
-    return all((cut - start) % grain == 0 for cut in cuts[:2])  # two good cuts make all good
+    return all((cut - start) % alignment == 0 for cut in cuts[:2])  # two good cuts make all good
 
 
 def _next_cut(position: int, shard: int) -> int:
@@ -413,7 +421,7 @@ def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
     """Ragged first row, whole rows, ragged last row; the ragged ones are the same problem one dimension down."""
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
@@ -431,7 +439,7 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
         yield from _in_row(shape, last, last * row, stop)
 
 
-def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
+def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Chunk]:
     row = prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - index * row, stop - index * row):
+    for offsets, sizes in _chunks(shape[1:], start - index * row, stop - index * row):
         yield (index, *offsets), (1, *sizes)

@@ -13,68 +13,15 @@ same experts.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import permutations
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron.fsdp.engine.axes import Axes, data_group, submesh
+
 DEFAULT_SHARD_AXIS = "dp_shard"
-
-
-@dataclass(frozen=True)
-class Axes:
-    """The axes of one kind of parameters, dense or expert.
-
-    Args:
-        inner, outer, tensor: one-axis meshes; the last two None where there is no such axis.
-        gather: group of the inner ranks for gathers.
-        whole: group of all their data ranks, inner x outer; None where the mesh cannot tell.
-        root: the mesh that the axes were taken from.
-    """
-
-    inner: DeviceMesh
-    outer: DeviceMesh | None
-    tensor: DeviceMesh | None
-    gather: dist.ProcessGroup
-    whole: dist.ProcessGroup | None
-    root: DeviceMesh
-
-    @property
-    def num_data_ranks(self) -> int:
-        return self.inner.size() * (self.outer.size() if self.outer is not None else 1)
-
-    def mesh_of_pieces(self, outer_is_sharded: bool) -> DeviceMesh:
-        """The mesh of the DTensors of these parameters: tensor axis first, then inner, then outer if it divides them.
-
-        So the placements say what is true: a tensor-parallel slice is divided over the inner axis,
-        a part of it over the outer one. The groups are those there are; none is made.
-        """
-        axes = [
-            axis
-            for axis in (self.tensor, self.inner, self.outer if outer_is_sharded else None)
-            if axis is not None
-        ]
-        if len(axes) == 1:
-            return axes[0]
-        names = [axis.mesh_dim_names[0] for axis in axes]
-        own = [
-            name
-            for name, axis in zip(names, axes)
-            if axis is not self.outer or _slice(self.root, [name]) is not None
-        ]
-        ranks = _ranks_of(self.root, own)
-        if len(own) < len(names):  # the outer axis of experts may be the dense mesh's
-            ranks = _along(ranks, self.outer)
-        return DeviceMesh.from_group(
-            [axis.get_group() for axis in axes],
-            self.root.device_type,
-            mesh=ranks,
-            mesh_dim_names=tuple(names),
-        )
 
 
 class FSDPDistributedIndex:
@@ -155,7 +102,7 @@ class FSDPDistributedIndex:
                     f"{argument} expects the name of an axis but got {name!r}: of several axes name"
                     " the flattened one"
                 )
-            elif _slice(self.device_mesh, [name]) is None:
+            elif submesh(self.device_mesh, [name]) is None:
                 problems.append(
                     f"{argument}={name!r} is not an axis of the device mesh, which has {names}:"
                     " name one of its (or flattened) axes"
@@ -190,7 +137,7 @@ class FSDPDistributedIndex:
                 "hybrid_fsdp_expt_group needs dp_outer_dim, the name of the outer data axis"
             )
         name = self.dp_shard_dim or self.device_mesh.mesh_dim_names[0]
-        if _slice(mesh, [name]) is None:
+        if submesh(mesh, [name]) is None:
             problems.append(
                 f"expt_device_mesh needs the shard axis {name!r} too, but has {mesh.mesh_dim_names}"
             )
@@ -211,7 +158,7 @@ class FSDPDistributedIndex:
         ):
             if mesh is None:
                 continue
-            inner = _slice(mesh, [self.dp_shard_dim])
+            inner = submesh(mesh, [self.dp_shard_dim])
             outer = self._outer(mesh)
             size = inner.size() * (outer.size() if outer is not None else 1)
             name = f"hybrid_fsdp_{kind}group"
@@ -258,21 +205,21 @@ class FSDPDistributedIndex:
     def _outer(self, mesh: DeviceMesh) -> DeviceMesh | None:
         if self.dp_outer_dim is None:
             return None
-        own = _slice(mesh, [self.dp_outer_dim])
-        return own if own is not None else _slice(self.device_mesh, [self.dp_outer_dim])
+        own = submesh(mesh, [self.dp_outer_dim])
+        return own if own is not None else submesh(self.device_mesh, [self.dp_outer_dim])
 
     def _axes(
         self, mesh: DeviceMesh, whole: dist.ProcessGroup | None, gather: dist.ProcessGroup | None
     ) -> Axes:
-        inner = _slice(mesh, [self.dp_shard_dim])
+        inner = submesh(mesh, [self.dp_shard_dim])
         outer = self._outer(mesh)
         if whole is None:
             whole = (
                 inner.get_group()
                 if outer is None
-                else _whole_group(mesh, self.dp_outer_dim, self.dp_shard_dim)
+                else data_group(mesh, self.dp_outer_dim, self.dp_shard_dim)
             )
-        tensor = _slice(mesh, [self.tp_dim]) if self.tp_dim is not None else None
+        tensor = submesh(mesh, [self.tp_dim]) if self.tp_dim is not None else None
         return Axes(
             inner, outer, tensor, gather if gather is not None else inner.get_group(), whole, mesh
         )
@@ -317,7 +264,7 @@ class FSDPDistributedIndex:
 
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Groups through which this rank reaches every rank of the mesh, one after the other."""
-        groups = [self.dense.whole]
+        groups = [self.dense.data_group]
         return groups + ([self.dense.tensor.get_group()] if self.dense.tensor is not None else [])
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
@@ -334,7 +281,7 @@ class FSDPDistributedIndex:
         """
         mesh = self.get_root_mesh(is_expert_parallel)
         names = (names,) if isinstance(names, str) else tuple(names)
-        found = mesh if mesh.mesh_dim_names == names else _slice(mesh, names)
+        found = mesh if mesh.mesh_dim_names == names else submesh(mesh, names)
         if found is None:
             raise ValueError(
                 f"the device mesh has the axes {mesh.mesh_dim_names}, not {names}: name one of its"
@@ -347,7 +294,7 @@ class FSDPDistributedIndex:
     ) -> dist.ProcessGroup:
         """Group of the ranks that a parameter is sharded over; the one for gathers alone if there is one and it is asked for."""
         axes = self.axes(is_expert_parallel)
-        return axes.gather if independent_all_gather else axes.inner.get_group()
+        return axes.all_gather_group if independent_all_gather else axes.inner.get_group()
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """Group of all data ranks of these parameters: inner x outer.
@@ -356,7 +303,7 @@ class FSDPDistributedIndex:
             ValueError: in hybrid sharding of experts whose mesh has no outer axis, without
                 ``hybrid_fsdp_expt_group``.
         """
-        whole = self.axes(is_expert_parallel).whole
+        whole = self.axes(is_expert_parallel).data_group
         if whole is None:
             raise ValueError("expt_device_mesh has no outer axis: pass hybrid_fsdp_expt_group")
         return whole
@@ -373,52 +320,6 @@ def _problems_of_mesh(argument: str, mesh: object) -> list[str]:
     if not mesh.mesh_dim_names:
         return [f"{argument} expects named axes (mesh_dim_names): dp_shard_dim names one of them"]
     return []
-
-
-def _slice(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """The mesh of some axes, flattened ones too, in their order; None where it has no such axes."""
-    if mesh.mesh_dim_names == tuple(names):
-        return mesh
-    with warnings.catch_warnings():
-        # torch plans to want flattened axes from the mesh that flattening returned; users name
-        # them.
-        warnings.simplefilter("ignore")
-        try:
-            return mesh[names[0] if len(names) == 1 else tuple(names)]
-        except (KeyError, RuntimeError, ValueError, NotImplementedError):
-            return None
-
-
-def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
-    """Ranks of this rank's slice of ``mesh``, one dimension for each of ``names``, in the order of ``names``."""
-    for order in permutations(names):
-        found = _slice(mesh, order)
-        if found is not None:
-            return found.mesh.permute([order.index(name) for name in names])
-    raise ValueError(
-        f"no mesh of the axes {tuple(names)} can be taken out of one with {mesh.mesh_dim_names}"
-    )
-
-
-def _along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """``ranks`` ``[...]`` with a last dimension more: for each of them the ranks of its group on ``axis``, a slice of a mesh."""
-    root = axis._get_root_mesh()
-    place = root.mesh_dim_names.index(axis.mesh_dim_names[0])
-    group_of = {
-        rank: row
-        for row in root.mesh.movedim(place, -1).reshape(-1, axis.size()).tolist()
-        for rank in row
-    }
-    return torch.tensor(
-        [group_of[rank] for rank in ranks.flatten().tolist()], dtype=ranks.dtype
-    ).view(*ranks.shape, -1)
-
-
-def _whole_group(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
-    """The group over both data axes, made once for a mesh; None where it does not have both."""
-    both = _slice(mesh, [outer, inner])
-    both = both if both is not None else _slice(mesh, [inner, outer])
-    return both._flatten().get_group() if both is not None else None
 
 
 def default_mesh() -> DeviceMesh:
@@ -439,28 +340,3 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
     return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_AXIS,))
-
-
-def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = False) -> list[str]:
-    """Names of the axes that can be taken out of ``device_mesh``; none of a mesh without names.
-
-    Args:
-        device_mesh: also a slice of a larger mesh, and then the larger one's axes count.
-        only_submesh_dims: only the axes of ``device_mesh`` itself, neither the larger mesh's nor
-            flattened ones.
-    """
-    if device_mesh is None:
-        return []
-    names = list(device_mesh.mesh_dim_names or ())
-    if only_submesh_dims:
-        return names
-    root = device_mesh._get_root_mesh()
-    return list(dict.fromkeys([*names, *(root.mesh_dim_names or ()), *root._flatten_mapping]))
-
-
-def contains_submesh(
-    device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None
-) -> bool:
-    """Whether every one of ``submesh_names`` (one name or several, at least one) names an axis, also a flattened one."""
-    wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
-    return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))

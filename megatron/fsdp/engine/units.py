@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron.fsdp.engine.schedule import Unit
+from megatron.fsdp.engine.unit import Unit
 
 
 def resolve_unit_modules(
