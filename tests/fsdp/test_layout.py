@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: every element has one owner, no cut divides a alignment, boxes are exactly the range, padding is small.
+"""Layouts: every element has one owner, no cut divides an alignment, chunks are exactly the range, padding is small.
 
 Small modules are drawn by hypothesis and compared element by element; sweeps over thousands of
 random modules reach world sizes of 4096.
@@ -23,8 +23,6 @@ from benchmarks.padding_table import MODELS, Unit, main, shapes_on_one_rank
 from megatron.fsdp.engine import layout as layout_module
 from megatron.fsdp.engine.layout import (
     ELEMENTS,
-    MIN_ALIGNMENT,
-    PADDING_BUDGET,
     PREFER_ROWS,
     ROWS,
     WHOLE_TENSOR,
@@ -35,6 +33,7 @@ from megatron.fsdp.engine.layout import (
     plan,
     row_size,
 )
+from megatron.fsdp.engine.planner import MIN_ALIGNMENT, PADDING_BUDGET
 
 Shape = tuple[int, ...]
 Module = list[tuple[Shape, Granularity]]
@@ -519,19 +518,24 @@ def test_parameters_without_elements_lie_behind_all_others() -> None:
     assert plan([], 4).slots == ()
 
 
-def test_the_layout_does_not_depend_on_the_hash_seed() -> None:
+def test_the_layout_does_not_depend_on_the_hash_seed_and_needs_no_torch() -> None:
+    # Empty packages stand in for those whose __init__.py imports torch.
     program = (
-        "import random, layout\n"
+        "import random, sys, types\n"
+        "for name in ('megatron', 'megatron.fsdp', 'megatron.fsdp.engine'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "sys.modules['megatron.fsdp.engine'].__path__ = [sys.argv[1]]\n"
+        "from megatron.fsdp.engine import layout\n"
         "draw = random.Random(9)\n"
         "for _ in range(100):\n"
         "    shapes = [(draw.randint(1, 99), draw.randint(1, 99)) for _ in range(9)]\n"
         "    print(layout.plan(shapes, draw.randint(1, 99)))\n"
+        "assert 'torch' not in sys.modules\n"
     )
     folder = Path(layout_module.__file__).parent
     printed = [
         subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=folder,
+            [sys.executable, "-c", program, folder],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,
