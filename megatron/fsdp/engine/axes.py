@@ -1,5 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mesh axes."""
+"""Mesh axes: the ranks that shard a parameter, replicate it, or split it by tensor parallelism.
+
+[Note: the axes of a parameter]
+    inner     the ranks that shard it (``dp_shard_dim``)
+    outer     in hybrid sharding, the ranks that replicate it, or that shard its optimizer state
+              further (``dp_outer_dim``)
+    tensor    the ranks that have other slices, or copies, of it in tensor parallelism (``tp_dim``)
+
+Expert parameters have an inner axis of their own, on ``expt_device_mesh``: the ranks that have the
+same experts.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +25,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @dataclass(frozen=True)
 class Axes:
-    """The axes of one kind of parameters, dense or expert.
+    """The axes of dense parameters, or of expert parameters.
 
     Args:
-        inner, outer, tensor: one-axis meshes; the last two None where there is no such axis.
-        gather: group of the inner ranks for gathers.
-        whole: group of all their data ranks, inner x outer; None where the mesh cannot tell.
+        inner: one-axis mesh of the ranks that shard the parameters.
+        outer: one-axis mesh of the outer data axis; None without one.
+        tensor: one-axis mesh of the tensor-parallel axis; None without one.
+        all_gather_group: the inner ranks, for all-gathers of weights.
+        data_group: all data ranks, inner x outer; None where the mesh cannot tell.
         root: the mesh that the axes were taken from.
     """
 
@@ -33,30 +45,33 @@ class Axes:
 
     @property
     def num_data_ranks(self) -> int:
+        """Number of ranks that compute on different data with these parameters."""
         return self.inner.size() * (self.outer.size() if self.outer is not None else 1)
 
     def dtensor_mesh(self, outer_is_sharded: bool) -> DeviceMesh:
-        """The mesh of the DTensors of these parameters: tensor axis first, then inner, then outer if it divides them.
+        """Return the mesh of the DTensors of these parameters.
 
-        So the placements say what is true: a tensor-parallel slice is divided over the inner axis,
-        a part of it over the outer one. The groups are those there are; none is made.
+        Its axes are the tensor axis, the inner axis and, if it shards them, the outer axis, in this
+        order. So the placements say what is true: a tensor-parallel slice is sharded over the inner
+        axis, and a shard of it over the outer one. No process group is made.
         """
-        axes = [
-            axis
-            for axis in (self.tensor, self.inner, self.outer if outer_is_sharded else None)
-            if axis is not None
-        ]
+        axes = [self.inner]
+        if self.tensor is not None:
+            axes.insert(0, self.tensor)
+        if self.outer is not None and outer_is_sharded:
+            axes.append(self.outer)
         if len(axes) == 1:
-            return axes[0]
-        names = [axis.mesh_dim_names[0] for axis in axes]
-        own = [
+            return self.inner
+        names = [axis_name(axis) for axis in axes]
+        # The outer axis of experts may be that of the dense mesh, and not be part of this root.
+        own_names = [
             name
             for name, axis in zip(names, axes)
             if axis is not self.outer or submesh(self.root, [name]) is not None
         ]
-        ranks = _ranks_of(self.root, own)
-        if len(own) < len(names):  # the outer axis of experts may be the dense mesh's
-            ranks = _along(ranks, self.outer)
+        ranks = _ranks_of(self.root, own_names)
+        if self.outer is not None and len(own_names) < len(names):
+            ranks = _extend_along(ranks, self.outer)
         return DeviceMesh.from_group(
             [axis.get_group() for axis in axes],
             self.root.device_type,
@@ -65,13 +80,26 @@ class Axes:
         )
 
 
+def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    """Return the names of the mesh's own axes; none of a mesh without names."""
+    return mesh.mesh_dim_names or ()
+
+
+def axis_name(axis: DeviceMesh) -> str:
+    """Return the name of a mesh of one axis."""
+    return axis_names(axis)[0]
+
+
 def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """The mesh of some axes, flattened ones too, in their order; None where it has no such axes."""
+    """Return the mesh of some axes, flattened ones too, in the order of ``names``.
+
+    None where ``mesh`` has no such axes, or not in this order.
+    """
     if mesh.mesh_dim_names == tuple(names):
         return mesh
     with warnings.catch_warnings():
-        # torch plans to want flattened axes from the mesh that flattening returned; users name
-        # them.
+        # torch plans to take flattened axes from the mesh that flattening returned. Users name
+        # them, so the warning tells them nothing that they could change.
         warnings.simplefilter("ignore")
         try:
             return mesh[names[0] if len(names) == 1 else tuple(names)]
@@ -80,7 +108,12 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
 
 
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
-    """Ranks of this rank's slice of ``mesh``, one dimension for each of ``names``, in the order of ``names``."""
+    """Return the ranks of this rank's submesh of ``mesh``, one dim for each name, in their order.
+
+    torch takes axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
+    and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
+    [[0, 2], [1, 3]].
+    """
     for order in permutations(names):
         found = submesh(mesh, order)
         if found is not None:
@@ -90,29 +123,30 @@ def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     )
 
 
-def _along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """``ranks`` ``[...]`` with a last dimension more: for each of them the ranks of its group on ``axis``, a slice of a mesh."""
+def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
+    """Return ``ranks`` ``[...]`` with one dim more: the ranks of each one's group on ``axis``.
+
+    Example: ranks [0, 1] and an axis whose groups are (0, 2) and (1, 3): [[0, 2], [1, 3]].
+    """
     root = axis._get_root_mesh()
-    place = root.mesh_dim_names.index(axis.mesh_dim_names[0])
-    group_of = {
-        rank: row
-        for row in root.mesh.movedim(place, -1).reshape(-1, axis.size()).tolist()
-        for rank in row
-    }
-    return torch.tensor(
-        [group_of[rank] for rank in ranks.flatten().tolist()], dtype=ranks.dtype
-    ).view(*ranks.shape, -1)
+    dim = axis_names(root).index(axis_name(axis))
+    group_of: dict[int, list[int]] = {}
+    for group in root.mesh.movedim(dim, -1).reshape(-1, axis.size()).tolist():
+        group_of.update(dict.fromkeys(group, group))
+    groups = [group_of[rank] for rank in ranks.flatten().tolist()]
+    return torch.tensor(groups, dtype=ranks.dtype).view(*ranks.shape, -1)
 
 
-def data_group(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
-    """The group over both data axes, made once for a mesh; None where it does not have both."""
+def data_group_of(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
+    """Return the group over both data axes, made once for a mesh; None if it lacks one."""
     both = submesh(mesh, [outer, inner])
-    both = both if both is not None else submesh(mesh, [inner, outer])
+    if both is None:
+        both = submesh(mesh, [inner, outer])
     return both._flatten().get_group() if both is not None else None
 
 
 def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = False) -> list[str]:
-    """Names of the axes that can be taken out of ``device_mesh``; none of a mesh without names.
+    """Return the names of the axes that can be taken out of ``device_mesh``; none without names.
 
     Args:
         device_mesh: also a slice of a larger mesh, and then the larger one's axes count.
@@ -121,16 +155,21 @@ def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = Fal
     """
     if device_mesh is None:
         return []
-    names = list(device_mesh.mesh_dim_names or ())
+    names = list(axis_names(device_mesh))
     if only_submesh_dims:
         return names
     root = device_mesh._get_root_mesh()
-    return list(dict.fromkeys([*names, *(root.mesh_dim_names or ()), *root._flatten_mapping]))
+    return list(dict.fromkeys([*names, *axis_names(root), *root._flatten_mapping]))
 
 
 def contains_submesh(
     device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None
 ) -> bool:
-    """Whether every one of ``submesh_names`` (one name or several, at least one) names an axis, also a flattened one."""
+    """Return whether every one of ``submesh_names`` names an axis, also a flattened one.
+
+    Args:
+        device_mesh: None contains nothing.
+        submesh_names: one name or several; of no names at all the answer is False.
+    """
     wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
     return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))

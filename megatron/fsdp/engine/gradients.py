@@ -79,7 +79,7 @@ class GroupGradients:
 
     @property
     def shard(self) -> torch.Tensor:
-        """The gradient shard ``[shard_size]``, in the main gradient dtype; zeros before a reduction."""
+        """The gradient shard ``[shard_size]`` in the main gradient dtype; zeros at first."""
         return self._grad_sum.total
 
     @property
@@ -152,7 +152,7 @@ class GroupGradients:
 
     @torch.no_grad()
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and begin the next one; return False if there is none."""
+        """Wait for the collective under way and begin the next; return False if there is none."""
         if self._collective is not None:
             self._collective.wait()
             self._collective = next(self._reduction, None)
@@ -172,7 +172,7 @@ class GroupGradients:
             yield from self._reduce_outer()
 
     def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
-        """Add the local gradients, reduced over the inner axis, to ``target`` and free their buffer."""
+        """Add the local gradients, reduced over the inner axis, to ``target``; free them."""
         local = self._local
         if local is None or not self._has_local:
             local = self._open_local(covers_all=False)
@@ -203,7 +203,7 @@ class GroupGradients:
 
     @torch.no_grad()
     def final(self, in_main_dtype: bool = True) -> torch.Tensor:
-        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros where nothing was used.
+        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if nothing was used.
 
         Args:
             in_main_dtype: in the dtype of the main weights, which torch's optimizers want;

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on modules, on their inputs and outputs, and on compute parameters: they tell the schedule what happens.
+"""Hooks on modules, their inputs and outputs, and parameters: they drive the schedule.
 
 [Note: one call of a unit]
     pre-forward        unshard the unit, the units that it shares parameters with, and any unit
@@ -35,7 +35,9 @@ from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Call, Unit
 
 PASSED_ON = "_fsdp_passed_on"
-"""Attribute of parameters that code reads only to pass them on as arguments: reading one by name does not unshard its unit."""
+"""Attribute of parameters that code reads only to pass them on as arguments.
+
+Reading one by name does not unshard its unit; the module that gets it as an argument does."""
 
 
 class UnitHooks:
@@ -151,10 +153,13 @@ class UnitHooks:
         """
         unit = self._unit_of.get(parameter)
         if unit is not None and self._calls and not hasattr(parameter, PASSED_ON):
-            if not any(unit in call.used_units for call in self._calls):
-                self._calls[-1].borrowed.append(unit)
-                self._schedule.unshard_borrowed(unit, self._calls[-1])
+            self._borrow(unit)
         return self._look_at(parameter)
+
+    def _borrow(self, unit: Unit) -> None:
+        if not any(unit in call.used_units for call in self._calls):
+            self._calls[-1].borrowed.append(unit)
+            self._schedule.unshard_borrowed(unit, self._calls[-1])
 
     # ---- backward
 
@@ -255,7 +260,7 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a nest of tuples, lists, mappings, dataclasses and registered pytrees."""
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -22,7 +22,7 @@ def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient that autograd left on ``parameter``: dense, and laid out as its local part."""
+    """Return the gradient that autograd left on ``parameter``, dense, for its local part."""
     grad = parameter.grad
     if isinstance(grad, DTensor):
         # Autograd may leave partial sums of a parameter that tensor parallelism replicates.

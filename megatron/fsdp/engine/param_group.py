@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter group: the parameters of a unit that share dtype, trainability and mesh, and so communicate as one.
+"""A parameter group: the parameters of a unit that share dtype, trainability and mesh.
 
 [Note: the weights of a group]
     compute parameter    what the module's forward reads, in the module's dtype; a view into the
@@ -103,7 +103,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
-        """Move the values of parameter ``index`` into the group; it becomes a view of the flat buffer.
+        """Move parameter ``index`` into the group; it becomes a view of the flat buffer.
 
         The values are those of the first data rank: ranks that began with different seeds would
         otherwise train different replicas. A collective.

@@ -2,9 +2,9 @@
 """The planner: the order and the starts of parameters in a buffer that is cut into shards.
 
 [Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at the
-multiples of ``shard_size``. Parameters lie in it whole, in any order. The *alignment* of a parameter
-is a number of elements, usually those of one row, that no cut should divide. It is either required
-or preferred.
+multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
+parameter is a number of elements, usually those of one row, that no cut should divide. It is either
+required or preferred.
 
 A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
 must divide the shard size. A shorter one can be moved until its cut falls between rows.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetching: all-gathers of the units that will be used next, in the order recorded in the last forward."""
+"""Prefetching: all-gathers of the units that are used next, in the order of the last forward."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class Schedule:
         self._prefetcher = Prefetcher(units, overlap)
         self._reductions = Reductions(overlap.grad_reduce)
         self._is_in_backward = False
-        # The backward pass is recorded itself (create_graph=True): its graph uses the weights later.
+        # Autograd records the backward pass itself (create_graph=True), and the graph that it makes
+        # needs the weights later.
         self._keeps_graph = False
 
     # ---- weights
@@ -71,7 +72,7 @@ class Schedule:
         self._prefetcher.reached(unit)
 
     def unshard_borrowed(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for a call of another one: it is not the unit's turn, so nothing follows."""
+        """Unshard a unit out of its turn, for a call of another one: nothing follows from it."""
         unit.users[user] = current_pass()
         self._prefetcher.discard(unit)
         unit.unshard()
@@ -120,7 +121,7 @@ class Schedule:
             self._finish_unit(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
-        """Take a unit's gradients, reduce them if it is time, and reshard it: its backward is over."""
+        """Reduce a unit's gradients if it is time, and reshard it: its backward is over."""
         if unit.has_grads:
             self._reductions.advance()
             for group in unit.trainable_groups:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A unit: parameters that are unsharded and resharded together, the calls that use them and how far their backward is."""
+"""A unit: parameters that are unsharded and resharded together, and the calls that use them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORWARD = -1
 """The pass of users that began in a forward: no backward pass has this number."""
 
 GRAPH = "graph"
-"""The user of a unit's weights that stands for a graph recorded over a backward pass (``create_graph=True``)."""
+"""A user of a unit's weights: the graph of a backward pass that autograd recorded itself."""
 
 
 class Call:
@@ -53,7 +53,9 @@ class Call:
 
 
 class Unit:
-    """Parameters that are unsharded and resharded together: those of a module, or those that several units share.
+    """Parameters that are unsharded and resharded together.
+
+    They are those of a module, or those that several units share.
 
     Args:
         name: the module's name, or those of the units that share the parameters.
