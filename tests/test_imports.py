@@ -15,17 +15,8 @@ REPOSITORY = Path(__file__).parents[1]
 
 ROOMS = {
     "engine": [
-        *(
-            "policy",
-            "states",
-            "planner",
-            "layout",
-            "axes",
-            "mesh",
-            "device",
-            "collectives",
-            "buffer",
-        ),
+        *("policy", "states", "planner", "layout", "axes", "mesh_checks", "mesh"),
+        *("device", "collectives", "buffer"),
         *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
