@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import meta_init
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import ShardingStrategy
-from megatron.fsdp.engine.schedule import Unit
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.problems import agree_on
 from megatron.fsdp.sharding import Sharding
 

@@ -423,7 +423,7 @@ class MegatronFSDP(nn.Module):
                 " and freeze afterwards"
             )
         for group, members in self._trainable.items():
-            gradient = group.final_grad(in_main_dtype=not self._use_decoupled_grad)
+            gradient = group.gradients.final(in_main_dtype=not self._use_decoupled_grad)
             for sharded in members:
                 wanted = (
                     sharded.parameter.requires_grad and sharded.compute.requires_grad
@@ -452,7 +452,7 @@ class MegatronFSDP(nn.Module):
             self._shown_name(sharded)
             for group, members in self._trainable.items()
             if not torch.isfinite(
-                group.grad_shard.sum(dtype=torch.float32)
+                group.gradients.shard.sum(dtype=torch.float32)
             )  # one look at each group; names if need be
             for sharded in members
             if (gradient := self._get_grad(sharded.parameter)) is not None
@@ -484,22 +484,24 @@ class MegatronFSDP(nn.Module):
             return
         for group, members in self._trainable.items():
             if all(self._get_grad(sharded.parameter) is None for sharded in members):
-                group.forget_reduced_grad()
+                group.gradients.forget_reduced()
                 continue
             for sharded in members:
                 if self._get_grad(sharded.parameter) is None:
-                    shard_view(group.grad_shard, group.layout, sharded.index, group.rank).zero_()
+                    shard_view(
+                        group.gradients.shard, group.layout, sharded.index, group.rank
+                    ).zero_()
         self._grads_attached = False
 
     def scale_gradients(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
         for group in self._trainable:
-            group.scale_grad(factor)
+            group.gradients.scale(factor)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients: accumulated, reduced, and those on parameters."""
         for group, members in self._trainable.items():
-            group.zero_grad()
+            group.gradients.clear()
             for sharded in members:
                 self._set_grad(sharded.parameter, None)
         self._grads_attached = False
@@ -550,14 +552,14 @@ class MegatronFSDP(nn.Module):
     @contextmanager
     def mixed_precision_context(self, policy: MixedPrecisionPolicy) -> Iterator[None]:
         """Inside, gradients travel in the policy's ``grad_comm_dtype``; main dtypes stay as they are."""
-        before = [group.precision.grad_comm for group in self.groups]
+        before = [group.gradients.comm_dtype for group in self.groups]
         self.reset_mixed_precision_policy(policy)
         try:
             yield
         finally:
             self._schedule.wait_for_reductions()
             for group, dtype in zip(self.groups, before):
-                group.communicate_in(dtype)
+                group.gradients.set_comm_dtype(dtype)
 
     def reset_mixed_precision_policy(self, policy: MixedPrecisionPolicy) -> None:
         """Gradients travel in the policy's ``grad_comm_dtype`` from now on; main dtypes stay as they are."""
@@ -565,7 +567,7 @@ class MegatronFSDP(nn.Module):
             raise ValueError(f"mixed precision expects a MixedPrecisionPolicy but got {policy!r}")
         self._schedule.wait_for_reductions()
         for group in self.groups:
-            group.communicate_in(policy.grad_comm_dtype)
+            group.gradients.set_comm_dtype(policy.grad_comm_dtype)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
         return self._index

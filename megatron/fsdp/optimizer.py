@@ -87,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for member in self._members():
             if member.parameter._fsdp_model is model:
                 group = member.group
-                shard_view(group.grad_shard, group.layout, member.index, group.rank).zero_()
+                shard_view(group.gradients.shard, group.layout, member.index, group.rank).zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in torch, with parameters of sharded models; their state exists at once.

@@ -13,12 +13,13 @@ from torch import nn
 from megatron.fsdp import meta_init
 from megatron.fsdp.dtensor.gradient import Holders
 from megatron.fsdp.dtensor.sharded_param import Place, ShardedParam
+from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.device import lanes_for
-from megatron.fsdp.engine.mesh import Axes, FSDPDistributedIndex
+from megatron.fsdp.engine.device import streams_for
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.engine.schedule import Unit
+from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.units import is_expert_parameter
 
 
@@ -44,14 +45,14 @@ class Sharding:
         self, units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]]
     ) -> dict[nn.Parameter, ShardedParam]:
         """Give every unit its groups; the sharded parameters, by the module's own."""
-        lanes = lanes_for(self.device)
+        streams = streams_for(self.device)
         communicators, places = {}, {}
         sharded: dict[nn.Parameter, ShardedParam] = {}
         for unit, parameters in parameters_of.items():
             for (dtype, trainable, expert, _), names in self._kinds(parameters).items():
                 if expert not in places:
                     axes = self.index.axes(expert)
-                    communicators[expert] = self._communicator(axes, lanes)
+                    communicators[expert] = self._communicator(axes, streams)
                     places[expert] = self._place(axes, expert)
                 group = ParamGroup(
                     names,
@@ -66,7 +67,7 @@ class Sharding:
                 for position, parameter in enumerate(group.parameters):
                     sharded[parameter] = ShardedParam(group, position, places[expert])
                     if not parameter.is_meta:
-                        group.take(position)
+                        group.shard_parameter(position)
         if self.initialiser is not None:
             self._initialise(units, sharded)
         return sharded
@@ -84,20 +85,20 @@ class Sharding:
             kinds[parameter.dtype, parameter.requires_grad, expert, alone].append(name)
         return kinds
 
-    def _communicator(self, axes: Axes, lanes: Any) -> Communicator:
+    def _communicator(self, axes: Axes, streams: Any) -> Communicator:
         return Communicator(
             inner=axes.inner.get_group(),
             outer=axes.outer.get_group() if axes.outer is not None else None,
-            gather=axes.gather,
+            all_gather_group=axes.all_gather_group,
             # Expert gradients are summed over fewer ranks, but the loss is the mean over all data
             # ranks.
             divisor=1 if self.gradients.sum_only else self.index.dense.num_data_ranks,
             average_in_collective=self.gradients.average_in_collective,
-            lanes=lanes,
+            streams=streams,
         )
 
     def _place(self, axes: Axes, expert: bool) -> Place:
-        mesh = axes.mesh_of_pieces(self.outer_strategy.shards_optimizer)
+        mesh = axes.dtensor_mesh(self.outer_strategy.shards_optimizer)
         return Place(axes, mesh, *(self._expert_holders(axes) if expert else self._holders(axes)))
 
     def _holders(self, axes: Axes) -> tuple[Holders, Holders]:
@@ -135,4 +136,4 @@ class Sharding:
             meta_init.materialize(modules, self.device, self.initialiser)
             for parameter in dict.fromkeys(waiting):
                 member = sharded[parameter]
-                member.group.take(member.index)
+                member.group.shard_parameter(member.index)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp.engine import collectives
-from megatron.fsdp.engine.device import CpuLanes, Pending
+from megatron.fsdp.engine.device import CpuStreams, Pending
 from megatron.fsdp.model import GradientError
 from megatron_fsdp import (
     DistributedDataParallelConfig,
@@ -383,47 +383,47 @@ def shows_mixed_precision_policy(make: Make) -> None:
             backward(model, dtype=torch.bfloat16)
         assert {parameter.dtype for parameter in model.parameters()} == {weight}
         assert set(dtypes) == {travels}
-        assert {group.grad_shard.dtype for group in model.groups} == {
+        assert {group.gradients.shard.dtype for group in model.groups} == {
             policy.main_grads_dtype or torch.bfloat16
         }
 
 
 @contextmanager
-def watching_lanes() -> Iterator[list[tuple[str, int]]]:
+def watching_streams() -> Iterator[list[tuple[str, int]]]:
     """What is launched and waited for, in order."""
     events: list[tuple[str, int]] = []
-    launch, wait = CpuLanes.launch, Pending.wait
-    lanes: dict[int, str] = {}
+    launch, wait = CpuStreams.launch, Pending.wait
+    streams: dict[int, str] = {}
     kept: list[Pending] = []
 
-    def watched_launch(self: CpuLanes, lane: str, *collectives_: Any) -> Pending:
-        pending = launch(self, lane, *collectives_)
+    def watched_launch(self: CpuStreams, stream: str, *collectives_: Any) -> Pending:
+        pending = launch(self, stream, *collectives_)
         kept.append(pending)
-        lanes[id(pending)] = lane
-        events.append((lane, len(events)))
+        streams[id(pending)] = stream
+        events.append((stream, len(events)))
         return pending
 
     def watched_wait(self: Pending) -> None:
-        if id(self) in lanes:
-            events.append(("waited for " + lanes.pop(id(self)), len(events)))
+        if id(self) in streams:
+            events.append(("waited for " + streams.pop(id(self)), len(events)))
         wait(self)
 
     with (
-        patch.object(CpuLanes, "launch", watched_launch),
+        patch.object(CpuStreams, "launch", watched_launch),
         patch.object(Pending, "wait", watched_wait),
     ):
         yield events
 
 
-def is_waited_for_at_once(model: MegatronFSDP, lane: str) -> bool:
-    """Whether nothing happens between a launch on `lane` and its end, in the second pass, which knows the order."""
+def is_waited_for_at_once(model: MegatronFSDP, stream: str) -> bool:
+    """Whether nothing happens between a launch on `stream` and its end, in the second pass, which knows the order."""
     backward(model)
-    with watching_lanes() as events:
+    with watching_streams() as events:
         backward(model)
     names = [name for name, _ in events]
-    launched = [place for place, name in enumerate(names) if name == lane]
+    launched = [place for place, name in enumerate(names) if name == stream]
     assert launched
-    return all(names[place + 1] == f"waited for {lane}" for place in launched)
+    return all(names[place + 1] == f"waited for {stream}" for place in launched)
 
 
 def most_units_gathered(model: MegatronFSDP) -> int:
@@ -549,7 +549,7 @@ def shows_grad_reduce_in_fp32(make: Make) -> None:
     for wanted, dtype in ((True, torch.float32), (False, torch.bfloat16)):
         model = make(stack().bfloat16(), grad_reduce_in_fp32=wanted)
         backward(model, dtype=torch.bfloat16)
-        assert {group.grad_shard.dtype for group in model.groups} == {dtype}
+        assert {group.gradients.shard.dtype for group in model.groups} == {dtype}
 
 
 @shows("fully_shard_model", "preserve_fp32_weights")
@@ -687,7 +687,7 @@ def shows_dtypes_of_config(make: Make) -> None:
     with watching_dtypes() as dtypes:
         backward(model, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
-    assert {group.grad_shard.dtype for group in model.groups} == {torch.float32}
+    assert {group.gradients.shard.dtype for group in model.groups} == {torch.float32}
     assert set(dtypes) == {torch.float16}
 
 
@@ -942,7 +942,7 @@ def shows_stop_communication(make: Make) -> None:
         backward(model)
     model.start_grad_sync()
     model.start_param_sync(force_dispatch=True)
-    with watching_lanes() as events:
+    with watching_streams() as events:
         model.stop_communication()
         model.synchronize_param_gather()
         model.synchronize_gradient_reduce()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: every element has one owner, no cut divides a grain, boxes are exactly the range, padding is small.
+"""Layouts: every element has one owner, no cut divides an alignment, chunks are exactly the range, padding is small.
 
 Small modules are drawn by hypothesis and compared element by element; sweeps over thousands of
 random modules reach world sizes of 4096.
@@ -22,19 +22,18 @@ from hypothesis import strategies as st
 from benchmarks.padding_table import MODELS, Unit, main, shapes_on_one_rank
 from megatron.fsdp.engine import layout as layout_module
 from megatron.fsdp.engine.layout import (
-    ALIGNMENT,
     ELEMENTS,
     PREFER_ROWS,
-    ROW_BUDGET,
     ROWS,
     WHOLE_TENSOR,
+    FlatRange,
     Granularity,
     Layout,
-    Run,
     Slot,
     plan,
     row_size,
 )
+from megatron.fsdp.engine.planner import MIN_ALIGNMENT, PADDING_BUDGET
 
 Shape = tuple[int, ...]
 Module = list[tuple[Shape, Granularity]]
@@ -141,7 +140,7 @@ def test_shard_ranges_are_where_the_flat_buffer_has_them(module: Module, world_s
     flat: list[tuple[int, int] | None] = [None] * layout.numel
     for index, slot in enumerate(layout.slots):
         assert slot.shape == module[index][0]
-        assert slot.start % ALIGNMENT == 0
+        assert slot.start % MIN_ALIGNMENT == 0
         for element in range(slot.numel):
             assert flat[slot.start + element] is None
             flat[slot.start + element] = (index, element)
@@ -213,7 +212,7 @@ def test_every_element_has_one_owner_in_thousands_of_modules() -> None:
         assert layout.numel == world_size * layout.shard_size
         end = 0
         for slot in sorted(layout.slots, key=lambda slot: slot.start):
-            assert slot.start >= end and slot.start % ALIGNMENT == 0
+            assert slot.start >= end and slot.start % MIN_ALIGNMENT == 0
             end = slot.stop
         assert end <= layout.numel
         for index, slot in enumerate(layout.slots):
@@ -244,7 +243,7 @@ def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
             }
             numbers = torch.arange(slot.numel).view(slot.shape)
             for run in (layout.owned(index, rank) for rank in ranks):
-                boxes = run.boxes()
+                boxes = run.chunks()
                 parts = [
                     numbers[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten()
                     for box in boxes
@@ -263,14 +262,15 @@ def wishes_only(module: Module) -> bool:
 def bound(module: Module, world_size: int) -> float:
     """What the docstring of `plan` promises where nothing is required."""
     return max(
-        ROW_BUDGET * sum(prod(shape) for shape, _ in module), ALIGNMENT * (world_size + len(module))
+        PADDING_BUDGET * sum(prod(shape) for shape, _ in module),
+        MIN_ALIGNMENT * (world_size + len(module)),
     )
 
 
 def test_padding_is_bounded_in_thousands_of_modules() -> None:
     for module, world_size in random_modules(seed=4, count=4000, requirement_share=0.0):
         layout = plan_module(module, world_size)
-        assert layout.shard_size % ALIGNMENT == 0
+        assert layout.shard_size % MIN_ALIGNMENT == 0
         assert 0 <= layout.padding <= bound(module, world_size)
 
 
@@ -278,7 +278,8 @@ def test_element_runs_cost_alignment_only() -> None:
     for module, world_size in random_modules(seed=5, count=1000, requirement_share=0.0):
         layout = plan([shape for shape, _ in module], world_size, ELEMENTS)
         assert layout.padding <= max(
-            (ALIGNMENT - 1) * len(module) + ALIGNMENT * (world_size - 1), ALIGNMENT * world_size
+            (MIN_ALIGNMENT - 1) * len(module) + MIN_ALIGNMENT * (world_size - 1),
+            MIN_ALIGNMENT * world_size,
         )
 
 
@@ -306,7 +307,7 @@ def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
             (random.randint(1, 60), random.choice([1, 3, 8, 20, 48]))
             for _ in range(random.randint(1, 5))
         ]
-        rows = [lcm(row_size(shape), ALIGNMENT) for shape in shapes]
+        rows = [lcm(row_size(shape), MIN_ALIGNMENT) for shape in shapes]
         usual = world_size * lcm(*rows)
         assert plan(shapes, world_size, ROWS).padding <= usual + sum(rows)
 
@@ -314,7 +315,7 @@ def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
 def best_of_all_orders(shapes: list[Shape], world_size: int, largest_shard: int) -> tuple[int, int]:
     """Brute force over orders and shard sizes: fewest parameters cut inside a row, then the smallest shard."""
     found = [(len(shapes), largest_shard)]
-    for shard in range(ALIGNMENT, largest_shard + 1, ALIGNMENT):
+    for shard in range(MIN_ALIGNMENT, largest_shard + 1, MIN_ALIGNMENT):
         found += [
             (0, shard) for order in permutations(shapes) if fits_by_rows(order, world_size, shard)
         ]
@@ -325,7 +326,9 @@ def fits_by_rows(order: tuple[Shape, ...], world_size: int, shard: int) -> bool:
     cursor = 0
     for shape in order:
         starts = range(
-            -(-cursor // ALIGNMENT) * ALIGNMENT, world_size * shard - prod(shape) + 1, ALIGNMENT
+            -(-cursor // MIN_ALIGNMENT) * MIN_ALIGNMENT,
+            world_size * shard - prod(shape) + 1,
+            MIN_ALIGNMENT,
         )
         borders = range(0, world_size * shard, shard)
         good = (
@@ -365,18 +368,18 @@ def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard
 
 
 @st.composite
-def runs(draw: st.DrawFn) -> Run:
+def runs(draw: st.DrawFn) -> FlatRange:
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
     start = draw(st.integers(0, prod(shape)))
-    return Run(shape, start, draw(st.integers(start, prod(shape))), by_rows=False)
+    return FlatRange(shape, start, draw(st.integers(start, prod(shape))), by_rows=False)
 
 
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(runs())
-def test_boxes_are_the_range_in_order(run: Run) -> None:
+def test_boxes_are_the_range_in_order(run: FlatRange) -> None:
     """Brute force: the multi-indices of the boxes, one box behind the other, are those of the range."""
     expected = list(product(*(range(size) for size in run.shape)))[run.start : run.stop]
-    boxes = run.boxes()
+    boxes = run.chunks()
     covered = [
         index
         for offsets, sizes in boxes
@@ -440,7 +443,7 @@ def test_flat_runs_where_rows_would_cost_more() -> None:
     """Three rows of 1000 over two ranks: whole rows would cost a third of the memory."""
     layout = plan([(3, 1000)], 2)
     assert [layout.owned(0, rank).local_shape for rank in range(2)] == [(1504,), (1496,)]
-    assert layout.owned(0, 0).boxes() == [((0, 0), (1, 1000)), ((1, 0), (1, 504))]
+    assert layout.owned(0, 0).chunks() == [((0, 0), (1, 1000)), ((1, 0), (1, 504))]
 
 
 def test_only_the_parameter_whose_rows_cost_too_much_falls_back() -> None:
@@ -501,7 +504,7 @@ def test_far_more_ranks_than_elements(granularity: Granularity) -> None:
         6,
         0,
     ]
-    assert layout.padding <= ALIGNMENT * (4096 + 4)
+    assert layout.padding <= MIN_ALIGNMENT * (4096 + 4)
 
 
 def test_parameters_without_elements_lie_behind_all_others() -> None:
@@ -511,23 +514,28 @@ def test_parameters_without_elements_lie_behind_all_others() -> None:
         slot.start >= max(layout.slots[1].stop, layout.slots[3].stop)
         for slot in (layout.slots[0], layout.slots[2])
     )
-    assert plan([(0,), (3, 0)], 4).numel == 4 * ALIGNMENT
+    assert plan([(0,), (3, 0)], 4).numel == 4 * MIN_ALIGNMENT
     assert plan([], 4).slots == ()
 
 
-def test_the_layout_does_not_depend_on_the_hash_seed() -> None:
+def test_the_layout_does_not_depend_on_the_hash_seed_and_needs_no_torch() -> None:
+    # Empty packages stand in for those whose __init__.py imports torch.
     program = (
-        "import random, layout\n"
+        "import random, sys, types\n"
+        "for name in ('megatron', 'megatron.fsdp', 'megatron.fsdp.engine'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "sys.modules['megatron.fsdp.engine'].__path__ = [sys.argv[1]]\n"
+        "from megatron.fsdp.engine import layout\n"
         "draw = random.Random(9)\n"
         "for _ in range(100):\n"
         "    shapes = [(draw.randint(1, 99), draw.randint(1, 99)) for _ in range(9)]\n"
         "    print(layout.plan(shapes, draw.randint(1, 99)))\n"
+        "assert 'torch' not in sys.modules\n"
     )
     folder = Path(layout_module.__file__).parent
     printed = [
         subprocess.run(
-            [sys.executable, "-c", program],
-            cwd=folder,
+            [sys.executable, "-c", program, folder],
             env={"PYTHONHASHSEED": seed},
             capture_output=True,
             check=True,

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.engine import device
-from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.gradients import GroupGradients
 from tests.fsdp.models import BATCH, WIDTH, Block, Stack
 from tests.fsdp.reference import loss_of, shard_mesh
 
@@ -72,7 +72,7 @@ def look_at(model: MegatronFSDP) -> Sample:
         for group in model.groups
         for tensor in (
             *(group.compute.flat, group.compute_shard, group.main_shard, local_gradients(group)),
-            *(group._grad_sum._total, group._inner_sum._total),
+            *(group.gradients._grad_sum._total, group.gradients._inner_sum._total),
         )
     ]
     tensors += [parameter.grad for group in model.groups for parameter in group.parameters]
@@ -91,7 +91,7 @@ def look_at(model: MegatronFSDP) -> Sample:
 
 
 def local_gradients(group: Any) -> Tensor | None:
-    return group._grads.flat if group._grads is not None else None
+    return group.gradients._local.flat if group.gradients._local is not None else None
 
 
 @contextmanager
@@ -99,11 +99,11 @@ def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
     """A sample after every change of storage, and wherever autograd has left gradients on the parameters of a unit."""
     samples: list[Sample] = []
     originals = device.allocate, device.free
-    accumulate = ParamGroup.accumulate
+    accumulate = GroupGradients.accumulate
 
-    def look_and_accumulate(group: ParamGroup) -> None:
+    def look_and_accumulate(gradients: GroupGradients) -> None:
         samples.append(look_at(model))
-        accumulate(group)
+        accumulate(gradients)
 
     def watched(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def change_and_look(tensor: Tensor) -> None:
@@ -113,12 +113,12 @@ def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
         return change_and_look
 
     device.allocate, device.free = map(watched, originals)
-    ParamGroup.accumulate = look_and_accumulate
+    GroupGradients.accumulate = look_and_accumulate
     try:
         yield samples
     finally:
         device.allocate, device.free = originals
-        ParamGroup.accumulate = accumulate
+        GroupGradients.accumulate = accumulate
 
 
 def build(level: int, recompute: str = "", **settings: Any) -> MegatronFSDP:
@@ -206,7 +206,7 @@ def watch_hybrid() -> None:
         assert peak_in_units(samples, "with_gradients") in (1, 2)
         assert (look_at(model).gathered, look_at(model).with_gradients) == ([], [])
         assert all(
-            group._inner_sum._total is None for group in model.groups
+            group.gradients._inner_sum._total is None for group in model.groups
         )  # given back after the last microbatch
 
 

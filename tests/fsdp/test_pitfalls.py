@@ -37,6 +37,7 @@ from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, plan
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.reductions import Reductions
 from tests.fsdp import models
 from tests.fsdp.models import BATCH, WIDTH, Block
 from tests.fsdp.random_models import Drawn, Layer
@@ -265,7 +266,7 @@ def test_10_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_
 
 def order_of_communication(name: str) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    unshard, reduce = ParamGroup.unshard, ParamGroup.reduce
+    unshard, start = ParamGroup.unshard, Reductions.start
 
     def watched_unshard(self: ParamGroup) -> None:
         state = self.state
@@ -273,14 +274,14 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
         if self.state is not state:
             calls.append(("gather", self.names[0]))
 
-    def watched_reduce(self: ParamGroup, *arguments: bool) -> None:
-        calls.append(("reduce", self.names[0]))
-        reduce(self, *arguments)
+    def watched_start(self: Reductions, group: ParamGroup, *arguments: bool) -> None:
+        calls.append(("reduce", group.names[0]))
+        start(self, group, *arguments)
 
     module = models.build(name)
     with (
         patch.object(ParamGroup, "unshard", watched_unshard),
-        patch.object(ParamGroup, "reduce", watched_reduce),
+        patch.object(Reductions, "start", watched_start),
     ):
         model, optimizer = fully_shard(
             module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units

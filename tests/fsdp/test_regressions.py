@@ -72,9 +72,9 @@ def gathers_per_step() -> dict[str, int]:
     original = ParamGroup.unshard
 
     def counting(self: ParamGroup) -> None:
-        before = self._gather
+        before = self._all_gather
         original(self)
-        if self._gather is not None and self._gather is not before:
+        if self._all_gather is not None and self._all_gather is not before:
             counts[self.names[0]] += 1
 
     net = Tied()

@@ -245,7 +245,7 @@ def look_for_odd_cases() -> None:
     cut = {name for name, run in runs.items() if not run.by_rows}
     assert cut == {"module.odd", "module.odd_cube", "module.inner.weight", "module.scale"}
     counts = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, {name: len(run.boxes()) for name, run in runs.items()})
+    dist.all_gather_object(counts, {name: len(run.chunks()) for name, run in runs.items()})
     assert (
         {each["module.scale"] for each in counts}
         == {each["module.blocks"] for each in counts}

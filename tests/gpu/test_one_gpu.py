@@ -72,14 +72,14 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
 
 
 def test_collectives_run_on_streams_of_their_own() -> None:
-    from megatron.fsdp.engine.device import CudaLanes
+    from megatron.fsdp.engine.device import CudaStreams
 
-    lanes = CudaLanes(torch.device("cuda", 0))
+    streams = CudaStreams(torch.device("cuda", 0))
     seen = {}
-    lanes.launch(
+    streams.launch(
         "gather", lambda asynchronous: seen.setdefault("gather", torch.cuda.current_stream())
     ).wait()
-    lanes.launch(
+    streams.launch(
         "reduce", lambda asynchronous: seen.setdefault("reduce", torch.cuda.current_stream())
     ).wait()
     assert len({seen["gather"], seen["reduce"], torch.cuda.current_stream()}) == 3

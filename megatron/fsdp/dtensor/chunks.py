@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from megatron.fsdp.dtensor.sharded_param import RunTensor, TensorSlice, with_run
 from megatron.fsdp.dtensor.uneven import axes_of
 from megatron.fsdp.engine.collectives import all_reduce_over
-from megatron.fsdp.engine.layout import Box, Run, row_size
+from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
 
 
 class BoxTensor(torch.Tensor):
@@ -36,11 +36,11 @@ class BoxTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    boxes: list[Box]
+    boxes: list[Chunk]
     slice: TensorSlice
     is_flat: bool  # some rank of the mesh holds a run of elements that is no box
 
-    def _boxes(self) -> list[Box]:
+    def _boxes(self) -> list[Chunk]:
         return self.boxes
 
     # They ask for no more than `_boxes` and the shape of the slice.
@@ -67,7 +67,7 @@ class BoxTensor(torch.Tensor):
 
 
 def with_boxes(
-    local: torch.Tensor, boxes: list[Box], shape: Sequence[int], is_flat: bool = False
+    local: torch.Tensor, boxes: list[Chunk], shape: Sequence[int], is_flat: bool = False
 ) -> BoxTensor:
     """``local``, sharing storage, as these boxes of a tensor of ``shape``."""
     if isinstance(local, AsyncCollectiveTensor):
@@ -117,7 +117,7 @@ class Places:
         self._width = -(-slice_numel // others)
         self._slice_starts = _starts(self._width, axes[self._dim])
 
-    def boxes(self, coordinate: tuple[int, ...]) -> list[Box]:
+    def boxes(self, coordinate: tuple[int, ...]) -> list[Chunk]:
         """What the rank at ``coordinate`` of the mesh holds, in row-major order."""
         if not self._numel[coordinate]:
             return []
@@ -130,8 +130,8 @@ class Places:
             width = int(self._width[coordinate])
             shape = tuple(width if dim == self._dim else size for dim, size in enumerate(shape))
             slice_ = TensorSlice(self._shape, self._dim, int(self._slice_starts[coordinate]))
-        run = Run(shape, start, start + int(self._numel[coordinate]), by_rows=False)
-        return [(slice_.in_whole(offsets), sizes) for offsets, sizes in run.boxes()]
+        run = FlatRange(shape, start, start + int(self._numel[coordinate]), by_rows=False)
+        return [(slice_.in_whole(offsets), sizes) for offsets, sizes in run.chunks()]
 
     def row(self, coordinate: tuple[int, ...]) -> int:
         """Where that rank's part begins along dim 0."""
@@ -183,7 +183,7 @@ def known_place(dtensor: DTensor) -> RunTensor | BoxTensor | None:
         return with_run(local.detach(), member.run, member.slice)
     if member is not None:  # a scalar, which the optimizer sees as a vector
         return with_run(
-            local.detach(), Run(shape, member.run.start, member.run.stop, by_rows=False)
+            local.detach(), FlatRange(shape, member.run.start, member.run.stop, by_rows=False)
         )
     if not shape or all(isinstance(placement, Replicate) for placement in dtensor.placements):
         whole = [((0,) * len(shape), shape)] if local.numel() else []

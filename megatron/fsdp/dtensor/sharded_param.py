@@ -27,10 +27,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from megatron.fsdp.dtensor.gradient import Holders, ShardedGradient
 from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over
+from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.engine.layout import Box, Run
-from megatron.fsdp.engine.mesh import Axes
-from megatron.fsdp.engine.param_group import ParamGroup, local_tensor
+from megatron.fsdp.engine.layout import Chunk, FlatRange
+from megatron.fsdp.engine.local_tensor import local_tensor
+from megatron.fsdp.engine.param_group import ParamGroup
 
 
 class RunTensor(torch.Tensor):
@@ -40,7 +41,7 @@ class RunTensor(torch.Tensor):
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    run: Run
+    run: FlatRange
     slice: TensorSlice
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -49,8 +50,8 @@ class RunTensor(torch.Tensor):
             for offsets, sizes in self._boxes()
         ]
 
-    def _boxes(self) -> list[Box]:
-        return [(self.slice.in_whole(offsets), sizes) for offsets, sizes in self.run.boxes()]
+    def _boxes(self) -> list[Chunk]:
+        return [(self.slice.in_whole(offsets), sizes) for offsets, sizes in self.run.chunks()]
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self)
@@ -107,7 +108,7 @@ class TensorSlice:
         return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
 
 
-def with_run(local: torch.Tensor, run: Run, slice_: TensorSlice | None = None) -> RunTensor:
+def with_run(local: torch.Tensor, run: FlatRange, slice_: TensorSlice | None = None) -> RunTensor:
     """``local``, sharing storage, as the piece ``run`` of a slice of a global tensor; by default of the whole one."""
     tensor = torch.Tensor._make_subclass(RunTensor, local)
     tensor.run = run
@@ -116,7 +117,7 @@ def with_run(local: torch.Tensor, run: Run, slice_: TensorSlice | None = None) -
 
 
 torch.serialization.add_safe_globals(
-    [with_run, Run, TensorSlice]
+    [with_run, FlatRange, TensorSlice]
 )  # so that `torch.load` takes a saved state dict
 
 

@@ -33,7 +33,7 @@ from megatron.fsdp.dtensor.chunks import (
 from megatron.fsdp.dtensor.sharded_param import RunTensor
 from megatron.fsdp.dtensor.uneven import dtensor_over, full_tensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.layout import Box, row_size
+from megatron.fsdp.engine.layout import Chunk, row_size
 
 # ---- whole tensors
 # ---------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def _problems(
 ) -> list[str]:
     sizes, claims = tables
     places = None if claims[..., 0].all() else Places(shape, placements, sizes)
-    parts: dict[tuple[int, ...], list[Box]] = {}
+    parts: dict[tuple[int, ...], list[Chunk]] = {}
     problems = []
     for coordinate in product(*map(range, mesh.shape)):
         claim = claims[coordinate].tolist()
@@ -243,19 +243,19 @@ def _problems(
     return problems
 
 
-def _boxes_in(claim: list[int], ndim: int) -> list[Box]:
+def _boxes_in(claim: list[int], ndim: int) -> list[Chunk]:
     """Boxes from the numbers that :func:`validate_uneven_dtensor` writes: known, count, then offsets and sizes."""
     parts = [tuple(claim[2 + i * ndim : 2 + (i + 1) * ndim]) for i in range(2 * claim[1])]
     return list(zip(parts[::2], parts[1::2]))
 
 
-def _is_beyond(box: Box, shape: tuple[int, ...]) -> bool:
+def _is_beyond(box: Chunk, shape: tuple[int, ...]) -> bool:
     return any(offset < 0 or offset + size > limit for offset, size, limit in zip(*box, shape))
 
 
-def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
+def _overlaps(boxes: list[Chunk]) -> Iterator[tuple[Chunk, Chunk]]:
     """Pairs with elements in common; boxes are of at least one dim."""
-    active: list[Box] = []
+    active: list[Chunk] = []
     for box in sorted(boxes):
         active = [other for other in active if other[0][0] + other[1][0] > box[0][0]]
         for other in active:
@@ -264,7 +264,7 @@ def _overlaps(boxes: list[Box]) -> Iterator[tuple[Box, Box]]:
         active.append(box)
 
 
-def _text(box: Box) -> str:
+def _text(box: Chunk) -> str:
     return f"[{', '.join(f'{offset}:{offset + size}' for offset, size in zip(*box))}]"
 
 

@@ -1,59 +1,83 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat storage of a group and the views into it."""
+"""Flat buffers over the parameters of a group, and running sums of shards."""
 
 from __future__ import annotations
 
 import torch
 
+# As a module: tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine.layout import Layout
 
 
 class FlatBuffer:
-    """One flat tensor ``[layout.numel]`` over all parameters of a group, whose storage can come and go.
+    """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
-    The views keep their identity while the storage is away, so modules and autograd may hold on to
-    them.
+    Flat tensor and views are made once and are the same objects whether there is storage or not.
+    Modules and autograd may so keep references to them.
+
+    Args:
+        layout: where each parameter lies.
+        dtype: of all of them.
+        device: of the storage.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
-        used = sorted((slot.start, slot.stop) for slot in layout.slots if slot.numel)
-        ends = [0] + [stop for _, stop in used]
-        starts = [start for start, _ in used] + [layout.numel]
-        self._gaps = [self.flat[end:start] for end, start in zip(ends, starts) if end < start]
-        # Made now: there is no slicing while the storage is away.
+        self._padding = self._between_parameters()
+        # Made now, because a tensor without storage cannot be sliced.
         self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
         self._is_allocated = True
 
+    def _between_parameters(self) -> list[torch.Tensor]:
+        """Return the slices of the flat tensor that belong to no parameter."""
+        slices = []
+        end = 0
+        for slot in sorted(self.layout.slots, key=lambda slot: slot.start):
+            if slot.numel:
+                if end < slot.start:
+                    slices.append(self.flat[end : slot.start])
+                end = slot.stop
+        if end < self.layout.numel:
+            slices.append(self.flat[end:])
+        return slices
+
     def allocate(self) -> None:
+        """Make sure that there is storage; new storage has undefined values."""
         if not self._is_allocated:
             memory.allocate(self.flat)
             self._is_allocated = True
 
     def free(self) -> None:
+        """Make sure that there is no storage."""
         if self._is_allocated:
             memory.free(self.flat)
             self._is_allocated = False
 
     def zero_padding(self) -> None:
-        """Set to zero what lies between the parameters, so that sums over the flat tensor mean something."""
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        """Set the padding to zero, so that sums over the flat tensor are sums over parameters."""
+        if self._padding:
+            torch._foreach_zero_(self._padding)
 
     def view(self, index: int) -> torch.Tensor:
-        """Parameter ``index``, whole, in its logical shape."""
+        """Return parameter ``index``, whole, in its logical shape."""
         return self._views[index]
 
     def slice(self, index: int, count: int) -> torch.Tensor:
-        """Number ``index`` of ``count`` equal slices."""
+        """Return number ``index`` of ``count`` equal slices of the flat tensor."""
         size = self.layout.numel // count
         return self.flat[index * size : (index + 1) * size]
 
 
 class RunningSum:
-    """A flat tensor ``[numel]`` that the first addend fills and others add to; it takes storage with the first."""
+    """A flat tensor ``[numel]`` that the first addend fills and later ones add to.
+
+    Args:
+        numel: number of elements.
+        dtype: in which addends are summed.
+        device: of the storage, which is allocated with the first addend.
+    """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
@@ -65,18 +89,26 @@ class RunningSum:
     @property
     def total(self) -> torch.Tensor:
         """The sum, zeros where nothing was added; the same tensor until :meth:`free`."""
-        return self._own().zero_() if self.is_empty else self._own()
+        total = self._allocated()
+        return total.zero_() if self.is_empty else total
 
-    def place_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where an addend of ``dtype`` may be computed: in the sum itself if it would only be copied there."""
+    def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor ``[numel]`` in which to compute the next addend.
+
+        It is the sum itself if the addend would only be copied there.
+        """
         if self.is_empty and dtype == self.dtype:
-            return self._own()
+            return self._allocated()
         return torch.empty(self._numel, dtype=dtype, device=self._device)
 
     def add(self, addend: torch.Tensor) -> None:
-        """Add ``addend`` ``[numel]``, which may be what :meth:`place_for` gave."""
-        if addend is not self._total:
-            self._own().copy_(addend) if self.is_empty else self._own().add_(addend)
+        """Add ``addend`` ``[numel]``, which may be what :meth:`buffer_for` returned."""
+        if addend is self._total:
+            pass  # it was computed in place
+        elif self.is_empty:
+            self._allocated().copy_(addend)
+        else:
+            self._allocated().add_(addend)
         self.is_empty = False
 
     def clear(self) -> None:
@@ -84,16 +116,16 @@ class RunningSum:
         self.is_empty = True
 
     def free(self) -> None:
-        """Begin a new sum and give the storage back."""
+        """Begin a new sum and free the storage."""
         self.is_empty, self._total = True, None
 
-    def _own(self) -> torch.Tensor:
+    def _allocated(self) -> torch.Tensor:
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
         return self._total
 
 
 def shard_view(shard: torch.Tensor, layout: Layout, index: int, rank: int) -> torch.Tensor:
-    """The piece of parameter ``index`` in ``rank``'s flat shard, in its local shape."""
-    begin, end = layout.shard_range(index, rank)
-    return shard[begin:end].view(layout.owned(index, rank).local_shape)
+    """Return the part of parameter ``index`` in the flat shard of ``rank``, in its local shape."""
+    start, stop = layout.shard_range(index, rank)
+    return shard[start:stop].view(layout.owned(index, rank).local_shape)

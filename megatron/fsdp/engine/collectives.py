@@ -1,10 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only caller of torch.distributed collectives, and the one place where gradients are divided.
 
-[Note: the divisor] A reduced gradient is the sum over the ranks divided by ``divisor``. The
-division happens here and
-nowhere else: before the collective where the sum could overflow (fp16), inside it where the process
-group is asked to average, and otherwise on the result, which is the smallest tensor.
+[Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. The
+division happens here and nowhere else:
+    before the collective    in float16, where the sum could overflow
+    inside the collective    where the process group is asked to average
+    on the result            otherwise, because it is the smallest tensor
+
+[Note: gathering in place] The shard that a rank sends is a slice of the buffer that it receives at
+levels 1 and 2. NCCL leaves that slice alone. gloo writes to it, with the values that it has, at any
+time before the end; a reader or writer of the slice would see that. There the other slices are
+received one by one, and the own one goes to a temporary tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine.device import Collective, CpuLanes, CudaLanes, Pending
+from megatron.fsdp.engine.device import Collective, CpuStreams, CudaStreams, Pending
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -24,96 +30,134 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 @dataclass
 class Communicator:
-    """The collectives of one kind of parameters: over the inner axis, which divides them, and an outer one.
+    """The collectives of dense or of expert parameters, over an inner and an outer axis.
 
     Args:
-        inner: group of the ranks that divide the parameters.
-        outer: group of the ranks that replicate them or divide them further; None without such an
-            axis.
-        gather: group of the inner ranks for gathers of weights; may be ``inner`` itself.
+        inner: group of the ranks that shard the parameters.
+        outer: group of the ranks that replicate the shards or shard them further; None without such
+            an axis.
+        all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``
+            itself.
         divisor: what a summed gradient is divided by: the number of data ranks for a mean, 1 for a
             sum.
         average_in_collective: let the process groups divide. What their sizes leave of the divisor
-            (expert parameters are reduced over fewer ranks than there are data ranks) is divided
-            here.
+            is divided here: expert parameters are reduced over fewer ranks than there are data
+            ranks.
+        streams: on which the collectives run.
     """
 
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup | None
-    gather: dist.ProcessGroup
+    all_gather_group: dist.ProcessGroup
     divisor: int
     average_in_collective: bool
-    lanes: CpuLanes | CudaLanes
+    streams: CpuStreams | CudaStreams
 
     @property
     def inner_size(self) -> int:
+        """Number of ranks on the inner axis."""
         return dist.get_world_size(self.inner)
 
     @property
     def inner_rank(self) -> int:
+        """Coordinate of this rank on the inner axis."""
         return dist.get_rank(self.inner)
 
     @property
     def outer_size(self) -> int:
+        """Number of ranks on the outer axis; 1 without one."""
         return dist.get_world_size(self.outer) if self.outer is not None else 1
 
     @property
     def outer_rank(self) -> int:
+        """Coordinate of this rank on the outer axis; 0 without one."""
         return dist.get_rank(self.outer) if self.outer is not None else 0
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, piece: torch.Tensor | None = None
-    ) -> Pending:
-        """Fill ``full`` ``[inner * n]`` with the ``shard`` ``[n]`` of every inner rank; ``shard`` may be a slice of it.
+    # ---- weights
 
-        With ``piece`` ``[n / outer]`` ``shard`` is filled first, with those of the outer ranks.
+    def all_gather(
+        self, full: torch.Tensor, shard: torch.Tensor, owned: torch.Tensor | None = None
+    ) -> Pending:
+        """Fill ``full`` with the shards of all inner ranks.
+
+        Args:
+            full: ``[inner_size * n]``.
+            shard: ``[n]``, this rank's shard; may be a slice of ``full``.
+            owned: ``[n / outer_size]``. If given, ``shard`` is first filled with the owned shards
+                of the outer ranks.
         """
-        steps = [] if piece is None else [_gather_step(shard, piece, self.outer)]
+        collectives = []
+        if owned is not None:
+            collectives.append(_all_gather(shard, owned, self.outer))
         if self.inner_size > 1:
-            in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
-            own_is_written = in_place and self.lanes.gathers_write_own_part
-            steps.append(
-                (_gather_others_step if own_is_written else _gather_step)(full, shard, self.gather)
-            )
-        return self.lanes.launch("gather", *steps)
+            is_in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
+            if is_in_place and self.streams.gathers_write_own_part:
+                gather_shards = _all_gather_others  # see [Note: gathering in place]
+            else:
+                gather_shards = _all_gather
+            collectives.append(gather_shards(full, shard, self.all_gather_group))
+        return self.streams.launch("gather", *collectives)
+
+    def broadcast(
+        self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
+    ) -> None:
+        """Copy ``tensor`` of the first rank along one or both axes to the others, now."""
+        for group, is_wanted in ((self.inner, over_inner), (self.outer, over_outer)):
+            if is_wanted and group is not None and dist.get_world_size(group) > 1:
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    # ---- gradients
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """``shard`` ``[n]``: this inner rank's slice of the reduced ``full`` ``[inner * n]``, which may be overwritten."""
-        return self._divide(
-            full, shard, _reduce_scatter_step(full, shard, self.inner, self._operation)
-        )
+        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the mean.
+
+        Args:
+            full: ``[inner_size * n]``; may be overwritten.
+            shard: ``[n]``.
+        """
+        return self._divide(full, shard, _reduce_scatter(full, shard, self.inner, self._operation))
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
-        """``full`` becomes the reduced tensor on every inner rank."""
-        return self._divide(full, full, _all_reduce_step(full, self.inner, self._operation))
+        """Reduce ``full`` over the inner axis; it becomes the mean on every inner rank."""
+        return self._divide(full, full, _all_reduce(full, self.inner, self._operation))
 
-    def reduce_scatter_outer(self, shard: torch.Tensor, piece: torch.Tensor) -> Pending:
-        """``piece`` ``[n]``: this outer rank's slice of what the outer ranks have of ``shard`` ``[outer * n]``, summed."""
-        return self.lanes.launch(
-            "reduce", _reduce_scatter_step(shard, piece, self.outer, self._operation)
+    def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
+        """Sum ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the sum.
+
+        Args:
+            shard: ``[outer_size * n]``, divided already by the reduction over the inner axis.
+            owned: ``[n]``.
+        """
+        return self.streams.launch(
+            "reduce", _reduce_scatter(shard, owned, self.outer, self._operation)
         )
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
-        """``shard`` becomes the sum over the outer ranks, on all of them."""
-        return self.lanes.launch("reduce", _all_reduce_step(shard, self.outer, self._operation))
+        """Sum ``shard`` over the outer axis; it becomes the sum on every outer rank."""
+        return self.streams.launch("reduce", _all_reduce(shard, self.outer, self._operation))
 
     @property
-    def _operation(self) -> dist.ReduceOp:
+    def _operation(self) -> dist.ReduceOp.RedOpType:
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
-    def _divide(self, full: torch.Tensor, result: torch.Tensor, step: Collective) -> Pending:
-        """The inner reduction, divided once: what the outer axis adds up later are parts of the mean."""
-        divisor = (
-            self.divisor / (self.inner_size * self.outer_size)
-            if self.average_in_collective
-            else self.divisor
-        )
-        before = full.dtype == torch.float16 and divisor > 1
-        if before:
-            full.div_(divisor)
-        pending = self.lanes.launch("reduce", step)
-        if before or divisor == 1:
-            return pending
+    def _divide(
+        self, operand: torch.Tensor, result: torch.Tensor, collective: Collective
+    ) -> Pending:
+        """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
+
+        Only this reduction divides: what the outer axis adds up later are parts of the mean.
+        """
+        divisor: float = self.divisor
+        if self.average_in_collective:
+            # 8 data ranks, of which 2 inner and 2 outer ones have the same experts: the two
+            # collectives divide by 4, which leaves 2.
+            divisor = self.divisor / (self.inner_size * self.outer_size)
+        if divisor == 1:
+            return self.streams.launch("reduce", collective)
+        if operand.dtype == torch.float16 and divisor > 1:
+            operand.div_(divisor)
+            return self.streams.launch("reduce", collective)
+        pending = self.streams.launch("reduce", collective)
 
         def wait_and_divide() -> None:
             pending.wait()
@@ -121,77 +165,81 @@ class Communicator:
 
         return Pending(wait_and_divide)
 
-    def broadcast(
-        self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
-    ) -> None:
-        """``tensor`` of the first data rank, or of the first one along one of the axes, on all of them."""
-        for group, wanted in ((self.inner, over_inner), (self.outer, over_outer)):
-            if wanted and group is not None and dist.get_world_size(group) > 1:
-                dist.broadcast(tensor, group=group, group_src=0)
 
-
-def _gather_step(full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Collective:
-    return lambda asynchronous: _all_gather_single(full, part, group=group, async_op=asynchronous)
-
-
-def _gather_others_step(
-    full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup
+def _all_gather(
+    full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Collective:
-    """In place, but this rank's own part, which others may write meanwhile, is left alone."""
-    parts = list(full.chunk(dist.get_world_size(group)))
-    parts[dist.get_rank(group)] = torch.empty_like(part)
-    return lambda asynchronous: dist.all_gather(parts, part, group=group, async_op=asynchronous)
+    return lambda asynchronous: _all_gather_single(full, shard, group=group, async_op=asynchronous)
 
 
-def _reduce_scatter_step(
-    full: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
+def _all_gather_others(
+    full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
+) -> Collective:
+    """Gather in place, but leave this rank's own slice of ``full`` alone."""
+    slices = list(full.chunk(dist.get_world_size(group)))
+    slices[dist.get_rank(group)] = torch.empty_like(shard)
+    return lambda asynchronous: dist.all_gather(slices, shard, group=group, async_op=asynchronous)
+
+
+def _reduce_scatter(
+    full: torch.Tensor,
+    shard: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    operation: dist.ReduceOp.RedOpType,
 ) -> Collective:
     return lambda asynchronous: _reduce_scatter_single(
-        part, full, op=op, group=group, async_op=asynchronous
+        shard, full, op=operation, group=group, async_op=asynchronous
     )
 
 
-def _all_reduce_step(
-    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp
+def _all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType
 ) -> Collective:
-    return lambda asynchronous: dist.all_reduce(tensor, op=op, group=group, async_op=asynchronous)
+    return lambda asynchronous: dist.all_reduce(
+        tensor, op=operation, group=group, async_op=asynchronous
+    )
 
 
 def agree(
     problems: Iterable[str], groups: Sequence[dist.ProcessGroup | None] = (None,)
 ) -> list[str]:
-    """The ``problems`` of every rank, on every rank, so that all raise the same error.
+    """Return the problems of all ranks, sorted, so that every rank raises the same error.
 
     Args:
-        groups: every rank is reached by one after the other: the axes of a mesh. None: all ranks
-            there are.
+        problems: of this rank.
+        groups: groups that reach every rank if they are used one after the other: the axes of a
+            mesh. None stands for all ranks of the program.
     """
     known = set(problems)
     for group in groups:
-        everybodys: list[set[str]] = [set()] * dist.get_world_size(group)
-        dist.all_gather_object(everybodys, known, group=group)
-        known = set().union(*everybodys)
+        of_all_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
+        dist.all_gather_object(of_all_ranks, known, group=group)
+        known = set().union(*of_all_ranks)
     return sorted(known)
 
 
 def all_reduce_over(
-    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp
+    tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp.RedOpType
 ) -> torch.Tensor:
-    """``tensor``, in place, reduced over the ranks of one group after the other: over a whole mesh."""
+    """Reduce ``tensor`` in place over one group after the other, as over a mesh; return it."""
     for group in groups:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
-def all_gather_uneven(piece: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """The flat ``piece`` of every rank, of any size, in rank order."""
-    ranks = dist.get_world_size(group)
-    sizes = torch.empty(ranks, dtype=torch.int64, device=piece.device)
-    _all_gather_single(sizes, sizes.new_tensor([piece.numel()]), group=group)
+def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """Return the flat ``shard`` of every rank, in rank order; the sizes may differ.
+
+    Two all-gathers: one of the sizes, one of the shards, padded to the longest.
+    """
+    num_ranks = dist.get_world_size(group)
+    sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)
+    _all_gather_single(sizes, sizes.new_tensor([shard.numel()]), group=group)
     longest = int(sizes.max())
-    padded = piece.new_zeros(longest)
-    padded[: piece.numel()] = piece
-    everything = piece.new_empty(ranks * longest)
-    _all_gather_single(everything, padded, group=group)
-    return [row[:size] for row, size in zip(everything.view(ranks, longest), sizes.tolist())]
+    padded = shard.new_zeros(longest)
+    padded[: shard.numel()] = shard
+    gathered = shard.new_empty(num_ranks * longest)
+    _all_gather_single(gathered, padded, group=group)
+    rows = gathered.view(num_ranks, longest)
+    return [row[:size] for row, size in zip(rows, sizes.tolist())]

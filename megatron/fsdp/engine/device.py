@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streams, events and storage for cuda and cpu: the only file that knows the device.
 
-[Note: memory and streams] Storage is always taken and given back while the compute stream is
-current, so the caching allocator orders its reuse by compute. A collective runs on a stream of its
-own, which first waits for everything that compute has enqueued so far (the previous owner of the
-memory included); its :class:`Pending` makes the compute stream wait before anyone reads the result
-or frees an operand. On CPU a collective is an asynchronous work and waiting blocks.
+[Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
+the caching allocator orders its reuse by compute. A collective runs on a stream of its own. That
+stream first waits for everything that compute has enqueued so far, which includes the previous user
+of the memory. The collective's :class:`Pending` then makes the compute stream wait, before anyone
+reads the result or frees an operand. On CPU a collective is an asynchronous work of the process
+group, and waiting blocks.
 """
 
 from __future__ import annotations
@@ -17,41 +18,47 @@ import torch
 
 
 class Work(Protocol):
-    def wait(self) -> object: ...
+    """A collective under way, as torch.distributed returns it."""
+
+    def wait(self) -> object:
+        """Return when the collective is over."""
 
 
-Collective = Callable[[bool], "Work | None"]  # whether to be asynchronous -> its work, if it is
+Collective = Callable[[bool], "Work | None"]
+"""Begins a collective. The argument says whether to return its work instead of waiting for it."""
 
 
 class Pending:
     """An operation under way.
 
-    ``wait`` returns when compute may use its result; calling it again does nothing.
+    Args:
+        wait: returns when compute may use the result; None for an operation that is over.
     """
 
     def __init__(self, wait: Callable[[], object] | None = None):
         self._wait = wait
 
     def wait(self) -> None:
+        """Return when compute may use the result; calling it again does nothing."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            # Copies that finish a gather write into a buffer with many views, which grad mode
-            # forbids.
+            # Copies that finish an all-gather write into a buffer with many views, which autograd
+            # would refuse.
             with torch.no_grad():
                 wait()
 
 
-class CpuLanes:
-    """Collectives as asynchronous works of the process group."""
+class CpuStreams:
+    """Runs collectives as asynchronous works of the process group."""
 
-    gathers_write_own_part = (
-        True  # gloo writes what a rank sends into what it receives, at any time before the end
-    )
+    # During an in-place all-gather, gloo writes what a rank sends into what it receives, at any
+    # time before the end.
+    gathers_write_own_part = True
 
-    def launch(self, lane: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another.
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+        """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`.
 
-        Later ones need what earlier ones leave: they begin in ``wait``.
+        Only the first is asynchronous. The others need its result, so they run in ``wait``.
         """
         first, *others = collectives
         work = first(True)
@@ -65,8 +72,12 @@ class CpuLanes:
         return Pending(wait)
 
 
-class CudaLanes:
-    """One stream for gathers, one for reductions, ordered with compute by events."""
+class CudaStreams:
+    """Runs collectives on streams of their own, ordered with compute by events.
+
+    Args:
+        device: of the operands.
+    """
 
     gathers_write_own_part = False  # in place, NCCL leaves it alone
 
@@ -74,11 +85,16 @@ class CudaLanes:
         self._device = device
         self._streams: dict[str, torch.cuda.Stream] = {}
 
-    def launch(self, lane: str, *collectives: Collective) -> Pending:
-        """Run ``collectives`` one after another on the stream of ``lane``."""
-        if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self._device)
-        stream = self._streams[lane]
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+        """Run ``collectives`` one after another on the stream of that name.
+
+        Args:
+            stream_name: "gather" or "reduce", so that neither waits for the other.
+            collectives: begun in this order; each may use the results of those before it.
+        """
+        if stream_name not in self._streams:
+            self._streams[stream_name] = torch.cuda.Stream(self._device)
+        stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for collective in collectives:
@@ -87,29 +103,29 @@ class CudaLanes:
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
 
-def lanes_for(device: torch.device) -> CpuLanes | CudaLanes:
-    """Where the collectives of parameters on ``device`` run."""
-    return CudaLanes(device) if device.type == "cuda" else CpuLanes()
+def streams_for(device: torch.device) -> CpuStreams | CudaStreams:
+    """Return the streams for collectives of tensors on ``device``."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()
 
 
 def allocate(tensor: torch.Tensor) -> None:
-    """Give a freed flat tensor storage again; its contents and those of its views are undefined."""
+    """Give a freed flat tensor storage again; the values of it and of its views are undefined."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Take the storage away from a flat tensor and all views of it; they keep their shapes."""
+    """Free the storage of a flat tensor and of all views of it; they keep their shapes."""
     tensor.untyped_storage().resize_(0)
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass in this thread."""
+    """Return whether autograd is running a backward pass in this thread."""
     return current_pass() != -1
 
 
 def current_pass() -> int:
-    """The number of the backward pass that autograd is running in this thread, -1 outside of one.
+    """Return the number of the backward pass that autograd is running in this thread, or -1.
 
-    Reentrant checkpoints run passes inside of a pass, each with a number of its own.
+    Activation recomputation runs passes inside of a pass, each with a number of its own.
     """
     return torch._C._current_graph_task_id()

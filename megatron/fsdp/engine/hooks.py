@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who tells the schedule: hooks on modules, on their inputs and outputs, and on compute parameters.
+"""Hooks on modules, their inputs and outputs, and parameters: they drive the schedule.
 
 [Note: one call of a unit]
-    before forward      hold the unit, those it shares parameters with others in, and any unit whose
-    parameter is handed in
-                        as an argument (tied output layers)
-    in forward          hold a unit whose parameter the code of this one reads by name
-    (`self.embedding.weight`)
-    after forward       let go, except while autograd recomputes: the same unit's backward follows
-    output gradient     hold again
-    input gradients     the call's backward is over; with leaves among them, once the unit's own are
-    there too
-Hooks on tensors are attached to what produced them, so inputs and outputs are passed on as they
-are: they may be edited in place, freed or be of any type that holds tensors.
+    pre-forward        unshard the unit, the units that it shares parameters with, and any unit
+                       whose parameter is passed as an argument (tied output layers)
+    in forward         unshard a unit whose parameter the code reads by name, as in
+                       ``self.embedding.weight``: the call borrows it
+    post-forward       end the use of all of them. Not while autograd recomputes activations,
+                       because the backward of the same unit follows at once
+    pre-backward       at the first gradient of an output: unshard all of them again
+    post-backward      at the last gradient of an input: the call's backward is over. Where inputs
+                       are leaves of the graph, the gradients of the unit's parameters must be
+                       there too
+
+Hooks on tensors are attached to the tensors themselves, and inputs and outputs are passed on as
+they are. An autograd function around the module, the usual way, would make views of them; without
+one they may be edited in place, freed, or be of any type that contains tensors.
 """
 
 from __future__ import annotations
@@ -25,236 +28,230 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.schedule import Schedule, Unit
-
-
-class Call:
-    """One call of a unit's forward: what it holds."""
-
-    def __init__(self, unit: Unit, borrowed: list[Unit]):
-        self.unit = unit
-        self.borrowed = borrowed  # units that are not its own but whose parameters it uses
-        self.awaited_inputs = 0  # gradients of inputs that will tell the end of the call's backward
-        self.input_hooks: list[RemovableHandle] = []
-        # Autograd hurries to leaves: their gradients may come before those of parameters on paths
-        # of their own.
-        self.hurried = False
-
+from megatron.fsdp.engine.schedule import Schedule
+from megatron.fsdp.engine.states import CallState
+from megatron.fsdp.engine.unit import Call, Unit
 
 PASSED_ON = "_fsdp_passed_on"
-"""Attribute of parameters that code reads only to hand them on as arguments: reading one does not hold its unit."""
+"""Attribute of parameters that code reads only to pass them on as arguments.
+
+Reading one by name does not unshard its unit; the module that gets it as an argument does."""
 
 
 class UnitHooks:
     """Connects the modules of units to their schedule.
 
     Args:
-        sharded: the sharded parameters, by the module's own: what code outside of any forward finds
-            where weights are away.
+        schedule: of the units.
+        sharded: the sharded parameter of each compute parameter. Code outside of any forward sees
+            it where the compute parameter has no values.
     """
 
     def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
         self._schedule = schedule
         self._sharded = sharded
         self._root = schedule.units[0]
-        self._owner = {
-            parameter: unit
-            for unit in schedule.units
-            for group in unit.groups
-            for parameter in group.parameters
-        }
+        self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[Call] = []  # forwards under way, innermost last
         for unit in schedule.units:
-            if unit.module is not None:
-                unit.module.register_forward_pre_hook(
-                    self._before_forward(unit), prepend=True, with_kwargs=True
-                )
-                unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
-            self._watch_gradients(unit)
+            self._register(unit)
         for module in _not_compiled(self._root.module):
-            if any(True for _ in module.parameters(recurse=False)):
+            if next(module.parameters(recurse=False), None) is not None:
                 module._parameters = WatchedParameters(
-                    module._parameters, self._read, self._present
+                    module._parameters, self._read_by_name, self._look_at
                 )
 
-    def _watch_gradients(self, unit: Unit) -> None:
-        parameters = [
-            parameter for group in unit.trainable_groups for parameter in group.parameters
-        ]
-        unit.awaited_grads = len(parameters)
+    def _register(self, unit: Unit) -> None:
+        for group in unit.groups:
+            self._unit_of.update(dict.fromkeys(group.parameters, unit))
+        if unit.module is not None:
+            unit.module.register_forward_pre_hook(
+                self._pre_forward_hook(unit), prepend=True, with_kwargs=True
+            )
+            unit.module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
 
         def arrived(parameter: nn.Parameter) -> None:
             self._schedule.enter_backward(_queue_callback)
             self._schedule.grad_arrived(unit, parameter)
 
-        for parameter in parameters:
+        for parameter in unit.trainable_parameters:
             parameter.register_post_accumulate_grad_hook(arrived)
 
     # ---- forward
-    # -------------------------------------------------------------------------------------------------
 
-    def _before_forward(self, unit: Unit) -> Callable[..., None]:
+    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @torch.compiler.disable
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if unit is self._root:
-                self._schedule.begin_pass()
-            call = Call(unit, self._borrowed(unit, (*args, *kwargs.values())) + unit.shared)
+                self._schedule.begin_forward()
+            borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
+            call = Call(unit, borrowed + unit.shared)
             self._calls.append(call)
-            self._acquire(call)
+            self._unshard(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
 
-        return hook
+        return pre_forward
 
-    def _after_forward(self, unit: Unit) -> Callable[..., None]:
+    def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @torch.compiler.disable
-        def hook(module: nn.Module, args: tuple, output: Any) -> None:
+        def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._calls.pop()
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
-            if in_backward():
+            if in_backward():  # recomputation
                 return
-            for held in (unit, *call.borrowed):
-                self._schedule.release(held, call)
+            self._end_use(call)
             if unit is self._root:
                 self._schedule.end_forward()
 
-        return hook
+        return post_forward
 
     def forget_calls(self) -> None:
-        """Let go of what forwards hold that an interrupt has ended: torch calls no hooks then."""
+        """End the forwards under way after an interrupt, for which torch calls no hooks."""
         while self._calls and not in_backward():
-            call = self._calls.pop()
-            for held in (call.unit, *call.borrowed):
-                self._schedule.release(held, call)
+            self._end_use(self._calls.pop())
 
-    def _acquire(self, call: Call) -> None:
+    def _unshard(self, call: Call) -> None:
         for borrowed in call.borrowed:
-            self._schedule.hold(borrowed, call)
-        self._schedule.acquire(call.unit, call)
+            self._schedule.unshard_borrowed(borrowed, call)
+        self._schedule.unshard(call.unit, call)
 
-    def _borrowed(self, unit: Unit, arguments: tuple) -> list[Unit]:
-        owners = [
-            self._owner.get(argument)
-            for argument in arguments
-            if isinstance(argument, nn.Parameter)
-        ]
-        return list(
-            dict.fromkeys(owner for owner in owners if owner is not None and owner is not unit)
-        )
+    def _end_use(self, call: Call) -> None:
+        for unit in call.used_units:
+            self._schedule.end_use(unit, call)
 
-    def _present(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What code gets that looks at ``parameter``: outside of forwards, where its weights are away, the sharded one."""
-        owner = self._owner.get(parameter)
-        if owner is not None and not self._calls:
-            owner.wait_for_unshard()
-        return (
-            parameter
-            if owner is None or self._calls or owner.is_readable
-            else self._sharded[parameter]
-        )
+    def _units_of_arguments(self, unit: Unit, arguments: tuple[Any, ...]) -> list[Unit]:
+        """Return the other units whose parameters are among the arguments of a call of ``unit``."""
+        units: list[Unit] = []
+        for argument in arguments:
+            owner = self._unit_of.get(argument) if isinstance(argument, nn.Parameter) else None
+            if owner is not None and owner is not unit and owner not in units:
+                units.append(owner)
+        return units
 
-    def _read(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The same for code that asks for it by name: inside a forward its unit is held as long as that call may need it."""
-        owner = self._owner.get(parameter)
-        if owner is not None and self._calls and not hasattr(parameter, PASSED_ON):
-            if not any(owner is call.unit or owner in call.borrowed for call in self._calls):
-                self._calls[-1].borrowed.append(owner)
-                self._schedule.hold(owner, self._calls[-1])
-        return self._present(parameter)
+    # ---- parameters that code reads
+
+    def _look_at(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what code gets that lists parameters: the sharded one where there are no values.
+
+        Inside a forward it is always the compute parameter, whose values come when they are used.
+        """
+        unit = self._unit_of.get(parameter)
+        if unit is None or self._calls:
+            return parameter
+        unit.wait_for_unshard()
+        return parameter if unit.is_readable else self._sharded[parameter]
+
+    def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
+        """Return what code gets that reads a parameter by name.
+
+        Inside a forward the innermost call borrows the parameter's unit until that call is over,
+        unless one of the calls under way uses the unit already.
+        """
+        unit = self._unit_of.get(parameter)
+        if unit is not None and self._calls and not hasattr(parameter, PASSED_ON):
+            self._borrow(unit)
+        return self._look_at(parameter)
+
+    def _borrow(self, unit: Unit) -> None:
+        if not any(unit in call.used_units for call in self._calls):
+            self._calls[-1].borrowed.append(unit)
+            self._schedule.unshard_borrowed(unit, self._calls[-1])
 
     # ---- backward
-    # ------------------------------------------------------------------------------------------------
 
     def _watch_outputs(self, call: Call, output: Any) -> None:
-        def begin(gradient: torch.Tensor) -> None:
-            self._begin_backward(call)
+        def pre_backward(gradient: torch.Tensor) -> None:
+            self._pre_backward(call)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(begin)
+                tensor.register_hook(pre_backward)
 
-    def _begin_backward(self, call: Call) -> None:
+    def _pre_backward(self, call: Call) -> None:
         self._schedule.enter_backward(_queue_callback)
-        if call not in call.unit.open_calls:
-            call.unit.open_calls[call] = call.awaited_inputs > 0
-            self._acquire(call)
+        if call.state is CallState.FORWARD:
+            call.unit.begin_backward(call)
+            self._unshard(call)
 
     def _watch_inputs(self, call: Call, inputs: Any) -> None:
-        tensors = [
-            tensor
-            for tensor in tensors_in(inputs)
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter)
-        ]
-        leaves = [tensor for tensor in tensors if tensor.is_leaf]
-        others = [tensor for tensor in tensors if not tensor.is_leaf]
+        leaves, others = [], []
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                (leaves if tensor.is_leaf else others).append(tensor)
         call.awaited_inputs = len(leaves) + bool(others)
-        call.hurried = bool(leaves)
+        call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
             call.awaited_inputs -= 1
             if call.awaited_inputs == 0:
-                self._finish(call)
+                self._post_backward(call)
 
-        # torch's hook on several tensors knows which of them get no gradient, but refuses leaves in
-        # `autograd.grad`.
+        # torch's hook on several tensors knows which of them get no gradient, but it refuses leaves
+        # in `autograd.grad`; they get a hook each.
         call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
-    def _finish(self, call: Call) -> None:
-        # The hooks refer to the graph and the graph to the hooks: unless taken off, the pass'
-        # activations would live until Python's garbage collector comes by.
+    def _post_backward(self, call: Call) -> None:
+        # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the
+        # activations of the pass live until Python's garbage collector runs.
         for hook in call.input_hooks:
             hook.remove()
-        if call in call.unit.open_calls:
-            if not call.hurried:
-                for borrowed in call.borrowed:
-                    self._schedule.release(borrowed, call)
-            self._schedule.finish_call(call.unit, call, parameters_may_follow=call.hurried)
+        if call.state is CallState.FORWARD:
+            return
+        if not call.has_leaf_inputs:
+            for borrowed in call.borrowed:
+                self._schedule.end_use(borrowed, call)
+        self._schedule.inputs_arrived(call)
 
 
-class WatchedParameters(dict):
-    """A module's own parameters, by name.
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's own parameters, by name, with a say in what code gets that asks for one.
 
     Args:
         parameters: the module's.
-        on_read: what those get who ask for one by name.
-        present: what those get who look at all.
+        read_by_name: maps a parameter to what code gets that asks for it by name.
+        look_at: maps a parameter to what code gets that lists all.
     """
 
     def __init__(
         self,
         parameters: dict[str, nn.Parameter | None],
-        on_read: Callable[[nn.Parameter], nn.Parameter],
-        present: Callable[[nn.Parameter], nn.Parameter],
+        read_by_name: Callable[[nn.Parameter], nn.Parameter],
+        look_at: Callable[[nn.Parameter], nn.Parameter],
     ):
         super().__init__(parameters)
-        self._on_read = on_read
-        self._present = present
+        self._read_by_name = read_by_name
+        self._look_at = look_at
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        return None if parameter is None else self._on_read(parameter)
+        return None if parameter is None else self._read_by_name(parameter)
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # a list is enough for torch
+        """Return names and parameters; a list, not a view."""
         return [
-            (name, None if value is None else self._present(value))
-            for name, value in super().items()
+            (name, None if parameter is None else self._look_at(parameter))
+            for name, parameter in super().items()
         ]
 
-    def values(self) -> list[nn.Parameter | None]:
-        return [value for _, value in self.items()]
+    def values(self) -> list[nn.Parameter | None]:  # type: ignore[override]  # as above
+        """Return the parameters; a list, not a view."""
+        return [parameter for _, parameter in self.items()]
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(super().items()),)
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in ``module`` that are not part of a compiled one: its guards read parameters before its forward."""
+    """Yield the modules in ``module`` that are not part of a compiled one.
+
+    The guards of a compiled module read its parameters before its forward begins.
+    """
     if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
         return
     yield module
@@ -263,7 +260,7 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a nest of tuples, lists, mappings, dataclasses and registered pytrees."""
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -274,4 +271,5 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call ``callback`` when the backward pass under way is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,54 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank owns which elements of which parameter: pure integers, the same on every rank.
+"""The layout: which rank owns which elements of which parameter, in integers alone.
 
-A group of parameters is one flat buffer of ``world_size * shard_size`` elements. Parameters lie in
-it whole and contiguous, in any order; rank r owns ``[r * shard_size, (r + 1) * shard_size)``, so
-the multiples of ``shard_size`` are where parameters are cut. A parameter's *grain* is the number of
-elements that no cut divides: by wish one row.
+[Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
+elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
+rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) and (6,), 2 ranks.
 
-How :func:`plan` chooses. A parameter longer than two shards is cut where the shard size says, so
-its grain must divide the shard size; a shorter one can be moved until its cut falls between grains.
+    element     0       8       16      24      32
+    shard       |    rank 0     |    rank 1     |
+    parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
 
-1. The smallest buffer is one where only requirements count and wishes are ignored. It cannot be
-   refused, whatever it costs.
-2. The buffer may be larger than the elements by 1 % (``ROW_BUDGET``), by 8 elements a rank and 8 a
-   parameter, or as large as the smallest one: the largest of the three. Where nothing is required
-   the smallest one is below the second.
-3. Within that, shard sizes are tried that are multiples of common multiples of the grains. The
-   layout in which the fewest parameters are cut inside a grain wins, then the one with the smallest
-   shard.
-
-For one shard size, parameters are laid one behind the other: always the one that leaves the
-smallest gap, and of equals the one with the largest grain, so that small and undemanding ones are
-left to fill gaps. Where even the smallest gap is
-more than the buffer has to spare, a parameter with only a wish is cut anywhere on the alignment: an
-element run.
+Every rank computes the same layout. Whatever it has to know about another rank follows by
+arithmetic, so no collective is ever needed to describe a layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from math import lcm, prod
+from math import prod
 from typing import Literal
 
-ALIGNMENT = 8  # elements: 16 bytes of a 2-byte dtype, what vector loads and matrix kernels want
-ROW_BUDGET = 0.01  # padding, as a share of the parameters, that wishes may cost
-# Common multiples of grains worth trying; models have three or four grains, so this binds for
-# random shapes only
-MAX_STEPS = 32
+from megatron.fsdp.engine.planner import (
+    MIN_ALIGNMENT,
+    Placement,
+    Request,
+    cuts_are_aligned,
+    find_placement,
+)
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in an N-d tensor
+Chunk = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a box in an N-dimensional tensor, as in torch's distributed checkpoints."""
 
 
 @dataclass(frozen=True)
 class Granularity:
-    """The smallest piece of a parameter that no cut divides: ``count`` elements or rows, or the whole tensor.
+    """The smallest part of a parameter that no cut divides: elements, rows or the whole tensor.
 
-    A requirement is kept whatever the padding; a wish gives way to element runs where it does not
-    fit the budget. Elements are counted from the start of the parameter, and cuts also stay on
-    ``ALIGNMENT``.
+    Args:
+        unit: what is counted, from the start of the parameter.
+        count: how many of them stay together; nothing for whole tensors.
+        is_required: kept whatever the padding. Otherwise it is a preference, which gives way to
+            cuts between any elements where it does not fit the padding budget.
+
+    Cuts also stay on multiples of ``MIN_ALIGNMENT`` elements.
 
     Raises:
         ValueError: the unit is unknown or the count is below 1.
@@ -65,8 +60,8 @@ class Granularity:
                 f" {self.count}"
             )
 
-    def grain(self, shape: Sequence[int]) -> int:
-        """Elements of a piece of a tensor of ``shape``."""
+    def alignment(self, shape: Sequence[int]) -> int:
+        """Return the number of elements of a tensor of ``shape`` that stay together."""
         if self.unit == "tensor":
             return max(prod(shape), 1)
         return self.count * (row_size(shape) if self.unit == "rows" else 1)
@@ -80,7 +75,7 @@ PREFER_ROWS = Granularity("rows", is_required=False)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat buffer, and whether cuts respect its rows."""
+    """Where one parameter lies in the flat buffer, and whether all cuts fall between its rows."""
 
     shape: tuple[int, ...]
     start: int
@@ -88,16 +83,24 @@ class Slot:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def stop(self) -> int:
+        """Position behind the last element."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of a group over ``world_size`` ranks."""
+    """The flat buffer of a group over ``world_size`` ranks. See [Note: the flat buffer].
+
+    Args:
+        world_size: number of shards.
+        shard_size: elements of each, a multiple of ``MIN_ALIGNMENT``.
+        slots: one for each parameter, in the order of the parameters.
+    """
 
     world_size: int
     shard_size: int
@@ -105,29 +108,47 @@ class Layout:
 
     @property
     def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
         return self.world_size * self.shard_size
 
     @property
     def padding(self) -> int:
+        """Elements of the buffer that belong to no parameter."""
         return self.numel - sum(slot.numel for slot in self.slots)
 
-    def owned(self, index: int, rank: int) -> Run:
-        """The elements of parameter ``index`` that ``rank`` owns."""
+    def owned(self, index: int, rank: int) -> FlatRange:
+        """Return the elements of parameter ``index`` that ``rank`` owns; the range may be empty.
+
+        Example: a parameter at [10, 30) of the buffer, shards of 16. Rank 0 owns [0, 6) of its
+        elements, rank 1 owns [6, 20), and rank 2, whose shard begins at 32, [20, 20).
+        """
         slot = self.slots[index]
-        low = min(max(rank * self.shard_size - slot.start, 0), slot.numel)
-        high = min(max((rank + 1) * self.shard_size - slot.start, 0), slot.numel)
-        return Run(slot.shape, low, high, slot.by_rows)
+        start = _clamp(rank * self.shard_size - slot.start, slot.numel)
+        stop = _clamp((rank + 1) * self.shard_size - slot.start, slot.numel)
+        return FlatRange(slot.shape, start, stop, slot.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Where those elements lie in the rank's shard."""
-        run = self.owned(index, rank)
-        begin = self.slots[index].start + run.start - rank * self.shard_size if run.numel else 0
-        return begin, begin + run.numel
+        """Return where those elements lie in the rank's shard: ``[start, stop)``.
+
+        In the example above: [10, 16) in rank 0's shard, [0, 14) in rank 1's.
+        """
+        owned = self.owned(index, rank)
+        if not owned.numel:
+            return 0, 0
+        start = self.slots[index].start + owned.start - rank * self.shard_size
+        return start, start + owned.numel
 
 
 @dataclass(frozen=True)
-class Run:
-    """A contiguous range ``[start, stop)`` of the elements of a tensor of ``shape``, in row-major order."""
+class FlatRange:
+    """A contiguous range ``[start, stop)`` of the elements of a tensor in row-major order.
+
+    Args:
+        shape: of the tensor.
+        start: first element.
+        stop: behind the last element.
+        by_rows: no rank's range of this tensor begins or ends inside a row.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -136,36 +157,45 @@ class Run:
 
     @property
     def numel(self) -> int:
+        """Number of elements."""
         return self.stop - self.start
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """A whole tensor and whole rows keep their dimensions, an element run is flat."""
+        """Shape of the elements as a tensor: whole rows keep their dims, other ranges are flat."""
         if self.numel == prod(self.shape):
             return self.shape
         if not self.by_rows:
             return (self.numel,)
         return (self.numel // row_size(self.shape), *self.shape[1:])
 
-    def parts(self, count: int) -> list[Run]:
-        """The same elements as runs of ``count`` tensors that lie one behind the other along dim 0."""
+    def parts(self, count: int) -> list[FlatRange]:
+        """Return the same elements as ranges of ``count`` equal tensors that make up dim 0.
+
+        Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which hold
+        [0, 6) and [6, 12) of it: [3, 6) of the first and [0, 4) of the second. A tensor of which
+        the range has nothing gets [0, 0).
+        """
         if count == 1:
             return [self]
         shape = (self.shape[0] // count, *self.shape[1:])
         size = prod(shape)
-        cuts = [
-            (max(self.start, i * size) - i * size, min(self.stop, (i + 1) * size) - i * size)
-            for i in range(count)
-        ]
-        return [Run(shape, *(cut if cut[0] < cut[1] else (0, 0)), self.by_rows) for cut in cuts]
+        ranges = []
+        for number in range(count):
+            start = _clamp(self.start - number * size, size)
+            stop = _clamp(self.stop - number * size, size)
+            if start == stop:
+                start = stop = 0
+            ranges.append(FlatRange(shape, start, stop, self.by_rows))
+        return ranges
 
-    def boxes(self) -> list[Box]:
-        """The range as boxes of the tensor, in row-major order: at most ``2 * ndim - 1`` of them."""
-        return list(_boxes(self.shape, self.start, self.stop)) if self.numel else []
+    def chunks(self) -> list[Chunk]:
+        """Return the at most ``2 * ndim - 1`` chunks of the range, in row-major order."""
+        return list(_chunks(self.shape, self.start, self.stop)) if self.numel else []
 
 
 def row_size(shape: Sequence[int]) -> int:
-    """Elements of one slice of dim 0; 1 for vectors and scalars."""
+    """Return the number of elements of one row, a slice of dim 0; 1 for vectors and scalars."""
     return max(prod(shape[1:]), 1)
 
 
@@ -174,16 +204,16 @@ def plan(
     world_size: int,
     granularity: Granularity | Sequence[Granularity] = PREFER_ROWS,
 ) -> Layout:
-    """Lay parameters out for ``world_size`` ranks with little padding, cut between rows if that is cheap.
+    """Lay parameters out over ``world_size`` ranks, cut between rows where that is cheap.
 
-    With wishes only, padding is at most 1 % of the elements, or ``ALIGNMENT * (world_size +
-    len(shapes))`` if that is more. Requirements are kept whatever they cost; wishes beside them add
-    nothing beyond that bound. Equal arguments give the same object; the result depends on nothing
-    else.
+    With preferences only, padding is at most 1 % of the elements, or ``MIN_ALIGNMENT * (world_size
+    + len(shapes))`` if that is more. Requirements are kept whatever they cost; preferences beside
+    them add nothing beyond that bound. Equal arguments give the same object, and the result depends
+    on nothing else, so every rank can plan alone.
 
     Args:
-        shapes: logical shapes; ``slots`` of the result has the same order, the buffer need not.
-        world_size: size of the shard axis, at least 1.
+        shapes: of the parameters; ``slots`` of the result has the same order, the buffer need not.
+        world_size: number of shards, at least 1.
         granularity: of all parameters, or one for each.
 
     Raises:
@@ -191,247 +221,87 @@ def plan(
             granularities as shapes.
     """
     sizes = tuple(tuple(shape) for shape in shapes)
-    wanted = (
-        (granularity,) * len(sizes) if isinstance(granularity, Granularity) else tuple(granularity)
-    )
+    if isinstance(granularity, Granularity):
+        granularities = (granularity,) * len(sizes)
+    else:
+        granularities = tuple(granularity)
     if world_size < 1:
         raise ValueError(f"expects a world size of at least 1 but got {world_size}")
-    if len(wanted) != len(sizes):
+    if len(granularities) != len(sizes):
         raise ValueError(
-            f"expects one granularity for each of {len(sizes)} parameters but got {len(wanted)}"
+            f"expects one granularity for each of {len(sizes)} parameters but got"
+            f" {len(granularities)}"
         )
-    if any(dim < 0 for shape in sizes for dim in shape):
-        raise ValueError(
-            "expects dims of at least 0 but got"
-            f" {[shape for shape in sizes if min(shape, default=0) < 0]}"
-        )
-    return _plan(sizes, world_size, wanted)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """Parameters that are alike to the planner.
-
-    Its numbers are multiples of ``ALIGNMENT``, as all starts and cuts are.
-    """
-
-    room: int  # elements of one of them, rounded up
-    grain: int
-    is_required: bool
-    indices: tuple[int, ...]
-
-    def roomy_shard(self) -> int:
-        """From this shard size on there is always a start with no cut inside, or one, between grains."""
-        return self.room - self.room // (2 * self.grain) * self.grain
-
-    def suits(self, shard: int) -> bool:
-        """Whether there is a start from which no cut divides a grain."""
-        return shard % self.grain == 0 or shard >= self.roomy_shard()
-
-    def first_start(self, cursor: int, shard: int) -> int:
-        """The first of these starts at or behind the cursor; the shard size must suit."""
-        cut = _next_cut(cursor, shard)
-        if cursor + self.room <= cut:
-            return cursor
-        moved = cursor + (cut - cursor) % self.grain
-        if moved < cut and (shard % self.grain == 0 or moved + self.room <= cut + shard):
-            return moved
-        return self.first_start(cut, shard)
-
-    def without_grain(self) -> _Kind:
-        return replace(self, grain=ALIGNMENT)
-
-
-@dataclass(frozen=True, order=True)
-class _Placement:
-    """Where everything lies for one shard size, the better ones first in order."""
-
-    broken: int  # parameters that are cut inside a grain
-    shard: int
-    starts: tuple[tuple[int, int], ...]  # index and start of each parameter that has elements
+    negative = [shape for shape in sizes if min(shape, default=0) < 0]
+    if negative:
+        raise ValueError(f"expects dims of at least 0 but got {negative}")
+    return _plan(sizes, world_size, granularities)
 
 
 @lru_cache(maxsize=1024)  # most layers of a model are equal
 def _plan(
     shapes: tuple[tuple[int, ...], ...], world_size: int, granularities: tuple[Granularity, ...]
 ) -> Layout:
-    kinds = _kinds(shapes, granularities)
-    total = sum(kind.room * len(kind.indices) for kind in kinds)
-    low = max(_round_up(-(-total // world_size), ALIGNMENT), ALIGNMENT)
-    # With a shard for everything nothing is cut, so this search finds something.
-    best = _search(
-        [kind if kind.is_required else kind.without_grain() for kind in kinds],
-        world_size,
-        low,
-        max(total, low),
-    )
-    assert best is not None
-    if not all(kind.is_required for kind in kinds):
-        elements = sum(prod(shape) for shape in shapes)
-        allowed = elements + max(int(ROW_BUDGET * elements), ALIGNMENT * (world_size + len(shapes)))
-        best = _search(kinds, world_size, low, max(allowed // world_size, best.shard)) or best
-    return _layout(shapes, world_size, best)
-
-
-def _kinds(shapes: Sequence[tuple[int, ...]], granularities: Sequence[Granularity]) -> list[_Kind]:
-    """Parameters that have elements, the largest grains first."""
-    alike: dict[tuple[int, int, bool], list[int]] = {}
-    for index, (shape, granularity) in enumerate(zip(shapes, granularities)):
-        if room := _round_up(prod(shape), ALIGNMENT):
-            # A grain of more than the parameter says no more than that it is not cut.
-            grain = min(lcm(granularity.grain(shape), ALIGNMENT), room)
-            alike.setdefault((grain, room, granularity.is_required), []).append(index)
-    return [
-        _Kind(room, grain, required, tuple(alike[grain, room, required]))
-        for grain, room, required in sorted(alike)[::-1]
+    requests = [
+        Request(prod(shape), granularity.alignment(shape), granularity.is_required)
+        for shape, granularity in zip(shapes, granularities)
     ]
+    placement = find_placement(requests, world_size)
+    slots = _slots(shapes, placement)
+    return Layout(world_size, placement.shard_size, slots)
 
 
-def _search(kinds: Sequence[_Kind], world_size: int, low: int, high: int) -> _Placement | None:
-    """The best placement with a shard size in ``[low, high]``; None where the sizes tried do not do for the requirements."""
-    best: _Placement | None = None
-    for step in _steps(kinds, low, high):
-        required = [kind.roomy_shard() for kind in kinds if kind.is_required and step % kind.grain]
-        hopeless = sum(len(kind.indices) for kind in kinds if not kind.suits(high // step * step))
-        for multiple in _ladder(-(-max([low, *required]) // step), high // step):
-            shard = multiple * step
-            if best and (best.broken, best.shard) <= (hopeless, shard):
-                # Larger multiples are no better, but for those that are multiples of another step
-                break
-            found = _place(kinds, world_size, shard)
-            if found and (best is None or found < best):
-                best = found
-    return best
-
-
-def _steps(kinds: Sequence[_Kind], low: int, high: int) -> list[int]:
-    """Shard sizes worth trying are multiples of these.
-
-    Grains of parameters that fit in a shard need not divide it.
-    """
-    count: dict[int, int] = {}
-    for kind in kinds:
-        if kind.room > low:
-            count[kind.grain] = count.get(kind.grain, 0) + len(kind.indices)
-    steps = [ALIGNMENT]
-    for grain in sorted(
-        count, key=lambda grain: (-count[grain], grain)
-    ):  # the most frequent ones first: the list is cut off
-        common = {lcm(step, grain) for step in steps}
-        steps = [*steps, *sorted(step for step in common.difference(steps) if step <= high)][
-            :MAX_STEPS
-        ]
-    return steps
-
-
-def _ladder(first: int, last: int) -> Iterator[int]:
-    """Numbers from first to last: the first nine, then ever fewer, so that what they add is known to a quarter."""
-    rung = first
-    while rung < last:
-        yield rung
-        rung += max((rung - first) // 4, 1)
-    if first <= last:
-        yield last
-
-
-def _place(kinds: Sequence[_Kind], world_size: int, shard: int) -> _Placement | None:
-    """One parameter behind the other, for one shard size; None where the buffer is too small for the requirements."""
-    if not all(kind.suits(shard) for kind in kinds if kind.is_required):
-        return None
-    # Wishes that no start can grant are given up at once. These parameters can go anywhere: they
-    # come last, to fill gaps.
-    waiting = [(kind, [*kind.indices]) for kind in kinds if kind.suits(shard)]
-    waiting += [(kind.without_grain(), [*kind.indices]) for kind in kinds if not kind.suits(shard)]
-    starts: list[tuple[int, int]] = []
-    cursor, spare = 0, world_size * shard - sum(kind.room * len(kind.indices) for kind in kinds)
-    while waiting:
-        position, start = _smallest_gap(waiting, cursor, shard)
-        if start - cursor > spare:
-            wishes = [
-                position for position, (kind, _) in enumerate(waiting) if not kind.is_required
-            ]
-            if not wishes:
-                return None
-            position, start = wishes[0], cursor
-        kind, indices = waiting[position]
-        starts.append((indices.pop(0), start))
-        spare -= start - cursor
-        cursor = start + kind.room
-        if not indices:
-            del waiting[position]
-    return _Placement(_broken(kinds, dict(starts), shard), shard, tuple(starts))
-
-
-def _smallest_gap(
-    waiting: Sequence[tuple[_Kind, list[int]]], cursor: int, shard: int
-) -> tuple[int, int]:
-    """Which kind can start closest behind the cursor, the first of equals, and where."""
-    best = (0, waiting[0][0].first_start(cursor, shard))
-    for position, (kind, _) in enumerate(waiting):
-        if best[1] == cursor:
-            break
-        start = kind.first_start(cursor, shard)
-        if start < best[1]:
-            best = (position, start)
-    return best
-
-
-def _broken(kinds: Sequence[_Kind], starts: dict[int, int], shard: int) -> int:
-    """How many parameters are cut inside a grain."""
-    return sum(
-        not _cuts_fall_between(kind.grain, starts[i], kind.room, shard)
-        for kind in kinds
-        for i in kind.indices
-    )
-
-
-def _layout(shapes: Sequence[tuple[int, ...]], world_size: int, placement: _Placement) -> Layout:
-    """Parameters without elements lie behind all others, where they are between no two."""
+def _slots(shapes: Sequence[tuple[int, ...]], placement: Placement) -> tuple[Slot, ...]:
+    """Return the slots of all parameters; those without elements lie behind all others."""
     starts = dict(placement.starts)
     end = max((start + prod(shapes[index]) for index, start in placement.starts), default=0)
+    end += -end % MIN_ALIGNMENT
     slots = []
     for index, shape in enumerate(shapes):
-        start = starts.get(index, _round_up(end, ALIGNMENT))
-        # A scalar has no dim 0: it is a run of one element.
-        by_rows = bool(shape) and _cuts_fall_between(
-            row_size(shape), start, prod(shape), placement.shard
+        start = starts.get(index, end)
+        # A scalar has no dim 0, so it has no rows.
+        by_rows = bool(shape) and cuts_are_aligned(
+            row_size(shape), start, prod(shape), placement.shard_size
         )
         slots.append(Slot(shape, start, by_rows))
-    return Layout(world_size, placement.shard, tuple(slots))
+    return tuple(slots)
 
 
-def _cuts_fall_between(grain: int, start: int, numel: int, shard: int) -> bool:
-    cuts = range(_next_cut(start, shard), start + numel, shard)
-    return all((cut - start) % grain == 0 for cut in cuts[:2])  # two good cuts make all good
+def _clamp(position: int, size: int) -> int:
+    """Return the position in ``[0, size]`` that is closest to ``position``."""
+    return min(max(position, 0), size)
 
 
-def _next_cut(position: int, shard: int) -> int:
-    return (position // shard + 1) * shard
+def _chunks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks of the range ``[start, stop)``, which is not empty.
 
+    A range is the end of a first row, whole rows, and the beginning of a last row. The ends are the
+    same problem with one dimension less. Example: [2, 11) of shape (3, 4).
 
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
-def _boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Ragged first row, whole rows, ragged last row; the ragged ones are the same problem one dimension down."""
+        0  0  1  1      ((0, 2), (1, 2))    the end of row 0: [2, 4) of a vector of 4
+        1  1  1  1      ((1, 0), (1, 4))    the whole row 1
+        1  1  1  0      ((2, 0), (1, 3))    the beginning of row 2: [0, 3) of a vector of 4
+    """
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        yield from _in_row(shape, last, start, stop)
+    first_whole = -(-start // row)  # of the rows that begin at or behind the start
+    end_of_whole = stop // row
+    if first_whole > end_of_whole:  # all inside one row
+        yield from _chunks_in_row(shape, end_of_whole, start, stop)
         return
-    if start < first * row:
-        yield from _in_row(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first,) + (0,) * (len(shape) - 1), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _in_row(shape, last, last * row, stop)
+    if start < first_whole * row:
+        yield from _chunks_in_row(shape, first_whole - 1, start, first_whole * row)
+    if first_whole < end_of_whole:
+        offsets = (first_whole,) + (0,) * (len(shape) - 1)
+        yield offsets, (end_of_whole - first_whole, *shape[1:])
+    if end_of_whole * row < stop:
+        yield from _chunks_in_row(shape, end_of_whole, end_of_whole * row, stop)
 
 
-def _in_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    row = prod(shape[1:])
-    for offsets, sizes in _boxes(shape[1:], start - index * row, stop - index * row):
-        yield (index, *offsets), (1, *sizes)
+def _chunks_in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[Chunk]:
+    """Yield the chunks of the range ``[start, stop)`` of the tensor, which lies inside ``row``."""
+    first = row * prod(shape[1:])
+    for offsets, sizes in _chunks(shape[1:], start - first, stop - first):
+        yield (row, *offsets), (1, *sizes)

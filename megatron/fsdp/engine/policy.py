@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is sharded, in which precision, and how communication overlaps: values, no behaviour."""
+"""Policies: what is sharded, in which precision, and how communication overlaps compute."""
 
 from __future__ import annotations
 
@@ -12,39 +12,47 @@ import torch
 class ShardingStrategy(IntEnum):
     """What the ranks of the shard axis divide among them (ZeRO levels, arXiv:1910.02054)."""
 
-    NO_SHARD = 0  # nothing: gradients are all-reduced, every rank updates everything
-    OPTIM = 1  # optimizer state and main weights
-    OPTIM_GRADS = 2  # and gradients: reduced after every backward
-    OPTIM_GRADS_PARAMS = 3  # and weights: gathered unit by unit
+    NO_SHARD = 0
+    """Nothing: gradients are all-reduced, and every rank updates all parameters."""
+    OPTIM = 1
+    """Optimizer state and main weights."""
+    OPTIM_GRADS = 2
+    """Gradients too: they are reduce-scattered after every backward."""
+    OPTIM_GRADS_PARAMS = 3
+    """Weights too: they are all-gathered unit by unit."""
 
     @property
     def shards_optimizer(self) -> bool:
+        """Whether each rank updates its own shard only."""
         return self >= ShardingStrategy.OPTIM
 
     @property
     def shards_gradients(self) -> bool:
+        """Whether gradients are reduced after every backward."""
         return self >= ShardingStrategy.OPTIM_GRADS
 
     @property
     def shards_parameters(self) -> bool:
+        """Whether weights are freed between uses."""
         return self >= ShardingStrategy.OPTIM_GRADS_PARAMS
 
     @classmethod
     def parse(
         cls, value: int | str | ShardingStrategy, argument: str = "zero_dp_strategy"
     ) -> ShardingStrategy:
-        """The strategy of a number (0 to 3), a name ("optim_grads") or a member.
+        """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
+
+        Args:
+            value: as a user passed it.
+            argument: under which name, for the message.
 
         Raises:
             ValueError: naming ``argument`` and what it takes.
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        if (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value in cls._value2member_map_
-        ):
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if is_number and value in cls._value2member_map_:
             return cls(value)
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
@@ -52,12 +60,15 @@ class ShardingStrategy(IntEnum):
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Precision of what the optimizer updates and of gradients; the compute dtype is the module's own.
+    """Precision of main weights and gradients; computation is in the dtype of the module.
 
     Args:
         main_params_dtype: what the optimizer updates. None: the compute weights themselves.
         main_grads_dtype: what gradients accumulate in. None: the parameter's dtype.
         grad_comm_dtype: what travels between ranks. None: ``main_grads_dtype``.
+
+    Raises:
+        ValueError: for anything but floating-point dtypes and None.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -67,21 +78,20 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype"):
             dtype = getattr(self, name)
-            if dtype is not None and not (
-                isinstance(dtype, torch.dtype) and dtype.is_floating_point
-            ):
+            is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+            if dtype is not None and not is_float:
                 raise ValueError(
                     f"{name} expects a floating-point torch.dtype or None but got {dtype!r}"
                 )
 
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
-        """The dtypes of a group of parameters.
+        """Return the dtypes of a group of parameters of ``compute_dtype``.
 
         Frozen ones need no main copy: nothing updates them.
         """
-        main_param = (
-            self.main_params_dtype if trainable and self.main_params_dtype else compute_dtype
-        )
+        main_param = compute_dtype
+        if trainable and self.main_params_dtype is not None:
+            main_param = self.main_params_dtype
         main_grad = self.main_grads_dtype or compute_dtype
         return Precision(compute_dtype, main_param, main_grad, self.grad_comm_dtype or main_grad)
 
@@ -101,9 +111,9 @@ class OverlapPolicy:
     """How communication overlaps compute.
 
     Args:
-        grad_reduce: reductions run beside the backward of the next unit.
-        param_gather: gathers of the next units run beside the compute of this one.
-        prefetch_units: how many units may be gathered ahead of the one in use.
+        grad_reduce: run reductions beside the backward of the next unit.
+        param_gather: all-gather the next units beside the compute of this one.
+        prefetch_units: how many units may be unsharded ahead of the one in use.
     """
 
     grad_reduce: bool = True
@@ -113,11 +123,14 @@ class OverlapPolicy:
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients of the ranks become one.
+    """How the gradients of all ranks become one.
 
     Args:
         sum_only: gradients are summed, not averaged (per-token loss divides later).
         average_in_collective: the collective averages; otherwise its sum is divided.
+
+    Raises:
+        ValueError: if both are True.
     """
 
     sum_only: bool = False

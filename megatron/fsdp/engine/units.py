@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are units, and which unit a parameter belongs to."""
+"""The choice of units: which modules are units, and which unit each parameter belongs to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from megatron.fsdp.engine.schedule import Unit
+from megatron.fsdp.engine.unit import Unit
 
 
 def resolve_unit_modules(
@@ -25,7 +25,8 @@ def resolve_unit_modules(
             "fsdp_unit_modules expects a list of module classes or their import paths but got"
             f" {unit_modules!r} alone"
         )
-    resolved, problems = [], []
+    resolved: list[type | nn.Module] = []
+    problems = []
     for entry in unit_modules or ():
         try:
             value = _import(entry) if isinstance(entry, str) else entry
@@ -58,44 +59,77 @@ def find_units(
     only_root: bool = False,
     fine_grained: bool = False,
 ) -> list[Unit]:
-    """The root, and the units inside it, in module order.
+    """Return the unit of the root and the units inside it, in module order.
 
-    Units are the modules that are one of ``unit_modules`` or of their classes. Outside of them
-    every module that owns parameters itself is a unit of its own, an automatic one (embedding,
-    final norm, head); the root keeps what it owns
-    itself. ``fine_grained``: inside of them too. ``only_root``: no units inside at all.
+    The modules that the user names are units. Outside of them every module that owns parameters
+    itself is a unit of its own, an automatic one (embedding, final norm, head). The root's unit has
+    what the root owns itself.
+
+    Args:
+        root: the module that is sharded.
+        unit_modules: modules, module classes, or import paths of classes.
+        only_root: find no units inside the root.
+        fine_grained: make automatic units inside of named units too.
     """
     wanted = resolve_unit_modules(unit_modules)
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
     instances = {entry for entry in wanted if isinstance(entry, nn.Module)}
     units: dict[nn.Module, Unit] = {root: Unit("", root)}
 
-    def visit(module: nn.Module, name: str, inside: bool) -> None:
+    def visit(module: nn.Module, name: str, inside_named: bool) -> None:
+        owns_parameters = next(module.parameters(recurse=False), None) is not None
         if module is not root and (isinstance(module, classes) or module in instances):
             units.setdefault(module, Unit(name, module))
-            inside = True
-        elif (fine_grained or not inside) and next(
-            module.parameters(recurse=False), None
-        ) is not None:
+            inside_named = True
+        elif owns_parameters and (fine_grained or not inside_named):
             units.setdefault(module, Unit(name, module, is_automatic=True))
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, inside)
+            visit(child, f"{name}.{child_name}" if name else child_name, inside_named)
 
     if not only_root:
-        visit(root, "", inside=False)
+        visit(root, "", inside_named=False)
     return list(units.values())
 
 
 def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
-    """Every parameter, by its first name, under the innermost unit around the module that owns it.
+    """Return the parameters of every unit, by the first name of each.
 
-    A parameter of several units belongs to the one among them that contains the others, if there is
-    one; else to a unit of its own, which is appended to ``units`` and which the calls of all of
-    them need.
+    A parameter belongs to the innermost unit around the module that owns it. If modules of several
+    units own it (tied weights), it belongs to the one of them that contains all others. If none
+    does, it gets a unit of its own, which is appended to ``units`` and used by the calls of all of
+    them.
+    """
+    names, owners = _owners_of_parameters(units)
+    parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
+    units_of_shared: dict[tuple[Unit, ...], Unit] = {}
+    for parameter, around in owners.items():
+        unit = _outermost(around)
+        if unit is None:
+            sharers = tuple(around)
+            if sharers not in units_of_shared:
+                name = "+".join(sharer.name for sharer in sharers)
+                units_of_shared[sharers] = Unit(name, None)
+            unit = units_of_shared[sharers]
+        parameters_of.setdefault(unit, {})[names[parameter]] = parameter
+    for sharers, unit in units_of_shared.items():
+        units.append(unit)
+        for sharer in sharers:
+            sharer.shared.append(unit)
+    return parameters_of
+
+
+def _owners_of_parameters(
+    units: list[Unit],
+) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]]]:
+    """Walk through the root once, in module order.
+
+    Returns:
+        The first name of each parameter; and the innermost units around the modules that own it,
+        each with all units around it, outermost first.
     """
     unit_of = {unit.module: unit for unit in units}
-    owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
     names: dict[nn.Parameter, str] = {}
+    owners: dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]] = {}
 
     def visit(module: nn.Module, prefix: str, around: tuple[Unit, ...]) -> None:
         if module in unit_of:
@@ -106,29 +140,24 @@ def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
         for name, child in module.named_children():
             visit(child, f"{prefix}{name}.", around)
 
-    visit(units[0].module, "", ())
-    parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
-    shared: dict[tuple[Unit, ...], Unit] = {}
-    for parameter, chains in owners.items():
-        unit = next(
-            (unit for unit in chains if all(unit in chain for chain in chains.values())), None
-        )
-        if unit is None:
-            unit = shared.setdefault(
-                tuple(chains), Unit("+".join(unit.name for unit in chains), None)
-            )
-        parameters_of.setdefault(unit, {})[names[parameter]] = parameter
-    for sharers, unit in shared.items():
-        units.append(unit)
-        for sharer in sharers:
-            sharer.shared.append(unit)
-    return parameters_of
+    root = units[0].module
+    assert root is not None  # only units of shared parameters have no module
+    visit(root, "", ())
+    return names, owners
+
+
+def _outermost(around: dict[Unit, tuple[Unit, ...]]) -> Unit | None:
+    """Return the unit that is around all of the given ones; None if there is none among them."""
+    for unit in around:
+        if all(unit in outer for outer in around.values()):
+            return unit
+    return None
 
 
 def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter belongs to one of the experts that expert parallelism divides.
+    """Return whether a parameter belongs to one of the experts that expert parallelism divides.
 
-    Megatron-Core says so by the attribute ``allreduce``; elsewhere the module that holds them is
+    Megatron-Core says so by the attribute ``allreduce``; elsewhere the module that contains them is
     called ``experts``.
     """
     allreduce = getattr(parameter, "allreduce", None)

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a parameter group: accumulated locally, reduced over the axes, summed in a shard.
+
+[Note: the way of a gradient]
+    parameter.grad   left by autograd on a compute parameter, and moved away when the unit's
+                     backward ends
+    local gradient   what the backward passes of this rank have left since the last reduction, of
+                     whole parameters, in one flat buffer
+    inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
+                     axis and not yet over the outer one, summed over microbatches
+    gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
+                     until it is cleared
+    final gradient   the gradient shard in the dtype that the optimizer wants
+
+Without an outer axis the reduction over the inner axis adds to the gradient shard directly. With
+one, the inner reduction follows every backward (its buffer is large), and the outer reduction waits
+for the last microbatch (its result is needed only then, and its links are slower).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum
+from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.layout import Layout
+from megatron.fsdp.engine.local_tensor import local_grad
+from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.policy import Precision, ShardingStrategy
+
+
+class GroupGradients:
+    """The gradients of a parameter group. See [Note: the way of a gradient].
+
+    Args:
+        parameters: the compute parameters, on which autograd leaves gradients.
+        layout: where each parameter lies in the flat buffers.
+        partition: which shard this rank owns.
+        strategy: the ZeRO level.
+        precision: dtypes of the group.
+        communicator: the axes over which gradients are reduced.
+        device: where the buffers are allocated.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        partition: Partition,
+        strategy: ShardingStrategy,
+        precision: Precision,
+        communicator: Communicator,
+        device: torch.device,
+    ):
+        self._parameters = parameters
+        self._layout = layout
+        self._partition = partition
+        self._reduces_every_backward = strategy.shards_gradients
+        self._communicator = communicator
+        self._device = device
+        self._main_param_dtype = precision.main_param
+        self._main_dtype = precision.main_grad
+        self.comm_dtype = precision.grad_comm
+        """The dtype in which gradients travel between ranks; see :meth:`set_comm_dtype`."""
+
+        self._local: FlatBuffer | None = None  # made at the first backward
+        self._local_views: list[torch.Tensor] = []
+        self._has_local = False
+        shard_numel = layout.numel // partition.num_inner
+        self._inner_sum = RunningSum(shard_numel, precision.main_grad, device)
+        self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device)
+        self._optimizer_grad: torch.Tensor | None = None  # where its dtype is not the sum's
+        self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
+        self._collective: Pending | None = None  # the one under way
+
+    @property
+    def shard(self) -> torch.Tensor:
+        """The gradient shard ``[shard_size]`` in the main gradient dtype; zeros at first."""
+        return self._grad_sum.total
+
+    @property
+    def has_local(self) -> bool:
+        """Whether this rank has gradients that no reduction has taken yet."""
+        return self._has_local
+
+    @property
+    def has_inner_sum(self) -> bool:
+        """Whether there are gradients that were reduced over the inner axis only."""
+        return not self._inner_sum.is_empty
+
+    # ---- accumulation
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Add the gradients that autograd left on the compute parameters to the local gradients."""
+        arrived = [
+            index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
+        ]
+        if not arrived:
+            return
+        self._open_local(covers_all=len(arrived) == len(self._parameters))
+        targets = [self._local_views[index] for index in arrived]
+        grads = [local_grad(self._parameters[index]) for index in arrived]
+        if self._has_local:
+            torch._foreach_add_(targets, grads)
+        else:
+            torch._foreach_copy_(targets, grads)
+        self._has_local = True
+        for index in arrived:
+            self._parameters[index].grad = None
+
+    def _open_local(self, covers_all: bool) -> FlatBuffer:
+        """Return the local gradients' buffer with storage, zero where nothing will be written.
+
+        Args:
+            covers_all: the caller writes the gradient of every parameter, so only the padding
+                between them has to be zeroed.
+        """
+        # Between reductions gradients add up in the main dtype. Where every backward is reduced,
+        # the buffer holds one contribution only and is in the dtype that travels.
+        dtype = self.comm_dtype if self._reduces_every_backward else self._main_dtype
+        if self._local is None or (self._local.flat.dtype != dtype and not self._has_local):
+            self._local = FlatBuffer(self._layout, dtype, self._device)
+            self._local_views = [self._local.view(index) for index in range(len(self._parameters))]
+        if not self._has_local:
+            self._local.allocate()
+            if covers_all:
+                self._local.zero_padding()
+            else:
+                self._local.flat.zero_()
+        return self._local
+
+    # ---- reduction
+
+    @torch.no_grad()
+    def reduce(self, over_inner: bool, over_outer: bool) -> None:
+        """Begin to reduce gradients; :meth:`advance_reduce` carries the reduction on.
+
+        Args:
+            over_inner: reduce the local gradients over the inner axis. A rank without any
+                contributes zeros, because the other ranks wait for it.
+            over_outer: reduce the inner sum over the outer axis. Without an outer axis there is
+                nothing to do.
+        """
+        self.wait_for_reduce()
+        self._reduction = self._reduce(over_inner, over_outer)
+        self._collective = next(self._reduction, None)
+
+    @torch.no_grad()
+    def advance_reduce(self) -> bool:
+        """Wait for the collective under way and begin the next; return False if there is none."""
+        if self._collective is not None:
+            self._collective.wait()
+            self._collective = next(self._reduction, None)
+        return self._collective is not None
+
+    def wait_for_reduce(self) -> None:
+        """Return when the reduction that has begun is over."""
+        while self.advance_reduce():
+            pass
+
+    def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
+        """Yield each collective when it has begun; what follows a yield needs its result."""
+        is_hybrid = self._communicator.outer is not None
+        if over_inner:
+            yield from self._reduce_inner(self._inner_sum if is_hybrid else self._grad_sum)
+        if over_outer and is_hybrid:
+            yield from self._reduce_outer()
+
+    def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
+        """Add the local gradients, reduced over the inner axis, to ``target``; free them."""
+        local = self._local
+        if local is None or not self._has_local:
+            local = self._open_local(covers_all=False)
+        full = local.flat.to(self.comm_dtype)
+        self._has_local = False
+        if self._partition.num_inner > 1:
+            result = target.buffer_for(full.dtype)
+            yield self._communicator.reduce_scatter(full, result)
+        else:
+            result = full
+            yield self._communicator.all_reduce(full)
+        target.add(result)
+        local.free()
+
+    def _reduce_outer(self) -> Iterator[Pending]:
+        """Add the inner sum, reduced over the outer axis, to the gradient shard."""
+        partial = self._inner_sum.total.to(self.comm_dtype)
+        if self._partition.shards_outer:
+            result = self._grad_sum.buffer_for(partial.dtype)
+            yield self._communicator.reduce_scatter_outer(partial, result)
+        else:
+            result = partial
+            yield self._communicator.all_reduce_outer(partial)
+        self._grad_sum.add(result)
+        self._inner_sum.free()
+
+    # ---- what the optimizer and the training loop ask for
+
+    @torch.no_grad()
+    def final(self, in_main_dtype: bool = True) -> torch.Tensor:
+        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if nothing was used.
+
+        Args:
+            in_main_dtype: in the dtype of the main weights, which torch's optimizers want;
+                otherwise in the main gradient dtype, without a copy.
+        """
+        shard = self._grad_sum.total
+        if shard.dtype == self._main_param_dtype or not in_main_dtype:
+            return shard
+        if self._optimizer_grad is None:
+            self._optimizer_grad = torch.empty_like(shard, dtype=self._main_param_dtype)
+        return self._optimizer_grad.copy_(shard)
+
+    @torch.no_grad()
+    def scale(self, factor: float | torch.Tensor) -> None:
+        """Multiply all gradients, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
+        self.wait_for_reduce()
+        for running_sum in (self._grad_sum, self._inner_sum):
+            if not running_sum.is_empty:
+                running_sum.total.mul_(factor)
+        if self._local is not None and self._has_local:
+            self._local.flat.mul_(factor)
+        if self._optimizer_grad is not None:
+            self._optimizer_grad.mul_(factor)  # not copied anew: it may have been clipped
+
+    def forget_reduced(self) -> None:
+        """Let the next reduction begin a new sum."""
+        self.wait_for_reduce()
+        self._grad_sum.clear()
+
+    def clear(self) -> None:
+        """Forget all gradients: reduced, partly reduced, local, and those on compute parameters."""
+        self.forget_reduced()
+        self._inner_sum.free()
+        if self._local is not None:
+            self._local.free()
+        self._has_local = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
+        """Let gradients travel in ``dtype`` from now on; None: in the main gradient dtype."""
+        self.wait_for_reduce()
+        self.comm_dtype = dtype or self._main_dtype

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local part of a parameter that tensor parallelism has made a DTensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Make ``value`` the storage of a parameter, or of the local part of one that is a DTensor."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = value
+    else:
+        parameter.data = value
+
+
+def local_grad(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient that autograd left on ``parameter``, dense, for its local part."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor):
+        # Autograd may leave partial sums of a parameter that tensor parallelism replicates.
+        if grad.placements != parameter.placements:
+            grad = grad.redistribute(placements=parameter.placements)
+        grad = grad.to_local()
+    return grad.to_dense() if grad.is_sparse else grad

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner: the order and the starts of parameters in a buffer that is cut into shards.
+
+[Note: how the planner chooses] A flat buffer of ``world_size * shard_size`` elements is cut at the
+multiples of the shard size. Parameters lie in it whole, in any order. The *alignment* of a
+parameter is a number of elements, usually those of one row, that no cut should divide. It is either
+required or preferred.
+
+A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
+must divide the shard size. A shorter one can be moved until its cut falls between rows.
+
+1. The smallest buffer is the one in which only required alignments count. It is never too large,
+   whatever it costs.
+2. To satisfy preferences, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
+   elements for each rank and parameter, or be as large as the smallest buffer, whichever is most.
+3. Within that, the shard sizes tried are multiples of common multiples of the alignments. The
+   placement in which the fewest parameters are cut inside a row wins, then the smallest shard.
+
+For one shard size, parameters are laid one behind the other. The next is always the one that leaves
+the smallest gap, and among equals the one with the largest alignment, so that small and undemanding
+ones are left to fill gaps. If even the smallest gap is larger than the padding that is left, a
+parameter whose alignment is only preferred is placed without a gap and may be cut anywhere.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+# Elements: 16 bytes of a 2-byte dtype, as vector loads and matrix kernels want it. All starts and
+# cuts are multiples of it.
+MIN_ALIGNMENT = 8
+# Padding that preferred alignments may cost, as a share of the elements.
+PADDING_BUDGET = 0.01
+# Common multiples of alignments worth trying. Models have three or four different alignments, so
+# only random shapes reach this limit.
+MAX_STEPS = 32
+
+
+@dataclass(frozen=True)
+class Request:
+    """A parameter, as far as the planner has to know it.
+
+    Args:
+        numel: number of elements.
+        alignment: elements, counted from its start, that no cut should divide.
+        is_required: whether that holds whatever the padding.
+    """
+
+    numel: int
+    alignment: int
+    is_required: bool
+
+
+@dataclass(frozen=True, order=True)
+class Placement:
+    """A shard size and where the parameters lie. The better of two placements is the smaller.
+
+    Args:
+        num_broken: parameters that are cut inside their alignment.
+        shard_size: in elements.
+        starts: index and start of each parameter that has elements.
+    """
+
+    num_broken: int
+    shard_size: int
+    starts: tuple[tuple[int, int], ...]
+
+
+def find_placement(requests: Sequence[Request], world_size: int) -> Placement:
+    """Return the best placement for ``world_size`` shards. See [Note: how the planner chooses]."""
+    classes = _size_classes(requests)
+    total = _total_size(classes)
+    smallest_shard = max(_round_up(_ceil_div(total, world_size), MIN_ALIGNMENT), MIN_ALIGNMENT)
+    # A shard that is large enough for everything is never cut, so this search finds something.
+    best = _search(
+        [each if each.is_required else each.without_alignment() for each in classes],
+        world_size,
+        smallest_shard,
+        max(total, smallest_shard),
+    )
+    assert best is not None
+    if all(each.is_required for each in classes):
+        return best
+    numel = sum(request.numel for request in requests)
+    padding = max(int(PADDING_BUDGET * numel), MIN_ALIGNMENT * (world_size + len(requests)))
+    largest_shard = max((numel + padding) // world_size, best.shard_size)
+    return _search(classes, world_size, smallest_shard, largest_shard) or best
+
+
+@dataclass(frozen=True)
+class _SizeClass:
+    """Parameters of the same size and alignment, both multiples of ``MIN_ALIGNMENT``."""
+
+    size: int  # elements of one of them, rounded up
+    alignment: int
+    is_required: bool
+    indices: tuple[int, ...]
+
+    def one_cut_shard(self) -> int:
+        """Return the smallest shard for which one aligned cut, or none, is enough somewhere.
+
+        A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. No second
+        cut follows where both parts fit a shard. Most even is 16 + 24, so the answer is 24.
+        """
+        first_part = self.size // (2 * self.alignment) * self.alignment  # 40 // 32 * 16 = 16
+        return self.size - first_part
+
+    def suits(self, shard: int) -> bool:
+        """Return whether there is a start from which every cut is aligned."""
+        return shard % self.alignment == 0 or shard >= self.one_cut_shard()
+
+    def first_start(self, cursor: int, shard: int) -> int:
+        """Return the first such start at or behind ``cursor``, for a shard size that suits.
+
+        Example: size 40, alignment 16, shards of 24, so cuts at 24, 48, 72.
+        From 16: the cut at 24 is the next. 8 elements before it are not 16, and 16 elements before
+        it lie behind the cursor, so no start before this cut will do: go on from 24.
+        From 24: the cut at 48 is the next. It is aligned for a start at 48 - 16 = 32, which is the
+        result, because 32 + 40 = 72 does not cross the cut behind it.
+        """
+        while True:
+            cut = _next_cut(cursor, shard)
+            if cursor + self.size <= cut:
+                return cursor
+            # The nearest position at or behind the cursor that is whole alignments before the cut.
+            start = cursor + (cut - cursor) % self.alignment
+            crosses_one_cut = start + self.size <= cut + shard
+            if start < cut and (crosses_one_cut or shard % self.alignment == 0):
+                return start
+            cursor = cut
+
+    def without_alignment(self) -> _SizeClass:
+        """Return the same parameters, free to be cut anywhere."""
+        return replace(self, alignment=MIN_ALIGNMENT)
+
+
+def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
+    """Group the parameters that have elements, the largest alignments first."""
+    members: dict[tuple[int, int, bool], list[int]] = {}
+    for index, request in enumerate(requests):
+        size = _round_up(request.numel, MIN_ALIGNMENT)
+        if size:
+            # An alignment of more than the parameter says no more than that it is not cut.
+            alignment = min(lcm(request.alignment, MIN_ALIGNMENT), size)
+            members.setdefault((alignment, size, request.is_required), []).append(index)
+    return [
+        _SizeClass(size, alignment, is_required, tuple(members[alignment, size, is_required]))
+        for alignment, size, is_required in sorted(members, reverse=True)
+    ]
+
+
+def _total_size(classes: Sequence[_SizeClass]) -> int:
+    return sum(each.size * len(each.indices) for each in classes)
+
+
+def _search(
+    classes: Sequence[_SizeClass], world_size: int, smallest: int, largest: int
+) -> Placement | None:
+    """Return the best placement with a shard size in ``[smallest, largest]``.
+
+    None if no shard size that was tried satisfies the requirements.
+    """
+    best: Placement | None = None
+    for step in _steps(classes, smallest, largest):
+        # Multiples of a step that a required alignment does not divide must be large.
+        floor = smallest
+        for each in classes:
+            if each.is_required and step % each.alignment:
+                floor = max(floor, each.one_cut_shard())
+        hopeless = 0  # parameters that are broken at every multiple of this step
+        for each in classes:
+            if not each.suits(largest // step * step):
+                hopeless += len(each.indices)
+        for multiple in _ladder(_ceil_div(floor, step), largest // step):
+            shard = multiple * step
+            if best is not None and (best.num_broken, best.shard_size) <= (hopeless, shard):
+                break  # larger multiples are no better, unless another step tries them too
+            found = _place(classes, world_size, shard)
+            if found is not None and (best is None or found < best):
+                best = found
+    return best
+
+
+def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[int]:
+    """Return the numbers whose multiples are worth trying as shard sizes.
+
+    They are common multiples of alignments. Those of parameters that fit in a shard do not count:
+    they need not divide it.
+    """
+    count: Counter[int] = Counter()
+    for each in classes:
+        if each.size > smallest:
+            count[each.alignment] += len(each.indices)
+    steps = [MIN_ALIGNMENT]
+    # The most frequent alignments first, because the list is cut off.
+    for alignment in sorted(count, key=lambda alignment: (-count[alignment], alignment)):
+        common = {lcm(step, alignment) for step in steps}
+        new = sorted(step for step in common.difference(steps) if step <= largest)
+        steps = [*steps, *new][:MAX_STEPS]
+    return steps
+
+
+def _ladder(first: int, last: int) -> Iterator[int]:
+    """Yield numbers from ``first`` to ``last``, ever fewer of them.
+
+    The first nine are neighbours; later ones leave gaps of a quarter of what was added since the
+    first. ``_ladder(10, 40)``: 10 to 18, then 20, 22, 25, 28, 32, 37 and 40.
+    """
+    rung = first
+    while rung < last:
+        yield rung
+        rung += max((rung - first) // 4, 1)
+    if first <= last:
+        yield last
+
+
+def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placement | None:
+    """Lay the parameters one behind the other; None if that breaks a requirement."""
+    # Preferences that no start can satisfy are given up at once. These parameters can go anywhere:
+    # they come last, to fill gaps.
+    suited, unsuited = [], []
+    for each in classes:
+        if each.suits(shard):
+            suited.append((each, [*each.indices]))
+        elif each.is_required:
+            return None
+        else:
+            unsuited.append((each.without_alignment(), [*each.indices]))
+    waiting = suited + unsuited
+    starts: list[tuple[int, int]] = []
+    cursor, spare = 0, world_size * shard - _total_size(classes)
+    while waiting:
+        position, start = _smallest_gap([each for each, _ in waiting], cursor, shard)
+        if start - cursor > spare:
+            preferred = _first_preferred([each for each, _ in waiting])
+            if preferred is None:
+                return None
+            position, start = preferred, cursor
+        chosen, indices = waiting[position]
+        starts.append((indices.pop(0), start))
+        spare -= start - cursor
+        cursor = start + chosen.size
+        if not indices:
+            del waiting[position]
+    return Placement(_num_broken(classes, dict(starts), shard), shard, tuple(starts))
+
+
+def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tuple[int, int]:
+    """Return the position of the class that can start closest behind the cursor, and that start."""
+    best_position, best_start = 0, classes[0].first_start(cursor, shard)
+    for position, each in enumerate(classes):
+        if best_start == cursor:
+            break
+        start = each.first_start(cursor, shard)
+        if start < best_start:
+            best_position, best_start = position, start
+    return best_position, best_start
+
+
+def _first_preferred(classes: Sequence[_SizeClass]) -> int | None:
+    """Return the position of the first class whose alignment is not required."""
+    for position, each in enumerate(classes):
+        if not each.is_required:
+            return position
+    return None
+
+
+def _num_broken(classes: Sequence[_SizeClass], starts: dict[int, int], shard: int) -> int:
+    """Return how many parameters are cut inside their alignment."""
+    num_broken = 0
+    for each in classes:
+        for index in each.indices:
+            num_broken += not cuts_are_aligned(each.alignment, starts[index], each.size, shard)
+    return num_broken
+
+
+def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
+    """Return whether every cut in ``[start, start + numel)`` is whole alignments from the start.
+
+    Two cuts decide for all: if the first two are aligned, so is their distance, the shard size, and
+    with it every further cut.
+    """
+    cuts = range(_next_cut(start, shard), start + numel, shard)
+    return all((cut - start) % alignment == 0 for cut in cuts[:2])
+
+
+def _next_cut(position: int, shard: int) -> int:
+    """Return the first multiple of ``shard`` behind ``position``."""
+    return (position // shard + 1) * shard
+
+
+def _ceil_div(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _round_up(value: int, step: int) -> int:
+    return _ceil_div(value, step) * step

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefetching: all-gathers of the units that are used next, in the order of the last forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from megatron.fsdp.engine.device import in_backward
+from megatron.fsdp.engine.policy import OverlapPolicy
+from megatron.fsdp.engine.unit import Unit
+
+
+class Prefetcher:
+    """Unshards units before they are used, never more of them than the window allows.
+
+    The order is recorded anew in every forward of the root, so a model may change it from step to
+    step. Backward runs through the same order from its end. All ranks prefetch the same units at
+    the same moments, because the moments are calls of units.
+
+    Args:
+        units: of the model, the root first.
+        overlap: whether to prefetch, and the size of the window in units.
+    """
+
+    def __init__(self, units: list[Unit], overlap: OverlapPolicy):
+        self._units = units
+        self._is_enabled = overlap.param_gather
+        self._window_size = overlap.prefetch_units
+        self._order: list[Unit] = []  # of the forward that is being recorded
+        self._next_in_forward: dict[Unit, Unit] = {}
+        self._next_in_backward: dict[Unit, Unit] = {}
+        self._current = units[0]  # the unit that was used last
+        self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
+
+    def start_recording(self) -> None:
+        """Begin to record the order of units: the root's forward begins."""
+        self._order = []
+
+    def stop_recording(self) -> None:
+        """Keep the recorded order and reshard what was prefetched in vain: the forward is over."""
+        order = self._order
+        self._next_in_forward = dict(pairwise(order))
+        self._next_in_backward = dict(zip(order[1:], order))
+        if order:
+            # Backward begins with the root, which leads to the last unit of forward.
+            self._next_in_backward[order[0]] = order[-1]
+        self.reshard_unused()
+
+    def reached(self, unit: Unit) -> None:
+        """Note that a call uses ``unit``, in its turn, and prefetch the units that follow it."""
+        if self._units[0].users and not in_backward():
+            self._order.append(unit)
+        self._current = unit
+        self.prefetch()
+
+    def discard(self, unit: Unit) -> None:
+        """Note that a call uses ``unit``, so that it is no longer prefetched in vain."""
+        self._prefetched.discard(unit)
+
+    def prefetch(self) -> None:
+        """Unshard the units in the window, and reshard prefetched ones that have left it."""
+        if not self._is_enabled:
+            return
+        window = self._window(self._next_in_backward if in_backward() else self._next_in_forward)
+        self._reshard_prefetched(self._prefetched.difference(window))
+        for unit in window:
+            if not unit.users:
+                unit.unshard()
+                self._prefetched.add(unit)
+
+    def reshard_unused(self) -> None:
+        """Reshard everything that was prefetched and is not used."""
+        self._reshard_prefetched(set(self._prefetched))
+
+    def _window(self, successor: Mapping[Unit, Unit]) -> list[Unit]:
+        """Return the units that follow the current one, with those they share parameters with."""
+        window: list[Unit] = []
+        unit = successor.get(self._current)
+        for _ in range(self._free_window_size()):
+            if unit is None or unit in window:
+                break
+            window += [unit, *unit.shared]
+            unit = successor.get(unit)
+        return window
+
+    def _free_window_size(self) -> int:
+        """Return how many more units may be unsharded now."""
+        if not in_backward():
+            return self._window_size
+        # In backward a unit begins before the one above it is resharded; that one counts.
+        used = [unit for unit in self._units[1:] if unit.users and unit is not self._current]
+        return self._window_size - len(used)
+
+    def _reshard_prefetched(self, units: set[Unit]) -> None:
+        """Reshard ``units`` in the model's order: a set has another order on every rank."""
+        for unit in self._units if units else ():
+            if unit in units:
+                self._prefetched.discard(unit)
+                if not unit.users:
+                    unit.reshard()

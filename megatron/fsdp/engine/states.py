@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of weights and of units, and the only table of the changes between them.
+
+[Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
+
+    what happens                          its groups' WeightState          its BackwardState
+    ------------------------------------  -------------------------------  -----------------
+    the model is sharded                  SHARDED                          IDLE
+    the unit before it computes: prefetch SHARDED -> UNSHARDING            IDLE
+    its forward begins                    UNSHARDING -> UNSHARDED          IDLE
+    its forward ends                      UNSHARDED -> SHARDED             IDLE
+    the unit above is in backward         SHARDED -> UNSHARDING            IDLE
+    the gradient of its output arrives    UNSHARDING -> UNSHARDED          IDLE -> RUNNING
+    its parameters' gradients arrive      UNSHARDED                        RUNNING
+    the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
+
+At the last line the local gradients move into the group's flat buffer and their reduction begins.
+The optimizer then steps the main weights, which at level 3 changes no state: the next all-gather
+sends the new values. At levels 1 and 2 weights stay allocated on every rank; a step makes them
+STALE, and the next forward gathers them again. At level 0 they are always UNSHARDED.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TypeVar
+
+
+class WeightState(Enum):
+    """What the compute parameters of a group hold."""
+
+    SHARDED = auto()
+    """Their storage is freed; this rank has the values of its own shard only."""
+    STALE = auto()
+    """They have storage, but the values of other ranks' shards are older than the main weights."""
+    UNSHARDING = auto()
+    """They have storage, and the all-gather that fills it is under way."""
+    UNSHARDED = auto()
+    """They have storage and the values of the main weights: a forward may read them."""
+
+
+class BackwardState(Enum):
+    """How far a unit is in the backward pass."""
+
+    IDLE = auto()
+    """No gradient of this pass has reached the unit, or its part of the pass is over."""
+    RUNNING = auto()
+    """A call is in backward, or gradients arrive; when every parameter has one, all have come."""
+    RECOMPUTED = auto()
+    """A nested backward (activation recomputation) has produced gradients for this unit. The pass
+    around it may produce more for the same parameters, so their number tells nothing."""
+
+
+class CallState(Enum):
+    """How far one call of a unit is in its backward."""
+
+    FORWARD = auto()
+    """Its forward is under way or over; its backward has not begun, or is over."""
+    AWAITING_INPUTS = auto()
+    """Its backward has begun; the gradients of its inputs will tell when it is over."""
+    AWAITING_PARAMETERS = auto()
+    """Its backward has begun, and no gradients of inputs are outstanding: the gradients of the
+    unit's parameters, or the end of the pass, will tell when it is over."""
+
+
+_State = TypeVar("_State", WeightState, BackwardState, CallState)
+
+_ALLOWED: dict[Enum, tuple[Enum, ...]] = {
+    WeightState.SHARDED: (WeightState.UNSHARDING,),
+    WeightState.STALE: (WeightState.UNSHARDING,),
+    WeightState.UNSHARDING: (WeightState.UNSHARDED,),
+    WeightState.UNSHARDED: (WeightState.SHARDED, WeightState.STALE),
+    BackwardState.IDLE: (BackwardState.RUNNING, BackwardState.RECOMPUTED),
+    BackwardState.RUNNING: (BackwardState.RECOMPUTED, BackwardState.IDLE),
+    BackwardState.RECOMPUTED: (BackwardState.IDLE,),
+    CallState.FORWARD: (CallState.AWAITING_INPUTS, CallState.AWAITING_PARAMETERS),
+    CallState.AWAITING_INPUTS: (CallState.AWAITING_PARAMETERS, CallState.FORWARD),
+    CallState.AWAITING_PARAMETERS: (CallState.FORWARD,),
+}
+"""The states that may follow each state. What stays as it is needs no entry."""
+
+
+def change_state(owner: str, state: _State, new_state: _State) -> _State:
+    """Return ``new_state`` if it may follow ``state``.
+
+    Args:
+        owner: the group or unit, for the message.
+        state: the state before.
+        new_state: the state after; may be the same.
+
+    Raises:
+        RuntimeError: if the table does not allow the change, which is a defect of the engine.
+    """
+    if new_state is not state and new_state not in _ALLOWED[state]:
+        raise RuntimeError(
+            f"{owner} cannot change from {state.name} to {new_state.name}: it may become"
+            f" {' or '.join(allowed.name for allowed in _ALLOWED[state])}"
+        )
+    return new_state

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A unit: parameters that are unsharded and resharded together, and the calls that use them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cached_property
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from megatron.fsdp.engine.device import current_pass
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.states import BackwardState, CallState, change_state
+
+FORWARD = -1
+"""The pass of users that began in a forward: no backward pass has this number."""
+
+GRAPH = "graph"
+"""A user of a unit's weights: the graph of a backward pass that autograd recorded itself."""
+
+
+class Call:
+    """One call of a unit's forward, from there to the end of its backward.
+
+    Args:
+        unit: whose module is called.
+        borrowed: other units whose parameters the call uses; more are added when they are read.
+    """
+
+    def __init__(self, unit: Unit, borrowed: list[Unit]):
+        self.unit = unit
+        self.borrowed = borrowed
+        self.state = CallState.FORWARD
+        self.awaited_inputs = 0  # gradients of inputs that are outstanding
+        self.input_hooks: list[RemovableHandle] = []
+        # Autograd computes the gradients of leaves as soon as it can. Those of leaf inputs may so
+        # come before those of parameters that are reached by another path.
+        self.has_leaf_inputs = False
+
+    @property
+    def used_units(self) -> list[Unit]:
+        """The call's own unit and those that it borrows."""
+        return [self.unit, *self.borrowed]
+
+    def change_state(self, state: CallState) -> None:
+        """Move on to ``state``.
+
+        Raises:
+            RuntimeError: if the table of states does not allow it.
+        """
+        self.state = change_state(f"a call of {self.unit}", self.state, state)
+
+
+class Unit:
+    """Parameters that are unsharded and resharded together.
+
+    They are those of a module, or those that several units share.
+
+    Args:
+        name: the module's name, or those of the units that share the parameters.
+        module: whose calls use the unit. None: only calls of other units do.
+        is_automatic: made for a module that the user did not name as a unit.
+    """
+
+    def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
+        self.name = name
+        self.module = module
+        self.is_automatic = is_automatic
+        self.groups: list[ParamGroup] = []
+        self.shared: list[Unit] = []  # units of parameters that this one shares with others
+        self.state = BackwardState.IDLE
+        # Calls that use the weights, and the backward pass in which each began to (or FORWARD).
+        self.users: dict[Hashable, int] = {}
+        self._calls_in_backward: list[Call] = []
+        self._arrived: set[int] = set()  # ids of the parameters that have their gradient
+
+    def __str__(self) -> str:
+        return f"unit {self.name!r}"
+
+    @cached_property
+    def trainable_groups(self) -> list[ParamGroup]:
+        """The groups that have gradients; the groups must be complete when this is first read."""
+        return [group for group in self.groups if group.requires_grad]
+
+    @cached_property
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        """Compute parameters that have gradients."""
+        parameters = []
+        for group in self.trainable_groups:
+            parameters += group.parameters
+        return parameters
+
+    # ---- weights
+
+    def unshard(self) -> None:
+        """Begin to all-gather the weights of every group that does not have them."""
+        for group in self.groups:
+            group.unshard()
+
+    def wait_for_unshard(self) -> None:
+        """Return when the all-gathers that have begun are over."""
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Free the weights of the groups that are sharded at level 3."""
+        for group in self.groups:
+            group.reshard()
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether the compute parameters have the values of the main weights."""
+        return all(group.is_readable for group in self.groups)
+
+    # ---- backward
+
+    def begin_backward(self, call: Call) -> None:
+        """Note that the backward of ``call``, a call of this unit, has begun."""
+        if call.awaited_inputs:
+            call.change_state(CallState.AWAITING_INPUTS)
+        else:
+            call.change_state(CallState.AWAITING_PARAMETERS)
+        self._calls_in_backward.append(call)
+        if self.state is BackwardState.IDLE:
+            self._change_state(BackwardState.RUNNING)
+
+    def end_backward(self, call: Call) -> None:
+        """Note that the gradients of the inputs of ``call`` are complete."""
+        if call.has_leaf_inputs:
+            call.change_state(CallState.AWAITING_PARAMETERS)
+        else:
+            call.change_state(CallState.FORWARD)
+            self._calls_in_backward.remove(call)
+
+    def add_grad(self, parameter: nn.Parameter) -> None:
+        """Note that autograd has put the gradient on a compute parameter."""
+        self._arrived.add(id(parameter))
+        # Recomputation runs a backward pass of its own inside the one in which the unit came into
+        # use, and the outer pass may use the same parameter again.
+        if any(since != current_pass() for since in self.users.values()):
+            self._change_state(BackwardState.RECOMPUTED)
+        elif self.state is BackwardState.IDLE:
+            self._change_state(BackwardState.RUNNING)
+
+    @property
+    def has_grads(self) -> bool:
+        """Whether gradients have arrived that are still on the compute parameters."""
+        return bool(self._arrived)
+
+    @property
+    def has_all_grads(self) -> bool:
+        """Whether every compute parameter has its gradient, as far as their number can tell."""
+        return (
+            len(self._arrived) == len(self.trainable_parameters)
+            and self.state is not BackwardState.RECOMPUTED
+        )
+
+    @property
+    def has_calls_in_backward(self) -> bool:
+        """Whether the backward of some call has begun and is not known to be over."""
+        return bool(self._calls_in_backward)
+
+    @property
+    def awaits_inputs(self) -> bool:
+        """Whether gradients of some call's inputs are outstanding."""
+        return any(call.state is CallState.AWAITING_INPUTS for call in self._calls_in_backward)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the backward pass under way has reached the unit, and its part is not over."""
+        return self.state is not BackwardState.IDLE or any(
+            since != FORWARD for since in self.users.values()
+        )
+
+    def reset_backward(self) -> None:
+        """Return to IDLE and drop the users that came with a backward pass."""
+        self._arrived.clear()
+        for call in self._calls_in_backward:
+            call.change_state(CallState.FORWARD)
+        self._calls_in_backward.clear()
+        # A forward that has a backward inside of it goes on to use the unit.
+        self.users = {user: since for user, since in self.users.items() if since == FORWARD}
+        self._change_state(BackwardState.IDLE)
+
+    def _change_state(self, state: BackwardState) -> None:
+        self.state = change_state(str(self), self.state, state)

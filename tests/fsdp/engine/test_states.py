@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States change only as their table allows."""
+
+from enum import Enum
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
+from megatron.fsdp.engine.unit import Call, Unit
+
+
+@pytest.mark.parametrize("states", [WeightState, BackwardState, CallState])
+def test_every_state_can_be_left_and_reached(states: type[Enum]) -> None:
+    def may_follow(state: Enum, new_state: Enum) -> bool:
+        try:
+            return change_state("it", state, new_state) is new_state
+        except RuntimeError:
+            return False
+
+    for state in states:
+        others = [other for other in states if other is not state]
+        assert any(may_follow(state, other) for other in others)
+        assert any(may_follow(other, state) for other in others)
+        assert may_follow(state, state)
+
+
+def test_a_wrong_change_names_the_owner_and_both_states() -> None:
+    with pytest.raises(RuntimeError, match=r"'layers\.3' cannot change from SHARDED to UNSHARDED"):
+        change_state("unit 'layers.3'", WeightState.SHARDED, WeightState.UNSHARDED)
+
+
+def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
+    unit = Unit("layer", nn.Linear(2, 2))
+    first, second = Call(unit, []), Call(unit, [])
+    first.awaited_inputs = 1
+    unit.begin_backward(first)
+    unit.begin_backward(second)
+    assert unit.state is BackwardState.RUNNING and unit.awaits_inputs
+    unit.end_backward(first)
+    assert not unit.awaits_inputs and unit.has_calls_in_backward
+    unit.add_grad(nn.Parameter(torch.zeros(1)))
+    assert unit.has_grads
+    unit.reset_backward()
+    assert (unit.state, second.state) == (BackwardState.IDLE, CallState.FORWARD)
+    assert not unit.has_grads and not unit.is_in_backward
+
+
+def test_gradients_of_a_nested_backward_do_not_count() -> None:
+    unit = Unit("layer", nn.Linear(2, 2))
+    assert unit.has_all_grads  # it has no trainable parameters
+    unit.users["a call of another pass"] = 7
+    unit.add_grad(nn.Parameter(torch.zeros(1)))
+    assert unit.state is BackwardState.RECOMPUTED and not unit.has_all_grads
