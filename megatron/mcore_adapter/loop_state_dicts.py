@@ -280,7 +280,7 @@ def _load_slots(own: dict[str, Any], slots: Mapping[str, Any], member: ShardedPa
     for slot, value in slots.items():
         live = own.get(slot)
         if isinstance(live, DTensor):
-            live._local_tensor.copy_(member.local_part(value))
+            live._local_tensor.copy_(member.local_shard(value))
         elif isinstance(live, torch.Tensor):
             live.copy_(value)
         else:

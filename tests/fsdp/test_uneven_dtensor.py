@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.sharded_param import dtensor_over
 from megatron.fsdp.dtensor.uneven_dtensor import (
+    as_chunked_tensor,
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,
@@ -31,7 +32,6 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
-    with_boxes,
 )
 from tests.fsdp import models
 from tests.fsdp.reference import batch, evaluate, loss_of, optimizer_over, shard_mesh
@@ -563,7 +563,7 @@ def claim(rows: list[tuple[int, int]]) -> str:
     """The error, if there is one, where each rank says that it holds these rows of [4, 3]."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     begin, end = rows[dist.get_rank()]
-    local = with_boxes(torch.zeros(end - begin, 3), [((begin, 0), (end - begin, 3))], (4, 3))
+    local = as_chunked_tensor(torch.zeros(end - begin, 3), [((begin, 0), (end - begin, 3))], (4, 3))
     try:
         validate_uneven_dtensor(dtensor_over(local, mesh, [Shard(0)], (4, 3)))
     except ValueError as error:

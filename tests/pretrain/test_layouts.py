@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.pretrain import checkpointing
-from megatron.pretrain.sharded_checkpoint import VOCABULARY
+from megatron.pretrain.fsdp_dtensor_checkpoint import VOCABULARY
 from tests.pretrain.parity import (
     ALLTOALL,
     GPT2,

@@ -27,7 +27,7 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import Box, Run, row_size
 
 
-class BoxTensor(torch.Tensor):
+class ChunkedTensor(torch.Tensor):
     """A local part that knows which boxes of the whole tensor it holds, in its own order.
 
     Operations give plain tensors.
@@ -59,28 +59,35 @@ class BoxTensor(torch.Tensor):
             begin += prod(sizes)
         raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {tuple(index.offset)}")
 
-    def __deepcopy__(self, memo: dict) -> BoxTensor:
-        return with_boxes(self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
+    def __deepcopy__(self, memo: dict) -> ChunkedTensor:
+        return as_chunked_tensor(self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
 
     def __reduce_ex__(self, protocol: int):
-        return with_boxes, (self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
+        return as_chunked_tensor, (
+            self.detach().clone(),
+            self.boxes,
+            self.slice.shape,
+            self.is_flat,
+        )
 
 
-def with_boxes(
+def as_chunked_tensor(
     local: torch.Tensor, boxes: list[Box], shape: Sequence[int], is_flat: bool = False
-) -> BoxTensor:
+) -> ChunkedTensor:
     """``local``, sharing storage, as these boxes of a tensor of ``shape``."""
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()
-    tensor = torch.Tensor._make_subclass(BoxTensor, local)
+    tensor = torch.Tensor._make_subclass(ChunkedTensor, local)
     tensor.boxes, tensor.slice, tensor.is_flat = boxes, TensorSlice(tuple(shape)), is_flat
     return tensor
 
 
-torch.serialization.add_safe_globals([with_boxes])  # so that `torch.load` takes a saved state dict
+torch.serialization.add_safe_globals(
+    [as_chunked_tensor]
+)  # so that `torch.load` takes a saved state dict
 
 
-class Places:
+class ChunkTable:
     """Which boxes every rank of a mesh holds, worked out from the sizes of all local parts.
 
     Args:
@@ -173,10 +180,10 @@ def share(numbers: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
     return all_reduce_over(table.to(mesh.device_type), groups, dist.ReduceOp.SUM).cpu()
 
 
-def known_place(dtensor: DTensor) -> RunTensor | BoxTensor | None:
+def local_chunks(dtensor: DTensor) -> RunTensor | ChunkedTensor | None:
     """The local part with its place, as far as this rank can tell alone; on all ranks or on none."""
     local, shape = dtensor._local_tensor, tuple(dtensor.shape)
-    if isinstance(local, RunTensor | BoxTensor):
+    if isinstance(local, RunTensor | ChunkedTensor):
         return local
     member = getattr(dtensor, "_fsdp_sharded", None)
     if member is not None and shape == member.slice.shape:
@@ -187,31 +194,31 @@ def known_place(dtensor: DTensor) -> RunTensor | BoxTensor | None:
         )
     if not shape or all(isinstance(placement, Replicate) for placement in dtensor.placements):
         whole = [((0,) * len(shape), shape)] if local.numel() else []
-        return with_boxes(local.detach(), whole, shape)
+        return as_chunked_tensor(local.detach(), whole, shape)
     return None
 
 
-def gathered_places(dtensors: Sequence[DTensor]) -> list[BoxTensor]:
+def gather_chunks(dtensors: Sequence[DTensor]) -> list[ChunkedTensor]:
     """Local parts of DTensors of one mesh with their places: an all-reduce along every axis for all of them."""
     mesh = dtensors[0].device_mesh
     sizes = [sizes_of(dtensor) for dtensor in dtensors]
     tables = share(sum(sizes, []), mesh).split([len(each) for each in sizes], -1)
     result = []
     for dtensor, table in zip(dtensors, tables):
-        places = Places(dtensor.shape, dtensor.placements, table)
+        places = ChunkTable(dtensor.shape, dtensor.placements, table)
         boxes = places.boxes(tuple(mesh.get_coordinate()))
         result.append(
-            with_boxes(dtensor._local_tensor.detach(), boxes, dtensor.shape, places.is_flat)
+            as_chunked_tensor(dtensor._local_tensor.detach(), boxes, dtensor.shape, places.is_flat)
         )
     return result
 
 
-def has_places(dtensor: DTensor) -> bool:
+def has_chunks(dtensor: DTensor) -> bool:
     return all(isinstance(placement, Shard | Replicate) for placement in dtensor.placements)
 
 
-def refuse_without_places(dtensor: DTensor) -> None:
-    if not has_places(dtensor):
+def check_placements(dtensor: DTensor) -> None:
+    if not has_chunks(dtensor):
         raise NotImplementedError(
             f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
             " first"

@@ -23,7 +23,7 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 
 
 @dataclass(frozen=True)
-class Holders:
+class NormGroup:
     """Which ranks hold something of a parameter that counts.
 
     Args:
@@ -38,7 +38,7 @@ class Holders:
 class ShardedGradient(UnevenDTensor):
     """The gradient of a sharded parameter."""
 
-    holders: Holders
+    holders: NormGroup
 
     @classmethod
     def __torch_function__(
@@ -58,7 +58,7 @@ def norms(
     gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """The norm of each whole gradient, 0-d, on every rank; a collective for each kind of ``holders``."""
-    kinds: dict[Holders, list[int]] = {}
+    kinds: dict[NormGroup, list[int]] = {}
     for index, gradient in enumerate(gradients):
         kinds.setdefault(gradient.holders, []).append(index)
     result: list[Any] = [None] * len(gradients)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatron.fsdp.dtensor.gradient import Holders, ShardedGradient
+from megatron.fsdp.dtensor.gradient import NormGroup, ShardedGradient
 from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.layout import Box, Run
@@ -121,7 +121,7 @@ torch.serialization.add_safe_globals(
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterMesh:
     """Where the parameters of a kind, dense or expert, live.
 
     Args:
@@ -134,8 +134,8 @@ class Place:
 
     axes: Axes
     mesh: DeviceMesh
-    holders_of_slices: Holders
-    holders_of_copies: Holders
+    norm_group_of_slices: NormGroup
+    norm_group_of_copies: NormGroup
 
 
 class ShardedParam:
@@ -146,7 +146,7 @@ class ShardedParam:
         place: the mesh that it lives on.
     """
 
-    def __init__(self, group: ParamGroup, index: int, place: Place):
+    def __init__(self, group: ParamGroup, index: int, place: ParameterMesh):
         self.group = group
         self.index = index
         self.name = group.names[index]
@@ -155,13 +155,13 @@ class ShardedParam:
         self._mesh = place.mesh
         self._placements = self._placements_on(place)
         self._holders = (
-            place.holders_of_copies if self.slice.dim is None else place.holders_of_slices
+            place.norm_group_of_copies if self.slice.dim is None else place.norm_group_of_slices
         )
         self.parameter = self._dtensor(group.main_view(index)).requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
         self._grad: ShardedGradient | None = None
 
-    def _placements_on(self, place: Place) -> list[Placement]:
+    def _placements_on(self, place: ParameterMesh) -> list[Placement]:
         tensor = (
             []
             if place.axes.tensor is None
@@ -215,7 +215,7 @@ class ShardedParam:
         )  # torch has no sharded scalars
         return dtensor_over(local, self._mesh, placements, shape)
 
-    def local_part(self, value: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's piece of ``value``: a full tensor, or a DTensor; one that is cut as torch does is gathered.
 
         Raises:
@@ -261,11 +261,11 @@ class ShardedParam:
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
         """Copy ``value`` into the main weight."""
-        self.parameter._local_tensor.copy_(self.local_part(value))
+        self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """This rank's piece of a full tensor of the parameter's shape (optimizer state), as a DTensor of its own."""
-        return self._dtensor(self.local_part(value).to(self.parameter.device).clone())
+        return self._dtensor(self.local_shard(value).to(self.parameter.device).clone())
 
     def _dtensor(
         self, local: torch.Tensor, kind: type[UnevenDTensor] = UnevenDTensor

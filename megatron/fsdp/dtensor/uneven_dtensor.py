@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from megatron.fsdp.dtensor.chunks import (
-    BoxTensor,
-    Places,
-    gathered_places,
-    has_places,
-    known_place,
-    refuse_without_places,
+    ChunkedTensor,
+    ChunkTable,
+    as_chunked_tensor,
+    check_placements,
+    gather_chunks,
+    has_chunks,
+    local_chunks,
     share,
     sizes_of,
-    with_boxes,
 )
 from megatron.fsdp.dtensor.sharded_param import RunTensor
 from megatron.fsdp.dtensor.uneven import dtensor_over, full_tensor
@@ -113,15 +113,15 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
 def _give_places(named: dict[str, DTensor], may_differ: bool) -> None:
     unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
     for name, dtensor in named.items():
-        place = known_place(dtensor)
+        place = local_chunks(dtensor)
         if place is not None:
             dtensor._local_tensor = place
-        elif has_places(dtensor) and dtensor.device_mesh.get_coordinate() is not None:
+        elif has_chunks(dtensor) and dtensor.device_mesh.get_coordinate() is not None:
             unknown[dtensor.device_mesh][name] = dtensor
     for mesh, members in unknown.items():
         if may_differ:
             _check_same_tensors(members, mesh)
-        for dtensor, place in zip(members.values(), gathered_places([*members.values()])):
+        for dtensor, place in zip(members.values(), gather_chunks([*members.values()])):
             dtensor._local_tensor = place
 
 
@@ -149,12 +149,12 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
             elements that begins or ends inside a row; :func:`update_uneven_dtensor_chunk_metadata`
             gives those the boxes they need. For placements other than ``Shard`` and ``Replicate``.
     """
-    refuse_without_places(dtensor)
+    check_placements(dtensor)
     shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
     if not shape or all(isinstance(placement, Replicate) for placement in dtensor.placements):
         held = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
         return ChunkStorageMetadata(torch.Size([0] * len(held)), torch.Size(held))
-    places = Places(shape, dtensor.placements, share(sizes_of(dtensor), mesh))
+    places = ChunkTable(shape, dtensor.placements, share(sizes_of(dtensor), mesh))
     boxes = {each: places.boxes(each) for each in product(*map(range, mesh.shape))}
     if max(map(len, boxes.values())) > 1:
         raise NotImplementedError(
@@ -183,9 +183,9 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
             beyond the shape, are not what the local tensor has, or copies differ.
         NotImplementedError: for placements other than ``Shard`` and ``Replicate``.
     """
-    refuse_without_places(dtensor)
+    check_placements(dtensor)
     shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
-    known = known_place(dtensor)
+    known = local_chunks(dtensor)
     claims = [] if known is None else known._boxes()
     numbers = [int(known is not None), len(claims)]
     numbers += [number for box in claims for part in box for number in part]
@@ -206,7 +206,7 @@ def _problems(
     tables: Sequence[torch.Tensor],
 ) -> list[str]:
     sizes, claims = tables
-    places = None if claims[..., 0].all() else Places(shape, placements, sizes)
+    places = None if claims[..., 0].all() else ChunkTable(shape, placements, sizes)
     parts: dict[tuple[int, ...], list[Box]] = {}
     problems = []
     for coordinate in product(*map(range, mesh.shape)):
@@ -297,10 +297,10 @@ def split_dtensor(
             be torn into strips. For placements other than ``Shard`` and ``Replicate``.
     """
     dim, lengths = _lengths(dtensor.shape, split_size_or_sections, dim)
-    refuse_without_places(dtensor)
-    known = known_place(dtensor)
-    local = known if known is not None else gathered_places([dtensor])[0]
-    is_flat = local.is_flat if isinstance(local, BoxTensor) else not local.run.by_rows
+    check_placements(dtensor)
+    known = local_chunks(dtensor)
+    local = known if known is not None else gather_chunks([dtensor])[0]
+    is_flat = local.is_flat if isinstance(local, ChunkedTensor) else not local.run.by_rows
     if is_flat and dim > 0:
         raise NotImplementedError(
             f"split along dim {dim}: ranks hold runs of elements that begin or end inside a row,"
@@ -332,7 +332,12 @@ def _lengths(shape: torch.Size, wanted: int | Sequence[int], dim: int) -> tuple[
 
 
 def _part(
-    dtensor: DTensor, local: RunTensor | BoxTensor, is_flat: bool, dim: int, start: int, length: int
+    dtensor: DTensor,
+    local: RunTensor | ChunkedTensor,
+    is_flat: bool,
+    dim: int,
+    start: int,
+    length: int,
 ) -> DTensor:
     shape = [length if each == dim else size for each, size in enumerate(dtensor.shape)]
     boxes, begin, numel = [], None, 0
@@ -353,7 +358,10 @@ def _part(
     elif is_flat:  # boxes follow one another in rows, so what lies between two rows is one range
         plain = plain.reshape(-1)[begin : begin + numel]
     return dtensor_over(
-        with_boxes(plain, boxes, shape, is_flat), dtensor.device_mesh, dtensor.placements, shape
+        as_chunked_tensor(plain, boxes, shape, is_flat),
+        dtensor.device_mesh,
+        dtensor.placements,
+        shape,
     )
 
 
