@@ -18,7 +18,10 @@ ROOMS = {
         *("policy", "layout", "mesh", "device", "collectives", "buffer", "param_group"),
         *("schedule", "units", "hooks"),
     ],
-    "dtensor": ["uneven", "gradient", "sharded_param", "chunks", "uneven_dtensor"],
+    "dtensor": [
+        *("uneven", "gradient", "chunked_tensor", "sharded_param", "chunks", "nested_state"),
+        *("validation", "splitting", "uneven_dtensor"),
+    ],
     "": [
         *("config", "problems", "meta_init", "sharding", "checks", "model_state", "model"),
         *("elementwise", "optimizer", "fully_shard"),

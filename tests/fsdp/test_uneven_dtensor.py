@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.dtensor.sharded_param import dtensor_over
+from megatron.fsdp.dtensor.chunked_tensor import as_chunked_tensor
+from megatron.fsdp.dtensor.uneven import dtensor_over
 from megatron.fsdp.dtensor.uneven_dtensor import (
-    as_chunked_tensor,
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,
@@ -241,7 +241,9 @@ def test_whole_tensors_come_back(ranks: Ranks, kind: str) -> None:
 def look_for_odd_cases() -> None:
     """What the other tests rely on: pieces that are element runs and pieces that are empty."""
     model = build("level3", train=False)[0]
-    runs = {name: parameter._fsdp_sharded.run for name, parameter in model.named_parameters()}
+    runs = {
+        name: parameter._fsdp_sharded.flat_range for name, parameter in model.named_parameters()
+    }
     cut = {name for name, run in runs.items() if not run.by_rows}
     assert cut == {"module.odd", "module.odd_cube", "module.inner.weight", "module.scale"}
     counts = [None] * dist.get_world_size()
