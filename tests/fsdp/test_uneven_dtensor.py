@@ -597,7 +597,7 @@ def cut_wrongly() -> list[str]:
     rank = dist.get_rank()
     copies = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()])
     update_uneven_dtensor_chunk_metadata(copies)
-    copies._local_tensor.boxes = [((rank, 0), (4 - rank, 3))]
+    copies._local_tensor.chunks = (((rank, 0), (4 - rank, 3)),)
     local = {"few": torch.zeros(1, 3), "many": torch.zeros(3, 3), "narrow": torch.zeros(2, 2)}
     made = {
         name: DTensor.from_local(
