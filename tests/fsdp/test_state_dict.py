@@ -367,9 +367,9 @@ def write_piece_of_the_same_size() -> None:
     state = model.state_dict()
     value = state["module.weight"]
     other = 1 - dist.get_rank()
-    theirs = model._by_name["weight"].group.layout.owned(0, other)
-    assert theirs.numel == value._local_tensor.numel()
-    value._local_tensor.chunks = tuple(theirs.boxes())
+    flat_range = model._by_name["weight"].group.layout.owned(0, other)
+    assert flat_range.numel == value._local_tensor.numel()
+    value._local_tensor.chunks = tuple(flat_range.boxes())
     with pytest.raises(RuntimeError, match="sharded for another layout"):
         model.load_state_dict(state)
 

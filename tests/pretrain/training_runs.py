@@ -26,9 +26,9 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import checkpointing, loop, ranks
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.fsdp_dtensor_checkpoint import named_parameters
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.logging_setup import quieten

@@ -136,6 +136,8 @@ class ShardedParam:
             count: divides dim 0 of the parameter.
             value: of the parameter's shape. None: the main weight.
         """
+        if count == 1:
+            return [self.checkpoint_tensor(value)]
         # Example of count 2: a weight of shape (8, 3) becomes two of shape (4, 3). If tensor
         # parallelism divides it along dim 0 in two, each rank has 2 rows of each of them, one after
         # the other, in its slice of 4 rows. The second rank's slice starts at row 4 of the weight,
