@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 MASKED = -10000.0
-"""The score of a masked key, as in Megatron-Core: a query whose keys are all masked averages them."""
+"""Score of a masked key, as in Megatron-Core: a query whose keys are all masked averages them."""
 
 
 class LocalNorm:
