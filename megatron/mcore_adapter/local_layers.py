@@ -197,14 +197,16 @@ class LocalAttention(MegatronModule):
         )
         positions = self._positions(key.shape[0], key.device)
         mask = self._mask(attention_mask, query.shape[0], positions)
+        return self._attend(query, key, value, mask)
 
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with the keys and values of the whole sequence; shapes as in :meth:`forward`."""
         batch_and_heads = query.shape[1:3]
-        key, value = (
-            each.repeat_interleave(query.shape[2] // each.shape[2], dim=2) for each in (key, value)
-        )
-        query, key, value = (
-            each.flatten(1, 2).transpose(0, 1) for each in (query, key, value)
-        )  # [batch * heads, ...]
+        heads_per_group = query.shape[2] // key.shape[2]
+        key = key.repeat_interleave(heads_per_group, dim=2)
+        value = value.repeat_interleave(heads_per_group, dim=2)
+        # [batch * heads, sequence, width]
+        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query, key, value))
         scale = self.softmax_scale / self.score_scale
         scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
         scores = scores.unflatten(0, batch_and_heads).float() * self.score_scale

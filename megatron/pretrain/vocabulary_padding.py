@@ -73,17 +73,19 @@ def vocabulary_entries(
     content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES]
 ) -> Iterator[VocabularyEntry]:
     """Yield the entries of the model and the optimizer with one row a token that the file has."""
-    places = [("model.", content["model"], name) for name in content["model"] if _is_of_rows(name)]
+    candidates = [
+        ("model.", content["model"], name) for name in content["model"] if _has_row_per_token(name)
+    ]
     for name, slots in content.get("optimizer", {}).get("state", {}).items():
-        if _is_of_rows(name):
-            places += [(f"{STATE_PREFIX}{name}.", slots, slot) for slot in slots]
-    for start, entries, name in places:
+        if _has_row_per_token(name):
+            candidates += [(f"{STATE_PREFIX}{name}.", slots, slot) for slot in slots]
+    for start, entries, name in candidates:
         entry = stored.get(start + name)
         if isinstance(entry, TensorStorageMetadata) and isinstance(entries[name], DTensor):
             yield VocabularyEntry(entries, name, entries[name].shape[0], entry.size[0])
 
 
-def _is_of_rows(name: str) -> bool:
+def _has_row_per_token(name: str) -> bool:
     return plain_name(name) in VOCABULARY
 
 

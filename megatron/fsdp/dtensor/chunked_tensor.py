@@ -48,7 +48,7 @@ class TensorSlice:
             flat_range: of the elements of the slice, in row-major order.
         """
         # Example: the whole tensor has shape (4, 6), and this rank the slice [:, 3:6], of shape
-        # (4, 3). Elements 4 to 9 of the slice are the end of its row 1 and its row 2:
+        # (4, 3). Elements 4 to 8 of the slice are the end of its row 1 and its row 2:
         #
         #     within the slice    ((1, 1), (1, 2)), ((2, 0), (1, 3))    offsets and sizes
         #     within the whole    ((1, 4), (1, 2)), ((2, 3), (1, 3))
