@@ -20,7 +20,10 @@ ROOMS = {
         *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
-    "dtensor": ["uneven", "gradient", "sharded_param", "chunks", "uneven_dtensor"],
+    "dtensor": [
+        *("uneven", "gradient", "chunked_tensor", "sharded_param", "chunks", "nested_state"),
+        *("validation", "splitting", "uneven_dtensor"),
+    ],
     "": [
         *("config", "problems", "meta_init", "sharding", "checks", "model_state", "model"),
         *("elementwise", "optimizer", "fully_shard"),

@@ -34,7 +34,7 @@ def load(
     pieces, problems = {}, []
     for name, value in weights.items():
         try:
-            pieces[name] = sharded_by_name[name].local_part(value)
+            pieces[name] = sharded_by_name[name].local_shard(value)
         except (ValueError, AttributeError) as error:
             problems.append(str(error))
 

@@ -351,10 +351,10 @@ def _elementwise_names(states: Iterable[tuple[ShardedParam, dict[str, Any]]]) ->
     return {
         name
         for member, slots in states
-        if prod(member.run.shape) > 1
+        if prod(member.flat_range.shape) > 1
         for name, value in slots.items()
         if isinstance(value, DTensor)
-        or (isinstance(value, torch.Tensor) and tuple(value.shape) == member.run.shape)
+        or (isinstance(value, torch.Tensor) and tuple(value.shape) == member.flat_range.shape)
     }
 
 
@@ -362,7 +362,7 @@ def _is_slot(name: str, value: Any, member: ShardedParam, names: set[str]) -> bo
     """Whether a piece of optimizer state is element-wise, not a counter."""
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return isinstance(value, DTensor)
-    return name in names if names or prod(member.run.shape) > 1 else name not in COUNTERS
+    return name in names if names or prod(member.flat_range.shape) > 1 else name not in COUNTERS
 
 
 def _local_slots(member: ShardedParam, slots: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megatron.fsdp import meta_init
-from megatron.fsdp.dtensor.gradient import Holders
-from megatron.fsdp.dtensor.sharded_param import Place, ShardedParam
+from megatron.fsdp.dtensor.gradient import NormGroup
+from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import streams_for
@@ -97,19 +97,21 @@ class Sharding:
             streams=streams,
         )
 
-    def _place(self, axes: Axes, expert: bool) -> Place:
+    def _place(self, axes: Axes, expert: bool) -> ParameterMesh:
         mesh = axes.dtensor_mesh(self.outer_strategy.shards_optimizer)
-        return Place(axes, mesh, *(self._expert_holders(axes) if expert else self._holders(axes)))
+        return ParameterMesh(
+            axes, mesh, *(self._expert_holders(axes) if expert else self._holders(axes))
+        )
 
-    def _holders(self, axes: Axes) -> tuple[Holders, Holders]:
+    def _holders(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
         """For norms: of parameters that the tensor axis divides, and of those that it copies."""
         groups = [axes.inner.get_group()] if self.strategy.shards_optimizer else []
         if self.outer_strategy.shards_optimizer:
             groups.append(axes.outer.get_group())
         tensor = [axes.tensor.get_group()] if axes.tensor is not None else []
-        return Holders((*groups, *tensor)), Holders(tuple(groups))
+        return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
 
-    def _expert_holders(self, axes: Axes) -> tuple[Holders, Holders]:
+    def _expert_holders(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
         """The same for experts.
 
         Other ranks hold other experts of the same name: their norm is over all of them.
@@ -121,7 +123,7 @@ class Sharding:
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
         copies = 1 if self.strategy.shards_optimizer else axes.inner.size()
-        return Holders(tuple(groups), copies), Holders(
+        return NormGroup(tuple(groups), copies), NormGroup(
             tuple(groups), copies * (axes.tensor.size() if axes.tensor else 1)
         )
 

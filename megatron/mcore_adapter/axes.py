@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mesh axes of a sharded model, out of Megatron-Core's process groups."""
+"""The mesh axes of a sharded model, made of Megatron-Core's process groups."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,35 +17,42 @@ SHARD_AXIS = "dp_cp"
 OUTER_AXIS = "dp_outer"
 TENSOR_AXIS = "tp"
 
+Groups = Mapping[str, dist.ProcessGroup | None]
+"""Groups by name, as ``ProcessGroupCollection.setup_process_groups_for_ddp`` returns them."""
+
 
 def mesh_axes(
-    groups: dict[str, dist.ProcessGroup | None],
+    groups: Groups,
     pg_collection: ProcessGroupCollection | None,
     device: torch.device | str | None,
     has_experts: bool,
     outer_is_sharded: bool,
     own_gather_group: bool,
 ) -> FSDPDistributedIndex:
-    """Dense parameters over data x context ranks, experts over the ranks that hold the same experts; a collective.
+    """Make the axes of dense and of expert parameters; a collective.
+
+    Dense parameters are sharded over data x context ranks, experts over the ranks that have the
+    same experts.
 
     Args:
-        groups: as ``ProcessGroupCollection.setup_process_groups_for_ddp`` returns them.
+        groups: of this rank.
         pg_collection: where they came from; None: ``parallel_state``.
         device: of the model; None: the accelerator there is, else cpu.
-        has_experts: whether the model has parameters that expert parallelism divides.
-        outer_is_sharded: whether the outer axis of hybrid sharding divides optimizer state.
-        own_gather_group: whether gathers have a communicator of their own, ``parallel_state``'s.
+        has_experts: the model has parameters that expert parallelism divides.
+        outer_is_sharded: the outer axis of hybrid sharding divides optimizer state.
+        own_gather_group: all-gathers have a communicator of their own, ``parallel_state``'s.
     """
-    kind = _device_type(device)
+    device_type = _device_type(device)
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
     tensor_of_experts = expert_tensor_group(pg_collection) if has_experts else None
-    is_sliced = any(group is not None and group.size() > 1 for group in (tensor, tensor_of_experts))
-    dense = _mesh(kind, tensor if is_sliced else None, groups["intra_dp_cp_group"], outer)
-    expert, gather = None, None
+    has_tensor_axis = _size(tensor) > 1 or _size(tensor_of_experts) > 1
+    if not has_tensor_axis:
+        tensor = tensor_of_experts = None
+    dense = _mesh(device_type, tensor, groups["intra_dp_cp_group"], outer)
+    expert = None
     if has_experts:
-        expert = _mesh(
-            kind, tensor_of_experts if is_sliced else None, groups["intra_expt_dp_group"], outer
-        )
+        expert = _mesh(device_type, tensor_of_experts, groups["intra_expt_dp_group"], outer)
+    gather = None
     if own_gather_group:
         gather = parallel_state.get_data_parallel_group(
             with_context_parallel=True, independent_all_gather=True
@@ -53,7 +62,7 @@ def mesh_axes(
         dense,
         dp_shard_dim=SHARD_AXIS,
         dp_outer_dim=OUTER_AXIS if is_hybrid else None,
-        tp_dim=TENSOR_AXIS if is_sliced else None,
+        tp_dim=TENSOR_AXIS if has_tensor_axis else None,
         hybrid_fsdp_group=groups["dp_cp_group"] if is_hybrid else None,
         hybrid_fsdp_expt_group=groups["expt_dp_group"] if is_hybrid and has_experts else None,
         hsdp_outer_dp_shard=outer_is_sharded,
@@ -62,44 +71,54 @@ def mesh_axes(
     )
 
 
+def _size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
 def _device_type(device: torch.device | str | None) -> str:
     if device is not None:
         return torch.device(device).type
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
     return accelerator.type if accelerator else "cpu"
 
 
 def expert_tensor_group(pg_collection: ProcessGroupCollection | None) -> dist.ProcessGroup:
-    """The ranks that hold slices of the same experts."""
+    """Return the group of the ranks that have slices of the same experts."""
     if pg_collection is not None and hasattr(pg_collection, "expt_tp"):
         return pg_collection.expt_tp
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def _mesh(
-    kind: str,
+    device_type: str,
     tensor: dist.ProcessGroup | None,
-    inner: dist.ProcessGroup,
+    inner: dist.ProcessGroup | None,
     outer: dist.ProcessGroup | None,
 ) -> DeviceMesh:
-    """The axes that there are: tensor, inner, outer."""
-    named = {TENSOR_AXIS: tensor, SHARD_AXIS: inner, OUTER_AXIS: outer}
-    named = {name: group for name, group in named.items() if group is not None}
-    if len(named) == 1:
-        return DeviceMesh.from_group(inner, kind, mesh_dim_names=(SHARD_AXIS,))
-    groups = list(named.values())
+    """Make a mesh of the axes that there are, in the order tensor, inner, outer; a collective."""
+    axes = {TENSOR_AXIS: tensor, SHARD_AXIS: inner, OUTER_AXIS: outer}
+    groups = {name: group for name, group in axes.items() if group is not None}
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[SHARD_AXIS], device_type, mesh_dim_names=(SHARD_AXIS,))
+    ranks = _ranks([*groups.values()], device_type)
     return DeviceMesh.from_group(
-        groups, kind, mesh=_ranks(groups, kind), mesh_dim_names=tuple(named)
+        [*groups.values()], device_type, mesh=ranks, mesh_dim_names=tuple(groups)
     )
 
 
-def _ranks(groups: list[dist.ProcessGroup], kind: str) -> torch.Tensor:
-    """The ranks that this rank reaches through ``groups``, one dimension for each; nobody knows other ranks' groups."""
-    ranks = torch.tensor(dist.get_rank(), dtype=torch.int64, device=kind)
+def _ranks(groups: list[dist.ProcessGroup], device_type: str) -> torch.Tensor:
+    """Gather the ranks that this rank reaches through ``groups``, one dimension for each.
+
+    This is an all-gather over each group, because no rank knows the groups of other ranks.
+    """
+    # Example of four ranks in a grid of two groups, tensor {0, 1} and {2, 3}, inner {0, 2} and
+    # {1, 3}, on rank 0: 0, then [0, 2] over its inner group, then [[0, 2], [1, 3]] over its tensor
+    # group, in which rank 1 has [1, 3].
+    ranks = torch.tensor(dist.get_rank(), dtype=torch.int64, device=device_type)
     for group in reversed(groups):
-        parts = [torch.empty_like(ranks) for _ in range(group.size())]
-        dist.all_gather(parts, ranks.contiguous(), group=group)
-        ranks = torch.stack(parts)
+        rows = [torch.empty_like(ranks) for _ in range(group.size())]
+        dist.all_gather(rows, ranks.contiguous(), group=group)
+        ranks = torch.stack(rows)
     return ranks.cpu()

@@ -22,9 +22,10 @@ _installed = False
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine; returns whether anything had to be replaced.
+    """Make Megatron-Core run on this machine; calling it twice is fine.
 
-    Calling it twice is fine.
+    Returns:
+        Whether anything had to be replaced: False on a machine with CUDA.
     """
     global _installed
     if torch.cuda.is_available():
@@ -41,21 +42,32 @@ def install() -> bool:
     return True
 
 
+def _replace(owner: object, **replacements: object) -> None:
+    """Replace attributes of a module or class."""
+    for name, replacement in replacements.items():
+        setattr(owner, name, replacement)
+
+
 def _replace_device() -> None:
+    """Replace the functions that name, wait for or measure the current device."""
     cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu  # buffers, masks and rotary embeddings are made there
-    torch.cuda.synchronize = lambda device=None: (
-        None
-    )  # timers, point-to-point communication, checkpoint staging
-    torch.Tensor.cuda = lambda self, *args, **kwargs: (
-        self
-    )  # losses and masks are moved to where they are already
-    torch.cuda.memory_allocated = lambda device=None: 0  # logs
-    torch.cuda.max_memory_allocated = lambda device=None: 0
+    _replace(
+        torch.cuda,
+        current_device=lambda: cpu,  # buffers, masks and rotary embeddings are made there
+        # Timers, point-to-point communication and checkpoint staging wait for the device.
+        synchronize=lambda device=None: None,
+        memory_allocated=lambda device=None: 0,  # logs
+        max_memory_allocated=lambda device=None: 0,
+    )
+    # Losses and masks are moved to where they are already.
+    _replace(torch.Tensor, cuda=lambda self, *args, **kwargs: self)
 
 
 def _replace_factories() -> None:
-    """Optimizer scalars, loss scales and checkpoint buffers are made with ``device="cuda"``."""
+    """Let factories called with ``device="cuda"`` use the CPU.
+
+    Megatron-Core makes optimizer scalars, loss scales and checkpoint buffers that way.
+    """
 
     def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(factory)
@@ -80,7 +92,10 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _replace_type_strings() -> None:
-    """Gradient clipping and the distributed optimizer ask whether ``tensor.type()`` is "torch.cuda.FloatTensor"."""
+    """Let ``tensor.type()`` say "torch.cuda.FloatTensor".
+
+    Gradient clipping and the distributed optimizer compare it with that.
+    """
     original = torch.Tensor.type
 
     @functools.wraps(original)
@@ -90,30 +105,31 @@ def _replace_type_strings() -> None:
                 return original(self).replace("torch.", "torch.cuda.", 1)
         return original(self, dtype, *args, **kwargs)
 
-    torch.Tensor.type = type_
+    _replace(torch.Tensor, type=type_)
 
 
 def _replace_random_state() -> None:
-    """The model-parallel random tracker forks the generator that dropout uses, which here is the CPU's."""
+    """Let the model-parallel random tracker fork the CPU's generator, which dropout uses here."""
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, device="cuda": torch.set_rng_state(state)
-    torch.cuda.manual_seed = torch.manual_seed
-    # These two bypass torch.cuda's public functions.
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
-        torch.get_rng_state()
+    _replace(
+        torch.cuda,
+        get_rng_state=lambda device="cuda": torch.get_rng_state(),
+        set_rng_state=lambda state, device="cuda": torch.set_rng_state(state),
+        manual_seed=torch.manual_seed,
     )
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
-        state
+    # These two bypass torch.cuda's public functions.
+    _replace(
+        random,
+        _get_cuda_rng_state=lambda device="cuda", clone=False, graph_safe=False: (
+            torch.get_rng_state()
+        ),
+        _set_cuda_rng_state=lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
     )
 
 
 class InertStream:
-    """A stream on which everything has happened already.
-
-    All streams are equal: there is one order of execution.
-    """
+    """A stream whose work has always finished; all streams are equal, as work is done in order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -125,16 +141,17 @@ class InertStream:
         return 0
 
     def wait_stream(self, stream: Any) -> None:
-        pass
+        """Return at once: the other stream's work has finished."""
 
     def wait_event(self, event: Any) -> None:
-        pass
+        """Return at once: the event has happened."""
 
     def record_event(self, event: Any = None) -> InertEvent:
+        """Return ``event``, or a new one, which has happened."""
         return event if event is not None else InertEvent()
 
     def synchronize(self) -> None:
-        pass
+        """Return at once: the stream's work has finished."""
 
 
 class InertEvent:
@@ -144,38 +161,40 @@ class InertEvent:
         pass
 
     def record(self, stream: Any = None) -> None:
-        pass
+        """Return at once: the event has happened."""
 
     def wait(self, stream: Any = None) -> None:
-        pass
+        """Return at once: the event has happened."""
 
     def synchronize(self) -> None:
-        pass
+        """Return at once: the event has happened."""
 
     def query(self) -> bool:
+        """Return True: the event has happened."""
         return True
 
 
 def _replace_streams() -> None:
-    """Token dispatchers and shared experts order their work by streams."""
-    torch.cuda.Stream = InertStream
-    torch.cuda.Event = InertEvent
-    torch.cuda.stream = lambda stream: nullcontext()
-    torch.cuda.current_stream = lambda device=None: InertStream()
-    torch.cuda.default_stream = lambda device=None: InertStream()
+    """Replace streams and events, by which token dispatchers and shared experts order work."""
+    _replace(
+        torch.cuda,
+        Stream=InertStream,
+        Event=InertEvent,
+        stream=lambda stream: nullcontext(),
+        current_stream=lambda device=None: InertStream(),
+        default_stream=lambda device=None: InertStream(),
+    )
 
 
 def _replace_uneven_collectives() -> None:
-    """Gloo gathers and scatters equal sizes only.
+    """Pad what ranks gather and scatter to one size: gloo takes equal sizes only.
 
-    Where tensor ranks divide experts, each brings another number of tokens.
+    Where tensor ranks divide experts, each rank has another number of tokens.
     """
     from megatron.core.tensor_parallel import mappings
 
-    gather, reduce_scatter = (
-        mappings._gather_along_first_dim,
-        mappings._reduce_scatter_along_first_dim,
-    )
+    gather = mappings._gather_along_first_dim
+    reduce_scatter = mappings._reduce_scatter_along_first_dim
 
     @functools.wraps(gather)
     def gather_along_first_dim(
@@ -208,19 +227,18 @@ def _replace_uneven_collectives() -> None:
 
 
 def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
-    """``tensor`` with zeros after its rows, ``length`` rows in all."""
+    """Append zeros to the rows of ``tensor``, so that there are ``length`` rows."""
     return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
 
 
 def _repair_moe() -> None:
-    """Three places that only fail where Transformer Engine or CUDA is absent."""
+    """Repair three functions that only fail where Transformer Engine or CUDA is absent."""
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = (
-            None  # a guarded import without its fallback: NameError in the router
-        )
+        # A guarded import without its fallback would be a NameError in the router.
+        moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False  # is True although its classes are stand-ins
     original = token_dispatcher.maybe_move_tensor_to_cpu
 
@@ -228,9 +246,8 @@ def _repair_moe() -> None:
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
         if as_numpy and isinstance(tensor, torch.Tensor) and not tensor.is_cuda:
-            return (
-                tensor.numpy()
-            )  # the original converts CUDA tensors only and hands tensors on as split sizes
+            # The original converts CUDA tensors only, and passes others on as split sizes.
+            return tensor.numpy()
         return original(tensor, as_numpy, record_stream)
 
     token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FullyShardedDataParallel: the engine with the interface of Megatron-Core's DistributedDataParallel."""
+"""The engine with the interface of Megatron-Core's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.gradient_statistics import count_over_all_instances
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
+from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 
 class CoreEngine(MegatronFSDP):
@@ -36,8 +37,11 @@ class CoreEngine(MegatronFSDP):
     ``named_parameters()`` and state dicts.
 
     Args:
+        module: the model, also inside Float16Module.
+        args: further arguments of :class:`MegatronFSDP`.
         use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
-        pipeline: the ranks of all stages, which end together; None: there is one stage.
+        pipeline: group of the ranks of all stages, which end together; None: there is one stage.
+        settings: keyword arguments of :class:`MegatronFSDP`.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class CoreEngine(MegatronFSDP):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield main weights, as the base class does, by their global names."""
         prefix = f"{prefix}." if prefix else ""
         for name, parameter in super().named_parameters("", recurse, remove_duplicate):
             yield prefix + self._global_names.to_global(name), parameter
@@ -64,49 +69,52 @@ class CoreEngine(MegatronFSDP):
         return self._global_names.to_global(super()._shown_name(sharded))
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
-        return super()._groups_that_end_together() + (
-            [self._pipeline] if self._pipeline is not None else []
-        )
+        groups = super()._groups_that_end_together()
+        return groups if self._pipeline is None else [*groups, self._pipeline]
 
-    def state_dict(
-        self, *args: Any, destination: dict | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict:
+    def state_dict(  # type: ignore[override]  # torch declares overloads, of which this does both
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return main weights and buffers, as the base class does, by their global names."""
         state = {} if destination is None else destination
         own = super().state_dict(*args, prefix="", keep_vars=keep_vars)
-        state.update(
-            {prefix + self._global_names.to_global(key): value for key, value in own.items()}
-        )
+        for key, value in own.items():
+            state[prefix + self._global_names.to_global(key)] = value
         return state
 
     def load_state_dict(
-        self, state_dict: dict[str, Any], strict: bool = True, assign: bool = False
-    ):
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load main weights and buffers, as the base class does, by their global names."""
         if isinstance(state_dict, Mapping):
-            state_dict = {
-                self._global_names.to_local(key): value for key, value in state_dict.items()
-            }
+            names = self._global_names
+            state_dict = {names.to_local(key): value for key, value in state_dict.items()}
         return super().load_state_dict(state_dict, strict, assign)
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """What code that has taken the outer wrapper off asks for."""
+        """Return the state dict to programs that have unwrapped the model."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
 class FullyShardedDataParallel(_BaseDataParallel):
-    """Shards a Megatron-Core model over its data-parallel ranks; the unmodified optimizer and schedules drive it.
+    """A Megatron-Core model that is sharded over its data-parallel ranks.
 
-    ``named_parameters()`` yields the main weights as DTensors; they are what Megatron-Core's
-    optimizer steps, in its branch for ``ddp_config.use_megatron_fsdp``, which needs
-    ``use_distributed_optimizer`` too.
+    Megatron-Core's optimizer and schedules drive it unmodified. ``named_parameters()`` yields the
+    main weights as DTensors. The optimizer steps them in its branch for
+    ``ddp_config.use_megatron_fsdp``, which needs ``use_distributed_optimizer`` too.
 
     Args:
         config: of the model.
         ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates
-            and reduces in fp32, ``preserve_fp32_weights`` keeps fp32 main weights; the fields
-            ``megatron_fsdp_{main_params,main_grads, grad_comm}_dtype`` of newer releases come first
-            where present.
+            and reduces in fp32, ``preserve_fp32_weights`` keeps fp32 main weights. The fields
+            ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` of newer releases take
+            precedence where present.
         module: the model, also inside Float16Module; on the meta device with
             ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the
@@ -137,31 +145,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         strategy = ShardingStrategy.parse(
             ddp_config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy"
         )
-        outer_is_sharded = (
-            groups["inter_dist_opt_group"] is not None
-            and ddp_config.outer_dp_sharding_strategy != "no_shard"
-        )
         _check_experts(config, groups, pg_collection)
-        has_experts = any(
-            is_expert_parameter(name, parameter) for name, parameter in module.named_parameters()
-        )
-        index = mesh_axes(
-            groups,
-            pg_collection,
-            device,
-            has_experts,
-            outer_is_sharded,
-            getattr(ddp_config, "create_all_gather_group", False),
-        )
+        index = _mesh_of_model(module, ddp_config, groups, device, pg_collection)
         _mark_parameters(module, index, strategy)
+        units = default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
         engine = CoreEngine(
             module,
             index,
             ddp_config,
             mixed_precision_policy=precision_policy(ddp_config),
-            fsdp_unit_modules=(
-                default_unit_modules(module) if fsdp_unit_modules is None else fsdp_unit_modules
-            ),
+            fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
             device=device,
             pipeline=groups["pp_group"],
@@ -169,91 +162,122 @@ class FullyShardedDataParallel(_BaseDataParallel):
             init_model_with_meta_device=config.init_model_with_meta_device,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
+        trainable = [each for each in engine.sharded_params if each.group.requires_grad]
         if config.gradient_accumulation_fusion:
-            accept_fused_gradients(
-                each.compute for each in engine.sharded_params if each.group.requires_grad
-            )
-        if outer_is_sharded:
+            accept_fused_gradients(each.compute for each in trainable)
+        if index.hsdp_outer_dp_shard:
             count_over_all_instances()
         super().__init__(config=config, module=engine)
         self.ddp_config = ddp_config
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
         self._tied_across_stages = [
-            each
-            for each in engine.sharded_params
-            if getattr(each.compute, "shared_embedding", False) and each.group.requires_grad
+            each for each in trainable if getattr(each.compute, "shared_embedding", False)
         ]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ):
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield main weights as DTensors by their global names behind ``module.``."""
         prefix = f"{prefix}.module" if prefix else "module"
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    # ---- gradients and weights
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Microbatches inside are not the last one of the step.
+        """Mark the microbatches inside as not the last one of the step.
 
-        A generator on purpose: pipeline schedules drop it without leaving it after an evaluation.
+        This is a generator on purpose: pipeline schedules drop it without leaving it after an
+        evaluation.
         """
         with self.module.no_sync():
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
+        """Begin to reduce the gradients that are complete."""
         self.module.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Final gradients on the ``.grad`` of every parameter that the optimizer steps."""
+        """Put final gradients on the ``.grad`` of every parameter that the optimizer steps.
+
+        Args:
+            force_all_reduce: as the engine takes it.
+        """
         self.module.finish_grad_sync(force_all_reduce)
         for sharded in self._tied_across_stages:
             # Megatron-Core asks the model for the weight, sums this over the first and the last
             # stage in place, and then assigns the local tensor, which ``grad`` would not take.
-            sharded.parameter.main_grad = sharded.compute.main_grad = sharded.parameter.grad
+            gradient = sharded.parameter.grad
+            set_attributes(sharded.parameter, main_grad=gradient)
+            set_attributes(sharded.compute, main_grad=gradient)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
+        """Multiply the gradients, in place."""
         self.module.scale_gradients(scaling_factor)
 
     def zero_grad_buffer(self) -> None:
+        """Clear the accumulated gradients, before the first microbatch of a step."""
         self.module.zero_grad_buffer()
         self.module.is_last_microbatch = True
 
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
+        """Begin to all-gather the weights that the next forward needs first.
+
+        Args:
+            unused: of Megatron-Core's call: the engine's hooks gather other units later.
+            force_sync: wait for the all-gathers.
+            force_dispatch: begin them even if all-gathers do not overlap with computation.
+        """
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def broadcast_params(self) -> None:
+        """Give all data-parallel ranks the weights of the first one."""
         self.module.broadcast_params()
 
     def stop_communication(self) -> None:
+        """Wait for all communication."""
         self.module.stop_communication()
 
+    # ---- state
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The wrapped module's, with keys ``module.…``."""
+        """Return the engine's state dict, with keys ``module.<name>``."""
         return self.module.state_dict(*args, **kwargs)
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
+        """Return the engine's state dict: it is ready for torch.distributed.checkpoint."""
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True):
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load the engine's state dict; the weights are active at once.
+
+        Returns:
+            torch's missing and unexpected keys.
+
+        Raises:
+            RuntimeError: listing everything that does not fit.
+        """
         return self.module.load_state_dict(state_dict, strict=strict)
 
 
 class MainWeights:
-    """What Megatron-Core's optimizer calls ``param_and_grad_buffer``: it has the main weights installed after a step."""
+    """The object that Megatron-Core's optimizer calls ``param_and_grad_buffer``."""
 
     def __init__(self, engine: MegatronFSDP):
         self._engine = engine
 
     def copy_main_weights_to_model_weights(self) -> None:
+        """Install main weights as compute weights; the optimizer calls this after a step."""
         self._engine.install_optimized_model_weights(only_trainable=True)
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
-    """Transformer layers, the embedding, and the output layer, which is no class of its own."""
+    """List transformer layers, the embedding, and the output layer, which has no own class."""
     outputs = [
         child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
     ]
@@ -261,7 +285,11 @@ def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
 
 
 def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
-    """Main weights in fp32 unless told otherwise; gradients in fp32 where Megatron-Core's own wrapper has them so."""
+    """Return the policy of a configuration.
+
+    Main weights are fp32 unless told otherwise. Gradients are fp32 where those of Megatron-Core's
+    own wrapper are.
+    """
     main_params = torch.float32 if ddp_config.preserve_fp32_weights else None
     grads = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
     main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or grads
@@ -286,15 +314,20 @@ def _check_configs(
     if instances > 1 and pg_collection is None and (groups is None or groups.size() != instances):
         raise ValueError(
             f"num_distributed_optimizer_instances is {instances} in ddp_config, but not in the"
-            " process groups: call"
-            f" parallel_state.initialize_model_parallel(num_distributed_optimizer_instances={instances})"
+            " process groups: call parallel_state.initialize_model_parallel"
+            f"(num_distributed_optimizer_instances={instances})"
         )
 
 
 def _check_experts(
-    config: TransformerConfig, groups: dict[str, Any], pg_collection: ProcessGroupCollection | None
+    config: TransformerConfig,
+    groups: dict[str, Any],
+    pg_collection: ProcessGroupCollection | None,
 ) -> None:
-    """Without expert parallelism Megatron-Core takes experts for parameters like others, whose tensor axis they must share."""
+    """Check that experts share the tensor axis of other parameters, if expert parallelism is off.
+
+    Megatron-Core then treats experts like other parameters.
+    """
     if not config.num_moe_experts or groups["ep_group"].size() > 1:
         return
     tensor, tensor_of_experts = groups["tp_group"].size(), expert_tensor_group(pg_collection).size()
@@ -306,21 +339,40 @@ def _check_experts(
         )
 
 
+def _mesh_of_model(
+    module: nn.Module,
+    ddp_config: DistributedDataParallelConfig,
+    groups: dict[str, Any],
+    device: torch.device | str | None,
+    pg_collection: ProcessGroupCollection | None,
+) -> FSDPDistributedIndex:
+    """Make the mesh axes that a model needs; a collective."""
+    return mesh_axes(
+        groups,
+        pg_collection,
+        device,
+        has_experts=any(is_expert_parameter(*named) for named in module.named_parameters()),
+        outer_is_sharded=(
+            groups["inter_dist_opt_group"] is not None
+            and ddp_config.outer_dp_sharding_strategy != "no_shard"
+        ),
+        own_gather_group=getattr(ddp_config, "create_all_gather_group", False),
+    )
+
+
 def _mark_parameters(
     module: nn.Module, index: FSDPDistributedIndex, strategy: ShardingStrategy
 ) -> None:
-    """Attributes that Megatron-Core reads; the engine carries them over to the optimizer's parameters."""
-    for embedding in (
-        child for child in module.modules() if isinstance(child, LanguageModelEmbedding)
-    ):
-        for parameter in embedding.parameters():
-            setattr(
-                parameter, PASSED_ON, True
-            )  # the model reads the weight to hand it to a tied output layer
+    """Set attributes that Megatron-Core reads; the engine copies them to the sharded parameters."""
+    for embedding in module.modules():
+        if isinstance(embedding, LanguageModelEmbedding):
+            for parameter in embedding.parameters():
+                # The model reads the weight to pass it on to a tied output layer.
+                setattr(parameter, PASSED_ON, True)
     for name, parameter in module.named_parameters():
-        parameter.__fsdp_param__ = True
-        axes = index.axes(index.expert is not None and is_expert_parameter(name, parameter))
-        if not strategy.shards_optimizer and axes.inner.get_local_rank() > 0:
+        set_attributes(parameter, __fsdp_param__=True)
+        is_expert = index.expert is not None and is_expert_parameter(name, parameter)
+        if not strategy.shards_optimizer and index.axes(is_expert).inner.get_local_rank() > 0:
             # The optimizer sums squared norms over all ranks. Replicas of the first rank's gradient
             # must not be counted again; "shared" is the attribute that its filter knows.
-            parameter.shared = True
+            set_attributes(parameter, shared=True)

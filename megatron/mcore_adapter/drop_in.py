@@ -1,61 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in a Megatron-LM checkout (core_v0.16.x), and in other programs that take the class from Megatron-Core.
+"""The engine in a Megatron-LM checkout (core_v0.16.x), and in other Megatron-Core programs.
 
     import megatron.mcore_adapter.drop_in as drop_in
 
     drop_in.install()  # best as the first line of the program
 
 From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. What
-was imported before is found and replaced too; only what a program keeps elsewhere than in a module
-(a default argument, a list) stays as it was.
+was imported before is found and replaced too. Only what a program keeps elsewhere than in a module
+(in a default argument or a list) stays as it was.
 
-[Note: what stands in the loop] The loop knows Megatron-Core's class and some functions on its state
-dicts by name. Each of them is replaced by an object that exists for this purpose only, in every
-loaded module, so that the way back is the same exchange the other way round. Modules that are
-imported later find the replacements where they look for the originals; every new wrapper looks
-again. A class or function of the replaced files that this module does not know is refused, not left
-in.
+[Note: replacements] The loop knows Megatron-Core's class and some functions on its state dicts by
+name. Each of them is replaced by an object that exists for this purpose only, in every loaded
+module, so that the way back is the same exchange in the other direction. Modules that are imported
+later find the replacements where they look for the originals, and every new wrapper looks again. A
+class or function of the replaced files that this module does not know is an error.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
 import megatron.core
 from megatron.core.optimizer import DistributedOptimizer
-from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron.fsdp.dtensor import uneven_dtensor
-from megatron.mcore_adapter import data_parallel
-from megatron.mcore_adapter import loop_state_dicts as entries
+from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 
 RELEASE = "0.16"
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor"
 ENTRIES = "megatron.core.transformer.fsdp_dtensor_checkpoint"
+CLASS = "FullyShardedDataParallel"
 REPLACED = ("megatron.core.distributed.fsdp", ENTRIES)
 """Files that this project writes anew."""
 
 # ---- installation
-# ----------------------------------------------------------------------------------------------------
 
 _installation: Installation | None = None
 
 
-def install() -> AbstractContextManager:
-    """Put this project's classes in the place of Megatron-Core's; a second call changes nothing.
+def install() -> AbstractContextManager[object]:
+    """Replace Megatron-Core's classes by those of this project; a second call changes nothing.
 
     Returns:
-        A context that takes back, when it is left, what this call has changed. It need not be used
-        as one.
+        A context that undoes the changes of this call when it is left. It need not be used as one.
 
     Raises:
-        RuntimeError: for another release of Megatron-Core, and where a loaded program uses parts of
+        RuntimeError: for another release of Megatron-Core, and if a loaded program uses parts of
             the replaced files that this module does not know. Nothing is changed then.
     """
     global _installation
@@ -63,17 +61,17 @@ def install() -> AbstractContextManager:
         return nullcontext()
     _check_release()
     installation = Installation()
-    installation.take_names()
-    installation.take_methods()
+    installation.replace_names()
+    installation.replace_methods()
     _installation = installation
     return installation
 
 
 def uninstall() -> None:
-    """Put everything back as it was, also in modules that have been imported since."""
+    """Restore everything, also in modules that have been imported since."""
     global _installation
     if _installation is not None:
-        _installation.give_back()
+        _installation.restore()
         _installation = None
 
 
@@ -87,56 +85,30 @@ def _check_release() -> None:
 
 
 class Installation:
-    """What is exchanged while the drop-in is active, as pairs of Megatron-Core's object and ours."""
+    """The replacements while the drop-in is active; a context that undoes them when it is left."""
 
     def __init__(self) -> None:
-        ours = {
-            ADAPTER: [FullyShardedDataParallel],
-            UNEVEN: [
-                entries.preprocess_state_dict_for_uneven_dtensor,
-                *map(_forwarder, _FORWARDED),
-            ],
-            ENTRIES: [
-                entries.print_diff_in_state_dicts,
-                entries.handle_fp8_extra_state_case,
-                entries.handle_swiglu_in_state_dict,
-                entries.handle_experts_in_state_dict,
-            ],
-        }
-        self._pairs, absent = [], []
-        for path, replacements in ours.items():
-            theirs = vars(sys.modules[path])  # Megatron-Core has loaded it
-            self._pairs += [
-                (theirs[each.__name__], each) for each in replacements if each.__name__ in theirs
-            ]
-            absent += [
-                f"{path}.{each.__name__}"
-                for each in replacements
-                if each.__name__ not in {*theirs, *_FORWARDED}
-            ]
-        if absent:
-            raise RuntimeError(
-                f"Megatron-Core {megatron.core.__version__} does not have {', '.join(absent)}: use"
-                f" {RELEASE}.1"
-            )
-        self._methods = [
-            (kind, name, vars(kind)[name], replacement(vars(kind)[name]))
-            for kind, name, replacement in (
-                (DistributedOptimizer, "sharded_state_dict", entries.replace_sharded_state_dict),
-                (DistributedOptimizer, "load_state_dict", entries.replace_load_state_dict),
-                (DefaultLoadPlanner, "set_up_planner", entries.replace_set_up_planner),
-                (DefaultLoadPlanner, "create_global_plan", entries.replace_create_global_plan),
-            )
+        self._pairs = _pairs_of_names()
+        replacements: list[tuple[type, str, Callable[..., Any]]] = [
+            (DistributedOptimizer, "sharded_state_dict", loop_optimizer.replace_sharded_state_dict),
+            (DistributedOptimizer, "load_state_dict", loop_optimizer.replace_load_state_dict),
+            (DefaultLoadPlanner, "set_up_planner", loop_planner.replace_set_up_planner),
+            (DefaultLoadPlanner, "create_global_plan", loop_planner.replace_create_global_plan),
         ]
+        self._methods = []
+        for owner, name, replace in replacements:
+            original = vars(owner)[name]
+            self._methods.append((owner, name, original, replace(original)))
 
-    def take_names(self) -> None:
-        """Replace every name of Megatron-Core's objects in loaded modules, once all of them are known.
+    def replace_names(self) -> None:
+        """Replace every name of Megatron-Core's objects in loaded modules.
 
         Raises:
-            RuntimeError: naming those that are not.
+            RuntimeError: naming the objects of the replaced files that are not known here. Nothing
+                is replaced then.
         """
         known = {id(theirs) for theirs, _ in self._pairs}
-        unknown = sorted(set(_strangers(known)))
+        unknown = sorted(set(_unknown_names(known)))
         if unknown:
             raise RuntimeError(
                 "the program uses parts of Megatron-Core's own FSDP that the drop-in does not"
@@ -146,14 +118,16 @@ class Installation:
             )
         _exchange(self._pairs)
 
-    def take_methods(self) -> None:
-        for kind, name, _, ours in self._methods:
-            setattr(kind, name, ours)
+    def replace_methods(self) -> None:
+        """Replace methods of the optimizer and of torch's load planner."""
+        for owner, name, _, replacement in self._methods:
+            setattr(owner, name, replacement)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
+        """Undo all replacements, also in modules that have been imported since."""
         _exchange([(ours, theirs) for theirs, ours in self._pairs])
-        for kind, name, theirs, _ in self._methods:
-            setattr(kind, name, theirs)
+        for owner, name, original, _ in self._methods:
+            setattr(owner, name, original)
 
     def __enter__(self) -> Installation:
         return self
@@ -163,8 +137,81 @@ class Installation:
             uninstall()
 
 
+# ---- objects that are replaced
+
+_PUBLISHED_FUNCTIONS = (
+    "uneven_dtensor_to_full_tensor",
+    "redistribute_uneven_dtensor_to_replicated",
+    "gather_uneven_dtensor_to_full_tensor",
+    "gather_and_compute_chunk_metadata",
+    "update_uneven_dtensor_chunk_metadata",
+    "validate_uneven_dtensor",
+    "split_dtensor",
+    "filter_unflattened_state_dict",
+    "get_unflattened_state_dict",
+)
+"""Functions on uneven DTensors that programs take from Megatron-Core; releases may lack some."""
+
+
+def _pairs_of_names() -> list[tuple[object, object]]:
+    """Pair the objects of Megatron-Core's files, which it has loaded, with their replacements.
+
+    Raises:
+        RuntimeError: naming those that this release does not have.
+    """
+    functions = (
+        loop_state_dicts.print_diff_in_state_dicts,
+        loop_state_dicts.handle_fp8_extra_state_case,
+        loop_state_dicts.handle_swiglu_in_state_dict,
+        loop_state_dicts.handle_experts_in_state_dict,
+    )
+    preprocess = loop_state_dicts.preprocess_state_dict_for_uneven_dtensor
+    required: dict[str, Mapping[str, object]] = {
+        ADAPTER: {CLASS: DropInDataParallel},
+        UNEVEN: {preprocess.__name__: preprocess},
+        ENTRIES: {each.__name__: each for each in functions},
+    }
+    pairs, absent = [], []
+    for path, replacements in required.items():
+        theirs = vars(sys.modules[path])
+        for name, ours in replacements.items():
+            if name in theirs:
+                pairs.append((theirs[name], ours))
+            else:
+                absent.append(f"{path}.{name}")
+    if absent:
+        raise RuntimeError(
+            f"Megatron-Core {megatron.core.__version__} does not have {', '.join(absent)}: use"
+            f" {RELEASE}.1"
+        )
+    theirs = vars(sys.modules[UNEVEN])
+    pairs += [(theirs[name], _forwarder(name)) for name in _PUBLISHED_FUNCTIONS if name in theirs]
+    return pairs
+
+
+def _forwarder(name: str) -> Callable[..., Any]:
+    """Make a function that calls one of ours.
+
+    Programs of this project have ours in their modules, where :meth:`Installation.restore` would
+    take it for a replacement.
+    """
+    function = getattr(uneven_dtensor, name)
+
+    @functools.wraps(function)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return forward
+
+
+# ---- names in loaded modules
+
+
 def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
-    """In all loaded modules, put the second of a pair where the first is; also in tuples, as for ``isinstance``."""
+    """Replace the first object of every pair by the second one in all loaded modules.
+
+    Items of tuples, such as those for ``isinstance``, are replaced too.
+    """
     new = {id(before): after for before, after in pairs}
     for module in _modules():
         names = vars(module)
@@ -175,8 +222,14 @@ def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
                 names[name] = tuple(new.get(id(item), item) for item in value)
 
 
-def _strangers(known: set[int]) -> Iterator[str]:
-    """Names of what the replaced files define, outside of Megatron-Core, that is not ``known``; and classes made of it."""
+def _unknown_names(known: set[int]) -> Iterator[str]:
+    """Yield names, outside of Megatron-Core, of what the replaced files define and nobody replaces.
+
+    Classes derived from a replaced one are among them.
+
+    Args:
+        known: identities of the objects that are replaced.
+    """
     for module in _modules():
         if _is_within(module.__name__, ("megatron.core",)):
             continue
@@ -189,15 +242,12 @@ def _strangers(known: set[int]) -> Iterator[str]:
             if _is_within(value.__module__, REPLACED):
                 yield f"{module.__name__}.{name} ({value.__module__}.{value.__qualname__})"
             elif is_class and any(id(base) in known for base in value.__mro__):
-                yield (
-                    f"{module.__name__}.{name} (a class made of"
-                    f" {ADAPTER}.{FullyShardedDataParallel.__name__})"
-                )
+                yield f"{module.__name__}.{name} (a class made of {ADAPTER}.{CLASS})"
 
 
 def _modules() -> list[ModuleType]:
-    """All loaded ones but those where the replacements are at home."""
-    home = (__name__, entries.__name__)
+    """List all loaded modules but those that define the replacements."""
+    home = (__name__, loop_state_dicts.__name__)
     return [
         module
         for name, module in list(sys.modules.items())
@@ -211,37 +261,11 @@ def _is_within(name: Any, packages: tuple[str, ...]) -> bool:
     )
 
 
-# What else programs take from the same file. Programs of this project hold the originals, so the
-# loop gets others.
-_FORWARDED = (
-    "uneven_dtensor_to_full_tensor",
-    "redistribute_uneven_dtensor_to_replicated",
-    "gather_uneven_dtensor_to_full_tensor",
-    "gather_and_compute_chunk_metadata",
-    "update_uneven_dtensor_chunk_metadata",
-    "validate_uneven_dtensor",
-    "split_dtensor",
-    "filter_unflattened_state_dict",
-    "get_unflattened_state_dict",
-)
-
-
-def _forwarder(name: str) -> Callable[..., Any]:
-    function = getattr(uneven_dtensor, name)
-
-    @functools.wraps(function)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return forward
-
-
 # ---- the class
-# -------------------------------------------------------------------------------------------------------
 
 
-class FullyShardedDataParallel(data_parallel.FullyShardedDataParallel):
-    """The class under the names of Megatron-Core's; arguments and members are those of the base class.
+class DropInDataParallel(FullyShardedDataParallel):
+    """The class under the name of Megatron-Core's; arguments and members are those of its base.
 
     ``disable_bucketing`` is not passed on: the loop sets it for every virtual pipeline stage but
     the first, where buckets would gain nothing. Units bound the memory on all of them.
@@ -249,18 +273,21 @@ class FullyShardedDataParallel(data_parallel.FullyShardedDataParallel):
 
     def __init__(self, *args: Any, **kwargs: Any):
         if _installation is not None:
-            _installation.take_names()  # in modules that have been imported since
+            _installation.replace_names()  # in modules that have been imported since
         super().__init__(*args, **(kwargs | {"disable_bucketing": False}))
         self._refused: tuple[Any, Exception] | None = None
 
-    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True):
-        """As in the base class, but what has been refused is not taken in part afterwards.
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
+        """Load as the base class does, but nothing of a state dict that has been refused.
 
         After an error the loop calls again with ``strict=False``, and would train on with what
         fits. A partial load that is meant says so in its first call.
 
+        Returns:
+            torch's missing and unexpected keys.
+
         Raises:
-            RuntimeError: where ``state_dict`` does not fit; again for a second call with the same
+            RuntimeError: if ``state_dict`` does not fit; again for a second call with the same
                 ``state_dict``, and for one that is made while the error of the first is handled.
         """
         if not strict and self._refused is not None:

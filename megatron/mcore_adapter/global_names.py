@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that do not depend on the layout: layers are numbered across pipeline stages, experts across expert ranks."""
+"""Names of parameters that are the same under every layout.
+
+Layers are numbered across pipeline stages, and experts across expert ranks.
+"""
 
 from __future__ import annotations
 
@@ -8,94 +11,99 @@ import re
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import nn
 
-# One weight, or bias, an expert, in one module for all of them.
+# Grouped experts are one module, with one weight, or bias, for each expert.
 _OF_GROUPED_EXPERT = re.compile(r"^(weight|bias)(\d+)$")
+_WRAPPERS = re.compile(r"^(module\.)*")
 
 
 class GlobalNames:
-    """Translates keys of one model chunk, as its ``state_dict`` has them, to names that are the same under every layout.
+    """A translation between the keys of one model chunk's ``state_dict`` and global names.
 
-    Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank;
-    where embedding and output layer are tied but lie in different stages, the last one has a copy
-    of the first one's weight. Leading ``module.``, one for each wrapper, stay as they are.
+    Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank.
+    Where embedding and output layer are tied but lie in different stages, the last stage has a copy
+    of the first one's weight, and both have the same global name. Leading ``module.``, one for each
+    wrapper, stay as they are.
     """
 
     def __init__(self, model: nn.Module):
+        model = _unwrapped(model)
+        # Paths of modules, with a dot at the end, local -> global.
         self._global_path: dict[str, str] = {}
-        self._first_expert: dict[
-            str, int
-        ] = {}  # by the path of a module that holds the weights of several experts
-        self._visit(_unwrapped(model), "", "")
-        output_weight = getattr(getattr(_unwrapped(model), "output_layer", None), "weight", None)
-        is_copy = getattr(output_weight, "shared_embedding", False)  # of the first stage's weight
-        self._global_key = (
-            {"output_layer.weight": "embedding.word_embeddings.weight"} if is_copy else {}
-        )
+        # Global number of the first expert here, by the local path of a module of grouped experts.
+        self._first_expert: dict[str, int] = {}
+        self._visit(model, "", "")
+        self._global_key: dict[str, str] = {}
+        output_weight = getattr(getattr(model, "output_layer", None), "weight", None)
+        if getattr(output_weight, "shared_embedding", False):  # a copy of the first stage's weight
+            self._global_key["output_layer.weight"] = "embedding.word_embeddings.weight"
         self._local_path = {path: local for local, path in self._global_path.items()}
         self._local_key = {key: local for local, key in self._global_key.items()}
 
     def _visit(self, module: nn.Module, path: str, global_path: str) -> None:
         self._global_path[path] = global_path
-        offset = _first_expert(module)
+        first_expert = _first_expert(module)
         for name, child in module.named_children():
+            child_path = f"{path}{name}."
             if isinstance(module, SequentialMLP) and name == "local_experts":
                 for number, expert in child.named_children():
+                    global_number = first_expert + int(number)
                     self._visit(
                         expert,
-                        f"{path}{name}.{number}.",
-                        f"{global_path}{name}.{offset + int(number)}.",
+                        f"{child_path}{number}.",
+                        f"{global_path}{name}.{global_number}.",
                     )
                 continue
-            if offset and _holds_grouped_weights(child):
-                self._first_expert[f"{path}{name}."] = offset
-            number = (
-                str(child.layer_number - 1)
-                if name.isdigit() and hasattr(child, "layer_number")
-                else name
-            )
-            self._visit(child, f"{path}{name}.", f"{global_path}{number}.")
+            if first_expert and _holds_grouped_weights(child):
+                self._first_expert[child_path] = first_expert
+            layer_number = getattr(child, "layer_number", None)  # counted from 1
+            if name.isdigit() and isinstance(layer_number, int):
+                name = str(layer_number - 1)
+            self._visit(child, child_path, f"{global_path}{name}.")
 
     def to_global(self, key: str) -> str:
-        """The global name of a local key."""
-        return self._translate(key, self._global_key, self._global_path, +1)
+        """Return the global name of a local key."""
+        return self._translate(key, self._global_key, self._global_path, to_global=True)
 
     def to_local(self, key: str) -> str:
-        """The key in this chunk of a global name; a name of another chunk stays as it is."""
-        return self._translate(key, self._local_key, self._local_path, -1)
+        """Return the key in this chunk of a global name; a name of another chunk stays as it is."""
+        return self._translate(key, self._local_key, self._local_path, to_global=False)
 
-    def _translate(self, key: str, keys: dict[str, str], paths: dict[str, str], sign: int) -> str:
-        wrappers = _WRAPPERS.match(key).group()
-        own = key.removeprefix(wrappers)
+    def _translate(
+        self, key: str, keys: dict[str, str], paths: dict[str, str], to_global: bool
+    ) -> str:
+        """Translate a key by the tables of whole keys and of paths.
+
+        Example: on the second of two expert ranks with 4 experts each, ``weight1`` of grouped
+        experts is ``weight5`` globally.
+        """
+        own = _WRAPPERS.sub("", key)
+        wrappers = key.removesuffix(own)
         if own in keys:
             return wrappers + keys[own]
         path, leaf = _split(own)
-        known = paths.get(path)
-        if known is None:
+        if path not in paths:
             return key
-        offset = self._first_expert.get(path if sign > 0 else known, 0)
-        found = _OF_GROUPED_EXPERT.match(leaf) if offset else None
-        if found is not None:
-            leaf = f"{found[1]}{int(found[2]) + sign * offset}"
-        return f"{wrappers}{known}{leaf}"
-
-
-_WRAPPERS = re.compile(r"^(module\.)*")
+        first_expert = self._first_expert.get(path if to_global else paths[path], 0)
+        found = _OF_GROUPED_EXPERT.match(leaf)
+        if first_expert and found is not None:
+            shift = first_expert if to_global else -first_expert
+            leaf = f"{found[1]}{int(found[2]) + shift}"
+        return f"{wrappers}{paths[path]}{leaf}"
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Path of the module, with a dot at its end, and the rest."""
+    """Return the path of the module, with a dot at its end, and the rest of a key."""
     path, dot, leaf = key.rpartition(".")
     return path + dot, leaf
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return model
+    inner = getattr(model, "module", None)
+    return _unwrapped(inner) if isinstance(inner, nn.Module) else model
 
 
 def _first_expert(module: nn.Module) -> int:
-    """The global number of the first expert that this rank holds, for a module of experts; else 0."""
+    """Return the global number of the first expert on this rank for a module of experts, else 0."""
     group, number = getattr(module, "ep_group", None), getattr(module, "num_local_experts", None)
     return group.rank() * number if group is not None and number is not None else 0
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers for models without Transformer Engine, where Megatron-Core's own stop short.
+"""Layers for models without Transformer Engine, where Megatron-Core's own lack something.
 
 Its plain norm refuses sequence parallelism, its plain attention refuses context parallelism and
 heads of two widths, and its latent attention with plain layers loses gradients under tensor
-parallelism. Those here have the same numbers, parameter names and first values, so checkpoints do
-not tell which were used.
+parallelism. The layers here have the same results, parameter names and initial weights, so a
+checkpoint is the same with either.
 """
 
 from __future__ import annotations
@@ -28,35 +28,40 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
+from megatron.mcore_adapter.parameter_attributes import set_attributes
+
 MASKED = -10000.0
-"""The score of a masked key, as in Megatron-Core: a query without any key averages all of them instead of giving NaN."""
+"""Score of a masked key, as in Megatron-Core: a query whose keys are all masked averages them."""
 
 
 class LocalNorm:
-    """Makes ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` over the last dimension, as ``config.normalization`` says.
+    """A factory of ``torch.nn.LayerNorm`` or ``torch.nn.RMSNorm`` over the last dimension.
 
-    A class, not a function, because layer specs take classes only. The parameters (``weight``, for
-    LayerNorm ``bias``) are of torch's default dtype. Under sequence parallelism each rank sees a
-    part of the sequence, so they carry the attribute ``sequence_parallel``, by which Megatron-Core
-    sums their gradients over the tensor-parallel ranks.
+    It is a class, not a function, because layer specs take classes only. The parameters
+    (``weight``, for LayerNorm also ``bias``) are of torch's default dtype. Under sequence
+    parallelism each rank has a part of the sequence, so they carry the attribute
+    ``sequence_parallel``, by which Megatron-Core sums their gradients over the tensor-parallel
+    ranks.
 
     Args:
         config: with ``normalization``, ``layernorm_epsilon`` and ``sequence_parallel``.
-        hidden_size: of the last dimension.
+        hidden_size: size of the last dimension.
         eps: default ``config.layernorm_epsilon``.
 
-    Raises NotImplementedError for another normalization, a zero-centred weight, or
-    memory_efficient_layer_norm. What persist_layer_norm chooses is a faster kernel of other norms;
-    it changes nothing here.
+    Raises:
+        NotImplementedError: for another normalization, a zero-centred weight, or
+            memory_efficient_layer_norm. ``persist_layer_norm`` chooses a faster kernel of other
+            norms, and changes nothing here.
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc]  # layer specs call this, and take what it returns
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
-    ) -> nn.Module:  # type: ignore[misc]
-        kinds: dict[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
+    ) -> nn.Module:
+        """Make the norm that ``config.normalization`` names."""
+        norms: dict[str, type[nn.Module]] = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}
         problems = []
-        if config.normalization not in kinds:
-            problems.append(f"normalization {config.normalization!r}: use {' or '.join(kinds)}")
+        if config.normalization not in norms:
+            problems.append(f"normalization {config.normalization!r}: use {' or '.join(norms)}")
         if config.layernorm_zero_centered_gamma:
             problems.append(
                 "a zero-centred weight (layernorm_zero_centered_gamma): use Transformer Engine's"
@@ -65,22 +70,21 @@ class LocalNorm:
         if config.memory_efficient_layer_norm:
             problems.append("memory_efficient_layer_norm: leave it out, results are the same")
         _refuse("the local norm", problems)
-        norm = kinds[config.normalization](
-            hidden_size, eps=config.layernorm_epsilon if eps is None else eps
-        )
+        if eps is None:
+            eps = config.layernorm_epsilon
+        norm = norms[config.normalization](hidden_size, eps=eps)
         for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            set_attributes(parameter, sequence_parallel=config.sequence_parallel)
         return norm
 
 
 class LocalAttention(MegatronModule):
     """Softmax attention in plain PyTorch, for a ``core_attention`` of a layer spec.
 
-    Under context parallelism each rank of the group holds the queries, keys and values of two of
-    2*CP chunks of the sequence, those that Megatron-Core gives it: rank r holds chunks r and
-    2*CP-1-r. It gathers keys and values of the whole sequence. Tensor parallelism divides the
-    heads, which needs nothing here. With CP = 1 the numbers are those of Megatron-Core's
-    DotProductAttention.
+    Under context parallelism over CP ranks Megatron-Core cuts the sequence into 2 * CP chunks and
+    gives the queries, keys and values of chunks r and 2 * CP - 1 - r to rank r. Each rank gathers
+    the keys and values of the whole sequence. Tensor parallelism divides the heads, which needs
+    nothing here. With CP = 1 the numbers are those of Megatron-Core's DotProductAttention.
 
     Args:
         config: of the model.
@@ -92,11 +96,13 @@ class LocalAttention(MegatronModule):
         softmax_scale: what the scores are multiplied by; default 1 / sqrt(width of a key).
         k_channels: width of a key's head, default ``config.kv_channels``. That of values
             (`v_channels`) may be another.
-        v_channels, cp_comm_type: part of Megatron-Core's call. The values' shape tells the first;
-            the second, Transformer Engine's way to communicate, does not change results.
+        v_channels: of Megatron-Core's call, without effect: the shape of the values tells it.
+        cp_comm_type: of Megatron-Core's call, without effect: Transformer Engine's way to
+            communicate does not change results.
         pg_collection: with the group ``cp``; default Megatron-Core's global groups.
 
-    Raises NotImplementedError for what it cannot do, in one message.
+    Raises:
+        NotImplementedError: for options that it does not have, all in one message.
     """
 
     def __init__(
@@ -166,15 +172,18 @@ class LocalAttention(MegatronModule):
             attention_mask: bool, True where a key is hidden, broadcast to [batch, heads / TP,
                 sequence / CP, sequence]: rows are this rank's queries, columns all keys in the
                 order of the sequence. None: causal if that is the type that the layer was built
-                    with, else nothing is hidden.
-            attn_mask_type: as in Megatron-Core's own attention without effect: the type is that of
+                with, else nothing is hidden.
+            attn_mask_type: without effect, as in Megatron-Core's own attention: the type is that of
                 the constructor.
+            attention_bias: must be None.
+            packed_seq_params: must be None.
 
         Returns:
             [sequence / CP, batch, heads / TP * value width], in the dtype of the queries.
 
-        Raises NotImplementedError for an attention bias or packed sequences, ValueError for a mask
-        of another width.
+        Raises:
+            NotImplementedError: for an attention bias or packed sequences.
+            ValueError: for a mask of another width.
         """
         extras = {"an attention bias": attention_bias, "packed sequences": packed_seq_params}
         given = [
@@ -188,14 +197,16 @@ class LocalAttention(MegatronModule):
         )
         positions = self._positions(key.shape[0], key.device)
         mask = self._mask(attention_mask, query.shape[0], positions)
+        return self._attend(query, key, value, mask)
 
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Attend with the keys and values of the whole sequence; shapes as in :meth:`forward`."""
         batch_and_heads = query.shape[1:3]
-        key, value = (
-            each.repeat_interleave(query.shape[2] // each.shape[2], dim=2) for each in (key, value)
-        )
-        query, key, value = (
-            each.flatten(1, 2).transpose(0, 1) for each in (query, key, value)
-        )  # [batch * heads, ...]
+        heads_per_group = query.shape[2] // key.shape[2]
+        key = key.repeat_interleave(heads_per_group, dim=2)
+        value = value.repeat_interleave(heads_per_group, dim=2)
+        # [batch * heads, sequence, width]
+        query, key, value = (each.flatten(1, 2).transpose(0, 1) for each in (query, key, value))
         scale = self.softmax_scale / self.score_scale
         scores = torch.baddbmm(query.new_empty(()), query, key.transpose(1, 2), beta=0, alpha=scale)
         scores = scores.unflatten(0, batch_and_heads).float() * self.score_scale
@@ -206,19 +217,21 @@ class LocalAttention(MegatronModule):
         return context.unflatten(0, batch_and_heads).permute(2, 0, 1, 3).flatten(2)
 
     def _positions(self, length: int, device: torch.device) -> Tensor:
-        """Where the gathered keys are in the sequence: rank after rank, each with an early and a late chunk."""
+        """Return the positions of the gathered keys in the sequence.
+
+        They are gathered rank after rank, each with an early and a late chunk.
+        """
+        # Example of length 8 on 2 ranks, in chunks of 2: rank 0 has chunks 0 and 3, rank 1 chunks 1
+        # and 2, so the positions are 0, 1, 6, 7, 2, 3, 4, 5.
         num_ranks = self.cp_group.size()
         chunks = torch.arange(length, device=device).chunk(2 * num_ranks)
-        return torch.cat(
-            [
-                chunks[place]
-                for rank in range(num_ranks)
-                for place in (rank, 2 * num_ranks - 1 - rank)
-            ]
-        )
+        gathered = []
+        for rank in range(num_ranks):
+            gathered += [chunks[rank], chunks[2 * num_ranks - 1 - rank]]
+        return torch.cat(gathered)
 
     def _mask(self, given: Tensor | None, num_queries: int, positions: Tensor) -> Tensor | None:
-        """The mask with its columns in the order of the gathered keys."""
+        """Return the mask with its columns in the order of the gathered keys."""
         if given is not None:
             if given.shape[-1] != len(positions):
                 raise ValueError(
@@ -234,21 +247,20 @@ class LocalAttention(MegatronModule):
     def _dropped(self, probabilities: Tensor) -> Tensor:
         if self.config.sequence_parallel:  # the layers run in a fork of the random state already
             return self.attention_dropout(probabilities)
-        with (
-            get_cuda_rng_tracker().fork()
-        ):  # heads of other tensor-parallel ranks must lose other values
+        # Heads of other tensor-parallel ranks must lose other values.
+        with get_cuda_rng_tracker().fork():
             return self.attention_dropout(probabilities)
 
 
 class LocalLatentAttention(MLASelfAttention):
-    """Megatron-Core's latent attention with gradients that are right under tensor parallelism with plain linears.
+    """Megatron-Core's latent attention, with plain linears right under tensor parallelism.
 
-    The projection down to the latents is divided by columns, and gathered. The gather gives each
-    rank the gradient of its own
-    columns, in the belief that all ranks computed the same. For the part of the keys with positions
-    that is not so: each rank knows the gradient from its own heads only, and they must be summed.
-    The norm of the compressed queries has the opposite
-    fault: its gradients are whole on each rank, but summed by name when training steps end.
+    The projection down to the latents is divided by columns, and its output is gathered. The
+    backward of that gather gives each rank the gradient of its own columns, in the belief that all
+    ranks computed the same gradient. For the part of the keys with positions that is not so: each
+    rank has the gradient from its own heads only, and these must be summed. The norm of the
+    compressed queries has the opposite fault: its gradients are whole on each rank, but
+    Megatron-Core sums them by name at the end of a step.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -257,15 +269,15 @@ class LocalLatentAttention(MLASelfAttention):
             self.linear_kv_down_proj.register_forward_hook(self._whole_latents)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for parameter in self.q_layernorm.parameters():
-                parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
+                set_attributes(parameter, average_gradients_across_tp_domain=True)
 
     def _whole_latents(
         self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]
     ) -> tuple[Tensor, None]:
-        """Latents and position keys in all columns, as a projection that is not divided returns them.
+        """Return latents and position keys in all columns, like a projection that is not divided.
 
-        With sequence parallelism on this rank's part of the sequence: the caller gathers the
-        position keys again, and that gather sums their gradients.
+        With sequence parallelism these are of this rank's part of the sequence: the caller gathers
+        the position keys again, and that gather sums their gradients.
         """
         latents = gather_from_tensor_model_parallel_region(output[0], group=self.tp_group)
         if self.config.sequence_parallel:
@@ -277,7 +289,7 @@ class LocalLatentAttention(MLASelfAttention):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """The same tensor; its gradient is summed over the ranks of a group.
+    """An identity whose gradient is summed over the ranks of a group.
 
     Megatron-Core's ``copy_to_tensor_model_parallel_region`` means this too, but reduces a copy of a
     gradient that is not contiguous, and returns the gradient without the sum.
@@ -285,11 +297,13 @@ class SumOfGradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return a view of ``tensor``."""
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        """Sum the gradient over the ranks of the group, in a copy."""
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.group)
         return gradient, None

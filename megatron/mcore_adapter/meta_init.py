@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""First values for Megatron-Core's local layers that were built on the meta device.
+"""Initial weights for Megatron-Core's local layers that were built on the meta device.
 
 They initialise themselves in their constructors and have no ``reset_parameters``. What a
-constructor does follows from the config and from the place of a layer in the model;
-:class:`MegatronCoreInitialiser` does the same again, draw for draw: the weights are those of a
-model built on a real device from the same seeds.
+constructor does follows from the config and from the position of a layer in the model;
+:class:`MegatronCoreInitialiser` repeats it, draw for draw: the weights are those of a model built
+on a real device from the same seeds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -36,15 +37,15 @@ InitMethod = Callable[[torch.Tensor], object]
 
 
 class MegatronCoreInitialiser(Initialiser):
-    """Initialises the layers of one model.
+    """The initialiser of the layers of one model.
 
     Args:
         model: with layers on the meta device. Modules that it does not find in there are
             initialised by ``reset_parameters``, as Transformer Engine's are.
         use_cpu_initialization: as in the config of the model, which is the default. Only with it do
-            Megatron-Core's constructors leave the device to torch, so a model for a GPU is built on
-            meta with True, and either passes here what the user wants, or has it in its config
-            again by now.
+            Megatron-Core's constructors leave the device to torch. So a model for a GPU is built on
+            meta with True, and the user's own choice is given here, or is in the config again by
+            now.
 
     Raises:
         ValueError: for an embedding that two pipeline stages share.
@@ -55,9 +56,8 @@ class MegatronCoreInitialiser(Initialiser):
         if use_cpu_initialization is None:
             # Not the config of each layer: some have copies, which keep the value of the time they
             # were built.
-            use_cpu_initialization = getattr(
-                getattr(model, "config", None), "use_cpu_initialization", None
-            )
+            config = getattr(model, "config", None)
+            use_cpu_initialization = getattr(config, "use_cpu_initialization", None)
         self._on_cpu = use_cpu_initialization
         self._embedding_configs: dict[nn.Module, TransformerConfig] = {}
         self._replaced_widths: dict[nn.Module, int] = {}
@@ -65,53 +65,52 @@ class MegatronCoreInitialiser(Initialiser):
             if isinstance(module, LanguageModelEmbedding):
                 self._embedding_configs |= dict.fromkeys(module.children(), module.config)
             if isinstance(module, MultiLatentAttention):
-                # The output projection that its base class makes first, of other heads, which it
-                # then replaces.
+                # The base class makes an output projection of other heads first, which is then
+                # replaced.
                 width = module.config.kv_channels * module.config.num_attention_heads
                 self._replaced_widths[module.linear_proj] = width
 
     def knows(self, module: nn.Module) -> bool:
-        return self._way_of(module) is not None or super().knows(module)
+        """Tell whether the module's own parameters can be initialised."""
+        return self._method_for(module) is not None or super().knows(module)
 
     def initialise(self, module: nn.Module) -> None:
-        way = self._way_of(module)
-        way(module) if way is not None else super().initialise(module)
+        """Initialise the module's own parameters, which have storage by now, in place."""
+        method = self._method_for(module)
+        if method is None:
+            super().initialise(module)
+        else:
+            method(module)
 
-    def _way_of(self, module: nn.Module) -> Callable[[nn.Module], None] | None:
-        ways = {
+    def _method_for(self, module: nn.Module) -> Callable[[Any], None] | None:
+        """Find the method that repeats the module's constructor."""
+        methods: dict[type, Callable[[Any], None]] = {
             ColumnParallelLinear: self._column_parallel,
             RowParallelLinear: self._row_parallel,
             Router: self._router,
             SharedExpertMLP: self._shared_expert_gate,
         }
         if module in self._embedding_configs:
-            ways = {VocabParallelEmbedding: self._vocab_embedding, nn.Embedding: self._embedding}
-        return next((way for kind, way in ways.items() if isinstance(module, kind)), None)
+            methods = {VocabParallelEmbedding: self._vocab_embedding, nn.Embedding: self._embedding}
+        for module_class, method in methods.items():
+            if isinstance(module, module_class):
+                return method
+        return None
 
     # ---- one method for each constructor
-    # -------------------------------------------------------------------------
 
     def _vocab_embedding(self, module: VocabParallelEmbedding) -> None:
         config = self._embedding_configs[module]
         shape = (module.num_embeddings, module.embedding_dim)
-        method = config.embedding_init_method
-        self._parallel_weight(
-            module, module.weight, config, method, shape, dim=0, rounded_to=config.params_dtype
-        )
+        split = SplitWeight(module, shape, dim=0, rounded_to=config.params_dtype)
+        self._parallel_weight(split, module.weight, config, config.embedding_init_method)
 
     def _column_parallel(self, module: ColumnParallelLinear) -> None:
         config = module.config
-        shape = (module.output_size, module.input_size)
         if module.weight is not None:
-            self._parallel_weight(
-                module,
-                module.weight,
-                config,
-                config.init_method,
-                shape,
-                dim=0,
-                rounded_to=torch.float32,
-            )
+            shape = (module.output_size, module.input_size)
+            split = SplitWeight(module, shape, dim=0, rounded_to=torch.float32)
+            self._parallel_weight(split, module.weight, config, config.init_method)
         _zero_bias(module, config)
 
     def _row_parallel(self, module: RowParallelLinear) -> None:
@@ -122,14 +121,13 @@ class MegatronCoreInitialiser(Initialiser):
             replaced = module.weight.new_empty(module.output_size, width // module.tp_group.size())
             weights.insert(0, (width, replaced))
         for width, weight in weights:
-            shape, method = (module.output_size, width), config.output_layer_init_method
-            self._parallel_weight(
-                module, weight, config, method, shape, dim=1, rounded_to=config.params_dtype
-            )
+            shape = (module.output_size, width)
+            split = SplitWeight(module, shape, dim=1, rounded_to=config.params_dtype)
+            self._parallel_weight(split, weight, config, config.output_layer_init_method)
         _zero_bias(module, config)
 
     def _embedding(self, module: nn.Embedding) -> None:
-        """Positions and token types: torch's constructor has drawn before Megatron-Core's method does."""
+        """Initialise positions and token types: torch's constructor draws before Megatron-Core."""
         module.reset_parameters()
         config = self._embedding_configs[module]
         if config.perform_initialization:
@@ -147,28 +145,26 @@ class MegatronCoreInitialiser(Initialiser):
 
     def _parallel_weight(
         self,
-        module: nn.Module,
+        split: SplitWeight,
         weight: torch.Tensor,
         config: TransformerConfig,
         init_method: InitMethod,
-        shape: tuple[int, int],
-        dim: int,
-        rounded_to: torch.dtype,
     ) -> None:
-        """A weight of ``module`` that tensor parallelism divides along ``dim``; ``shape`` is that of the whole."""
+        """Initialise a weight that tensor parallelism divides."""
         if not config.perform_initialization:
             return  # a checkpoint will
+        module = split.module
         if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
             # Every rank draws the whole weight and takes its part, so that the weights do not
             # depend on their number.
             _initialize_affine_weight_cpu(
                 weight,
-                *shape,
-                weight.shape[dim],
-                dim,
+                *split.shape,
+                weight.shape[split.dim],
+                split.dim,
                 init_method,
                 stride=module.weight.partition_stride,
-                params_dtype=rounded_to,
+                params_dtype=split.rounded_to,
                 rank=module.tp_group.rank(),
                 world_size=module.tp_group.size(),
                 skip_set_tensor_parallel_attributes=True,  # the constructor has
@@ -180,10 +176,26 @@ class MegatronCoreInitialiser(Initialiser):
             init_method(weight)
 
 
-def _refuse_shared_embedding(model: nn.Module) -> None:
-    """Constructors copy its values from the first stage to the last, but there are none yet.
+class SplitWeight(NamedTuple):
+    """How tensor parallelism divides a weight.
 
-    All stages raise this.
+    Attributes:
+        module: Megatron-Core's layer with the weight.
+        shape: of the whole weight.
+        dim: that is divided.
+        rounded_to: dtype in which the constructor makes the whole weight.
+    """
+
+    module: Any
+    shape: tuple[int, int]
+    dim: int
+    rounded_to: torch.dtype
+
+
+def _refuse_shared_embedding(model: nn.Module) -> None:
+    """Refuse an embedding that two pipeline stages share, on all of them.
+
+    Constructors copy its values from the first stage to the last, but there are none yet.
     """
     for module in model.modules():
         if not isinstance(module, LanguageModule) or not any(
@@ -200,13 +212,13 @@ def _refuse_shared_embedding(model: nn.Module) -> None:
             )
 
 
-def _zero_bias(module: nn.Module, config: TransformerConfig) -> None:
+def _zero_bias(module: ColumnParallelLinear | RowParallelLinear, config: TransformerConfig) -> None:
     if module.bias is not None and config.perform_initialization:
         module.bias.zero_()
 
 
 def _draw_in_float32(init_method: InitMethod, parameter: nn.Parameter) -> None:
-    """As for a parameter that is made in float32, and converted afterwards."""
+    """Draw values as for a parameter that is made in float32 and converted afterwards."""
     drawn = torch.empty_like(parameter, dtype=torch.float32)
     init_method(drawn)
     parameter.copy_(drawn)

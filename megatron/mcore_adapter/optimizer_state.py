@@ -10,26 +10,31 @@ from megatron.fsdp.optimizer import initial_state
 
 
 def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state that the first step would make (moments zero, step 0), for parameters this rank owns nothing of
-    too: checkpoints then have the same keys on every rank, and loading needs no step that moves
-    weights.
+    """Make the state that the first step would make: moments zero, step 0.
 
-    Fused optimizers (Transformer Engine's, Apex') know how to make theirs, and count steps per
-    group.
+    Parameters of which this rank owns nothing get state too. Checkpoints then have the same keys on
+    every rank, and loading needs no step, which would move weights. Fused optimizers (Transformer
+    Engine's and Apex's) know how to make their own state, and count steps per group.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)
         if inner is None:
             continue
-        if (
-            not isinstance(inner, torch.optim.Optimizer)
-            or type(inner).__module__.split(".")[0] != "torch"
-        ):
-            part.init_state_fn(inner, part.config)
-            for group in inner.param_groups:
-                group.setdefault("step", 0)
+        if _is_of_torch(inner):
+            _fill_state(inner)
             continue
+        part.init_state_fn(inner, part.config)
         for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state.get(parameter):
-                    inner.state[parameter] = initial_state(inner, group, parameter)
+            group.setdefault("step", 0)
+
+
+def _is_of_torch(optimizer: object) -> bool:
+    package = type(optimizer).__module__.split(".")[0]
+    return isinstance(optimizer, torch.optim.Optimizer) and package == "torch"
+
+
+def _fill_state(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state.get(parameter):
+                optimizer.state[parameter] = initial_state(optimizer, group, parameter)

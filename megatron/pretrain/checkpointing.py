@@ -27,11 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import sharded_checkpoint, torch_dist_checkpoint
+from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
 from megatron.pretrain.errors import RunError
 
 COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
-FORMATS = {"fsdp_dtensor": sharded_checkpoint, "torch_dist": torch_dist_checkpoint}
+FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 
 
 def check_target(args: argparse.Namespace) -> None:
@@ -180,7 +180,7 @@ def run_state(
             copyreg.pickle(type(value), _pickle_by_value)
     state: dict[str, Any] = {
         "args": args,
-        "checkpoint_version": sharded_checkpoint.CHECKPOINT_VERSION,
+        "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
         "iteration": args.iteration,
         "num_floating_point_operations_so_far": args.num_floating_point_operations_so_far,
     }

@@ -126,7 +126,7 @@ def check(
     assert list(actual) == list(expected)
     members = {clean(name): parameter._fsdp_sharded for name, parameter in model.named_parameters()}
     for name, whole in expected.items():
-        run = members[name].run
+        run = members[name].flat_range
         piece = actual[name].to_local().detach().reshape(-1)
         wanted = whole.detach().reshape(-1)[run.start : run.stop]
         torch.testing.assert_close(

@@ -328,7 +328,7 @@ def compare_pieces(
     parameters = dict(model.named_parameters())
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
-        run = parameters["module." + key]._fsdp_sharded.run
+        run = parameters["module." + key]._fsdp_sharded.flat_range
         piece = actual["module." + key].to_local().detach().reshape(-1)
         wanted = whole.reshape(-1)[run.start : run.stop]
         if tolerance is not None or dtype == torch.float64:

@@ -346,11 +346,11 @@ def load_state_of_another_layout() -> str:
         shard_mesh(),
         fsdp_unit_modules=[nn.Linear],
     )
-    runs = [
-        [value._local_tensor.run for value in model.state_dict().values()]
+    chunks = [
+        [value._local_tensor.chunks for value in model.state_dict().values()]
         for model in (saved, units)
     ]
-    assert any(left != right for left, right in zip(*runs))
+    assert any(left != right for left, right in zip(*chunks))
     with pytest.raises(RuntimeError) as error:
         units.load_state_dict(saved.state_dict())
     return str(error.value)
@@ -367,8 +367,9 @@ def write_piece_of_the_same_size() -> None:
     state = model.state_dict()
     value = state["module.weight"]
     other = 1 - dist.get_rank()
-    value._local_tensor.run = model._by_name["weight"].group.layout.owned(0, other)
-    assert value._local_tensor.run.numel == value._local_tensor.numel()
+    flat_range = model._by_name["weight"].group.layout.owned(0, other)
+    assert flat_range.numel == value._local_tensor.numel()
+    value._local_tensor.chunks = tuple(flat_range.boxes())
     with pytest.raises(RuntimeError, match="sharded for another layout"):
         model.load_state_dict(state)
 

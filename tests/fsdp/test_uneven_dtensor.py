@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.dtensor.sharded_param import dtensor_over
+from megatron.fsdp.dtensor.chunked_tensor import as_chunked_tensor
+from megatron.fsdp.dtensor.uneven import dtensor_over
 from megatron.fsdp.dtensor.uneven_dtensor import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
@@ -31,7 +32,6 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
-    with_boxes,
 )
 from tests.fsdp import models
 from tests.fsdp.reference import batch, evaluate, loss_of, optimizer_over, shard_mesh
@@ -241,7 +241,9 @@ def test_whole_tensors_come_back(ranks: Ranks, kind: str) -> None:
 def look_for_odd_cases() -> None:
     """What the other tests rely on: pieces that are element runs and pieces that are empty."""
     model = build("level3", train=False)[0]
-    runs = {name: parameter._fsdp_sharded.run for name, parameter in model.named_parameters()}
+    runs = {
+        name: parameter._fsdp_sharded.flat_range for name, parameter in model.named_parameters()
+    }
     cut = {name for name, run in runs.items() if not run.by_rows}
     assert cut == {"module.odd", "module.odd_cube", "module.inner.weight", "module.scale"}
     counts = [None] * dist.get_world_size()
@@ -563,7 +565,7 @@ def claim(rows: list[tuple[int, int]]) -> str:
     """The error, if there is one, where each rank says that it holds these rows of [4, 3]."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     begin, end = rows[dist.get_rank()]
-    local = with_boxes(torch.zeros(end - begin, 3), [((begin, 0), (end - begin, 3))], (4, 3))
+    local = as_chunked_tensor(torch.zeros(end - begin, 3), [((begin, 0), (end - begin, 3))], (4, 3))
     try:
         validate_uneven_dtensor(dtensor_over(local, mesh, [Shard(0)], (4, 3)))
     except ValueError as error:
@@ -595,7 +597,7 @@ def cut_wrongly() -> list[str]:
     rank = dist.get_rank()
     copies = distribute_tensor(torch.zeros(4, 3), mesh, [Replicate()])
     update_uneven_dtensor_chunk_metadata(copies)
-    copies._local_tensor.boxes = [((rank, 0), (4 - rank, 3))]
+    copies._local_tensor.chunks = (((rank, 0), (4 - rank, 3)),)
     local = {"few": torch.zeros(1, 3), "many": torch.zeros(3, 3), "narrow": torch.zeros(2, 2)}
     made = {
         name: DTensor.from_local(

@@ -376,8 +376,8 @@ def install_and_take_back() -> list[Any]:
             for module in everywhere
         }
         seen += [
-            classes == {drop_in.FullyShardedDataParallel},
-            (drop_in.FullyShardedDataParallel, int) == loop.ALL_WRAPPERS,
+            classes == {drop_in.DropInDataParallel},
+            (drop_in.DropInDataParallel, int) == loop.ALL_WRAPPERS,
         ]
         seen.append(
             loop.handle_swiglu_in_state_dict is loop_state_dicts.handle_swiglu_in_state_dict
@@ -389,10 +389,10 @@ def install_and_take_back() -> list[Any]:
         after = names_of_everything()
         seen.append({name for name in before if before[name] != after.get(name)})
     with drop_in.install(), loaded() as loop:
-        seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
+        seen.append(loop.megatron_FSDP is drop_in.DropInDataParallel)
         with drop_in.install():  # the outer one is to take it back
             pass
-        seen.append(loop.megatron_FSDP is drop_in.FullyShardedDataParallel)
+        seen.append(loop.megatron_FSDP is drop_in.DropInDataParallel)
         drop_in.uninstall()
         seen.append(
             loop.megatron_FSDP is theirs and core_distributed.FullyShardedDataParallel is theirs

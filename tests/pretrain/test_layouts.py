@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.pretrain import checkpointing
-from megatron.pretrain.sharded_checkpoint import VOCABULARY
 from tests.pretrain.parity import (
     ALLTOALL,
     GPT2,

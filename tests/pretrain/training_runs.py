@@ -26,13 +26,13 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import checkpointing, loop, ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.logging_setup import quieten
 from megatron.pretrain.report import Report
-from megatron.pretrain.sharded_checkpoint import named_parameters
 from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
 from tests.model_parallel import initialize
 

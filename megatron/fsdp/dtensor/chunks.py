@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the local parts of any DTensor lie in the whole tensor.
+"""Chunks of the whole tensor that the local tensors of any DTensor contain.
 
-[Note: whose place is known] Sharded parameters and what our state dicts hold know their place in
-the whole tensor by the layout's arithmetic, and what is replicated needs none. Of other DTensors
-(gradients, raw optimizer state, a user's own) a rank sees only its local part; then the ranks of
-the mesh tell each other their sizes, once, and every rank works out all
-places: parts along dim 0 follow one another in the order of the ranks, and so do ranges of other
-dims. A flat local part of a tensor of more dims is a run of elements.
+[Note: known chunks] The layout tells which chunks sharded parameters and the tensors of our state
+dicts have on this rank, and a replicated tensor is one chunk. Of other DTensors (gradients, raw
+optimizer state, a user's own) a rank sees its local tensor only. There the ranks of the mesh
+exchange the sizes of their local tensors once, and every rank computes all offsets: local tensors
+along dim 0 follow one another in the order of the ranks, and so do ranges of other dims. A local
+tensor with fewer dims than the whole one is a flat range of elements.
 """
 
 from __future__ import annotations
@@ -16,202 +16,240 @@ from math import prod
 
 import torch
 import torch.distributed as dist
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.dtensor.sharded_param import RunTensor, TensorSlice, with_run
-from megatron.fsdp.dtensor.uneven import axes_of
+from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
+from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
+from megatron.fsdp.dtensor.uneven import axes_of, is_sharded_or_replicated
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
 
-
-class BoxTensor(torch.Tensor):
-    """A local part that knows which boxes of the whole tensor it holds, in its own order.
-
-    Operations give plain tensors.
-
-    Unlike a :class:`RunTensor` it says nothing of a layout, and may be one box of any strides.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    boxes: list[Chunk]
-    slice: TensorSlice
-    is_flat: bool  # some rank of the mesh holds a run of elements that is no box
-
-    def _boxes(self) -> list[Chunk]:
-        return self.boxes
-
-    # They ask for no more than `_boxes` and the shape of the slice.
-    __create_chunk_list__ = RunTensor.__create_chunk_list__
-    __create_write_items__ = RunTensor.__create_write_items__
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        local, begin = self.detach(), 0
-        for offsets, sizes in self.boxes:
-            if index.offset is None or tuple(index.offset) == offsets:
-                return (
-                    local
-                    if local.shape == sizes
-                    else local.view(-1)[begin : begin + prod(sizes)].view(sizes)
-                )
-            begin += prod(sizes)
-        raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {tuple(index.offset)}")
-
-    def __deepcopy__(self, memo: dict) -> BoxTensor:
-        return with_boxes(self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
-
-    def __reduce_ex__(self, protocol: int):
-        return with_boxes, (self.detach().clone(), self.boxes, self.slice.shape, self.is_flat)
+Coordinate = tuple[int, ...]
+"""Position of a rank in a mesh: one number for each mesh axis."""
 
 
-def with_boxes(
-    local: torch.Tensor, boxes: list[Chunk], shape: Sequence[int], is_flat: bool = False
-) -> BoxTensor:
-    """``local``, sharing storage, as these boxes of a tensor of ``shape``."""
-    if isinstance(local, AsyncCollectiveTensor):
-        local = local.wait()
-    tensor = torch.Tensor._make_subclass(BoxTensor, local)
-    tensor.boxes, tensor.slice, tensor.is_flat = boxes, TensorSlice(tuple(shape)), is_flat
-    return tensor
-
-
-torch.serialization.add_safe_globals([with_boxes])  # so that `torch.load` takes a saved state dict
-
-
-class Places:
-    """Which boxes every rank of a mesh holds, worked out from the sizes of all local parts.
+class ChunkTable:
+    """The chunks that every rank of a mesh has of one DTensor, from the sizes of all local tensors.
 
     Args:
-        shape, placements: of the DTensor; of at least one dim.
-        table: int64 ``[*mesh, 2 + ndim]``, what :func:`sizes_of` says on every rank.
+        shape: of the DTensor; at least one dim.
+        placements: of the DTensor.
+        sizes: int64 ``[*mesh, 2 + ndim]``: what :func:`local_sizes` returns on every rank.
 
     Raises:
-        NotImplementedError: for runs of elements where several dims besides dim 0 are divided.
+        NotImplementedError: for flat ranges where several dims besides dim 0 are divided.
     """
 
-    def __init__(self, shape: Sequence[int], placements: Sequence[Placement], table: torch.Tensor):
+    def __init__(self, shape: Sequence[int], placements: Sequence[Placement], sizes: torch.Tensor):
         self._shape = tuple(shape)
-        self._numel, self.is_flat, sizes = table[..., 0], bool(table[..., 1].any()), table[..., 2:]
+        self._num_elements = sizes[..., 0]
+        self.is_flat = bool(sizes[..., 1].any())
         axes = [axes_of(placements, dim) for dim in range(len(shape))]
-        if not self.is_flat:
-            # Ranks with nothing may not say how wide they are.
-            widths = [_largest(sizes[..., dim], axes[dim]) for dim in range(1, len(shape))]
-            starts = [_starts(size, along) for size, along in zip([sizes[..., 0], *widths], axes)]
-            self._sizes, self._starts = sizes, torch.stack(starts, -1)
-            return
-        sliced = [dim for dim in range(1, len(shape)) if axes[dim]]
-        if len(sliced) > 1:
+        if self.is_flat:
+            self._locate_flat_ranges(axes)
+        else:
+            self._locate_blocks(sizes[..., 2:], axes)
+
+    def _locate_blocks(self, sizes: torch.Tensor, axes: list[list[int]]) -> None:
+        """Find the offsets of local tensors that have all dims.
+
+        Args:
+            sizes: ``[*mesh, ndim]`` of the local tensors.
+            axes: the mesh axes that divide each dim.
+        """
+        starts = [_starts(sizes[..., 0], axes[0])]
+        for dim in range(1, len(self._shape)):
+            # An empty local tensor may be of any width, so the others along dim 0 tell it.
+            starts.append(_starts(_largest(sizes[..., dim], axes[dim]), axes[dim]))
+        self._sizes, self._starts = sizes, torch.stack(starts, -1)
+
+    def _locate_flat_ranges(self, axes: list[list[int]]) -> None:
+        """Find the first elements of local tensors that are flat ranges of a slice of the tensor.
+
+        Args:
+            axes: the mesh axes that divide each dim. Dim 0 may be divided into flat ranges, and one
+                other dim into slices.
+        """
+        self._starts = _starts(self._num_elements, axes[0])
+        divided = [dim for dim in range(1, len(self._shape)) if axes[dim]]
+        self._slice_dim = divided[0] if divided else None
+        if len(divided) > 1:
             raise NotImplementedError(
-                f"runs of elements with dims {sliced} divided too: divide one of them at most"
+                f"runs of elements with dims {divided} divided too: divide one of them at most"
             )
-        self._dim = sliced[0] if sliced else 0
-        self._starts = _starts(self._numel, axes[0])
-        slice_numel = (
-            self._numel.sum(axes[0], keepdim=True).expand_as(self._numel)
-            if axes[0]
-            else self._numel
-        )
-        others = max(prod(shape) // max(shape[self._dim], 1), 1)
-        self._width = -(-slice_numel // others)
-        self._slice_starts = _starts(self._width, axes[self._dim])
+        if self._slice_dim is None:
+            return
+        # The width of a slice follows from its number of elements. Example: shape (6, 8) on a mesh
+        # (2, 2), dim 0 divided over axis 0, dim 1 over axis 1, so that the columns of the mesh are
+        # slices. The ranks of each slice have 14 and 10 elements:
+        #
+        #     self._num_elements  [[14, 14], [10, 10]]
+        #     elements of a slice [[24, 24], [24, 24]]    summed over axis 0
+        #     self._widths        [[4, 4], [4, 4]]        24 elements in 48 / 8 = 6 rows
+        #     self._slice_starts  [[0, 4], [0, 4]]        along axis 1
+        slice_size = self._num_elements
+        if axes[0]:
+            slice_size = slice_size.sum(axes[0], keepdim=True).expand_as(self._num_elements)
+        others = max(prod(self._shape) // max(self._shape[self._slice_dim], 1), 1)
+        self._widths = -(-slice_size // others)
+        self._slice_starts = _starts(self._widths, axes[self._slice_dim])
 
-    def boxes(self, coordinate: tuple[int, ...]) -> list[Chunk]:
-        """What the rank at ``coordinate`` of the mesh holds, in row-major order."""
-        if not self._numel[coordinate]:
-            return []
+    def chunks(self, coordinate: Coordinate) -> tuple[Chunk, ...]:
+        """Return the chunks of the rank at ``coordinate`` of the mesh, in row-major order."""
+        if not self._num_elements[coordinate]:
+            return ()
         if not self.is_flat:
-            return [
-                (tuple(self._starts[coordinate].tolist()), tuple(self._sizes[coordinate].tolist()))
-            ]
-        start, shape, slice_ = int(self._starts[coordinate]), self._shape, TensorSlice(self._shape)
-        if self._dim:
-            width = int(self._width[coordinate])
-            shape = tuple(width if dim == self._dim else size for dim, size in enumerate(shape))
-            slice_ = TensorSlice(self._shape, self._dim, int(self._slice_starts[coordinate]))
-        run = FlatRange(shape, start, start + int(self._numel[coordinate]), by_rows=False)
-        return [(slice_.in_whole(offsets), sizes) for offsets, sizes in run.chunks()]
+            offsets, sizes = self._starts[coordinate].tolist(), self._sizes[coordinate].tolist()
+            return ((tuple(offsets), tuple(sizes)),)
+        slice_shape, slice_ = list(self._shape), TensorSlice(self._shape)
+        if self._slice_dim is not None:
+            slice_shape[self._slice_dim] = int(self._widths[coordinate])
+            start_of_slice = int(self._slice_starts[coordinate])
+            slice_ = TensorSlice(self._shape, self._slice_dim, start_of_slice)
+        start = int(self._starts[coordinate])
+        stop = start + int(self._num_elements[coordinate])
+        return slice_.chunks(FlatRange(tuple(slice_shape), start, stop, by_rows=False))
 
-    def row(self, coordinate: tuple[int, ...]) -> int:
-        """Where that rank's part begins along dim 0."""
-        return (
-            int(self._starts[coordinate]) // row_size(self._shape)
-            if self.is_flat
-            else int(self._starts[coordinate][0])
-        )
+    def row(self, coordinate: Coordinate) -> int:
+        """Return the row of the whole tensor in which that rank's local tensor begins."""
+        if self.is_flat:
+            return int(self._starts[coordinate]) // row_size(self._shape)
+        return int(self._starts[coordinate][0])
 
 
 def _starts(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """For every rank the sum of ``sizes`` ``[*mesh]`` over the ranks before it along ``axes``."""
-    order = [axis for axis in range(sizes.ndim) if axis not in axes] + axes
-    moved = sizes.permute(order)
-    lines = moved.reshape(*moved.shape[: sizes.ndim - len(axes)], -1)
-    starts = (lines.cumsum(-1) - lines).view(moved.shape)
-    return starts.permute([order.index(axis) for axis in range(sizes.ndim)])
+    """Return for every rank the sum of the sizes of the ranks before it along mesh axes.
+
+    Args:
+        sizes: ``[*mesh]``, as the result.
+        axes: the last one fastest.
+    """
+    # Example of a mesh (2, 2) and sizes [[3, 2], [2, 1]]:
+    #
+    #     axes [1]      [[0, 3], [0, 2]]     along each row of the mesh
+    #     axes [0]      [[0, 0], [3, 2]]     along each column
+    #     axes [0, 1]   [[0, 3], [5, 7]]     along all ranks, row by row
+    if not axes:
+        return torch.zeros_like(sizes)
+    others = [axis for axis in range(sizes.ndim) if axis not in axes]
+    order = others + axes
+    ordered = sizes.permute(order)
+    lines = ordered.flatten(start_dim=len(others))
+    starts = (lines.cumsum(-1) - lines).view(ordered.shape)
+    back = [order.index(axis) for axis in range(sizes.ndim)]
+    return starts.permute(back)
 
 
 def _largest(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
-    """For every rank the largest of ``sizes`` ``[*mesh]`` among ranks that differ from it along other axes only."""
+    """Return for every rank the largest size among the ranks at its position along ``axes``.
+
+    Args:
+        sizes: ``[*mesh]``, as the result.
+        axes: mesh axes; the ranks that are compared differ along the others.
+    """
+    # Example of a mesh (2, 2), sizes [[3, 2], [0, 2]] and axes [1]: the largest of each column,
+    # [[3, 2], [3, 2]].
     others = [axis for axis in range(sizes.ndim) if axis not in axes]
     return sizes.amax(others, keepdim=True).expand_as(sizes) if others else sizes
 
 
-def sizes_of(dtensor: DTensor) -> list[int]:
-    """Number of elements of the local part, whether it is a flat run, and its sizes if it has all dims."""
+def local_sizes(dtensor: DTensor) -> list[int]:
+    """Describe the local tensor by ``2 + dtensor.ndim`` numbers.
+
+    They are its number of elements, 1 if it is a flat range of a tensor of more dims, and the sizes
+    of its dims, or zeros if it does not have all of them.
+    """
     local, ndim = dtensor._local_tensor, dtensor.ndim
     if local.ndim == ndim:
         return [local.numel(), 0, *local.shape]
     return [local.numel(), int(local.numel() > 0), *[0] * ndim]
 
 
-def share(numbers: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
-    """The ``numbers`` of every rank, int64 ``[*mesh, len(numbers)]``: an all-reduce along every axis."""
+def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
+    """Gather the numbers of every rank by an all-reduce along every mesh axis.
+
+    Args:
+        numbers: as many on every rank.
+        mesh: this rank must be part of it.
+
+    Returns:
+        int64 ``[*mesh, len(numbers)]`` on the CPU.
+    """
     table = torch.zeros((*mesh.shape, len(numbers)), dtype=torch.int64)
-    table[tuple(mesh.get_coordinate())] = torch.tensor(numbers)
+    table[own_coordinate(mesh)] = torch.tensor(numbers)
     groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
     return all_reduce_over(table.to(mesh.device_type), groups, dist.ReduceOp.SUM).cpu()
 
 
-def known_place(dtensor: DTensor) -> RunTensor | BoxTensor | None:
-    """The local part with its place, as far as this rank can tell alone; on all ranks or on none."""
+def own_coordinate(mesh: DeviceMesh) -> Coordinate:
+    """Return this rank's position in a mesh that it is part of."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "this rank is not part of the mesh"
+    return tuple(coordinate)
+
+
+def local_chunks(dtensor: DTensor) -> ChunkedTensor | None:
+    """Return the local tensor with its chunks, if this rank knows them without communication.
+
+    All ranks of the mesh know them, or none does. See [Note: known chunks].
+    """
     local, shape = dtensor._local_tensor, tuple(dtensor.shape)
-    if isinstance(local, RunTensor | BoxTensor):
+    if isinstance(local, ChunkedTensor):
         return local
-    member = getattr(dtensor, "_fsdp_sharded", None)
-    if member is not None and shape == member.slice.shape:
-        return with_run(local.detach(), member.run, member.slice)
-    if member is not None:  # a scalar, which the optimizer sees as a vector
-        return with_run(
-            local.detach(), FlatRange(shape, member.run.start, member.run.stop, by_rows=False)
-        )
-    if not shape or all(isinstance(placement, Replicate) for placement in dtensor.placements):
-        whole = [((0,) * len(shape), shape)] if local.numel() else []
-        return with_boxes(local.detach(), whole, shape)
+    plain = local.detach()
+    if is_linked(dtensor):
+        sharded = sharded_param_of(dtensor)
+        flat_range = sharded.flat_range
+        if shape == sharded.slice.shape:
+            return as_chunked_tensor(plain, sharded.chunks, shape, not flat_range.by_rows)
+        # A scalar, which the optimizer sees as a vector of one element.
+        element: list[Chunk] = [((0,), (1,))] if flat_range.numel else []
+        return as_chunked_tensor(plain, element, shape, is_flat=True)
+    if not shape or is_replicated(dtensor):
+        whole: list[Chunk] = [((0,) * len(shape), shape)] if local.numel() else []
+        return as_chunked_tensor(plain, whole, shape)
     return None
 
 
-def gathered_places(dtensors: Sequence[DTensor]) -> list[BoxTensor]:
-    """Local parts of DTensors of one mesh with their places: an all-reduce along every axis for all of them."""
+def gather_chunks(dtensors: Sequence[DTensor]) -> list[ChunkedTensor]:
+    """Return the local tensors of DTensors of one mesh with their chunks, computed from all sizes.
+
+    This is one all-reduce along every mesh axis for all of them.
+    """
     mesh = dtensors[0].device_mesh
-    sizes = [sizes_of(dtensor) for dtensor in dtensors]
-    tables = share(sum(sizes, []), mesh).split([len(each) for each in sizes], -1)
+    numbers: list[int] = []
+    for dtensor in dtensors:
+        numbers += local_sizes(dtensor)
+    tables = torch.split(
+        gather_numbers(numbers, mesh), [2 + dtensor.ndim for dtensor in dtensors], dim=-1
+    )
     result = []
-    for dtensor, table in zip(dtensors, tables):
-        places = Places(dtensor.shape, dtensor.placements, table)
-        boxes = places.boxes(tuple(mesh.get_coordinate()))
-        result.append(
-            with_boxes(dtensor._local_tensor.detach(), boxes, dtensor.shape, places.is_flat)
-        )
+    for dtensor, sizes in zip(dtensors, tables):
+        table = ChunkTable(dtensor.shape, dtensor.placements, sizes)
+        chunks = table.chunks(own_coordinate(mesh))
+        local = dtensor._local_tensor.detach()
+        result.append(as_chunked_tensor(local, chunks, dtensor.shape, table.is_flat))
     return result
 
 
-def has_places(dtensor: DTensor) -> bool:
-    return all(isinstance(placement, Shard | Replicate) for placement in dtensor.placements)
+def is_replicated(dtensor: DTensor) -> bool:
+    """Tell whether every rank of the mesh has the whole tensor."""
+    return all(isinstance(placement, Replicate) for placement in dtensor.placements)
 
 
-def refuse_without_places(dtensor: DTensor) -> None:
-    if not has_places(dtensor):
+def has_chunks(dtensor: DTensor) -> bool:
+    """Tell whether local tensors are chunks of the whole one, as they are not of a partial one."""
+    return is_sharded_or_replicated(dtensor.placements)
+
+
+def check_placements(dtensor: DTensor) -> None:
+    """Refuse a DTensor whose local tensors are not chunks of the whole one.
+
+    Raises:
+        NotImplementedError: for placements other than ``Shard`` and ``Replicate``.
+    """
+    if not has_chunks(dtensor):
         raise NotImplementedError(
             f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
             " first"

@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``param.grad`` holds: a DTensor whose norms count every element of the whole model once.
+"""Gradients of sharded parameters: DTensors whose norms count every element of the model once.
 
-torch takes the norm of DTensors mesh by mesh, and cannot put together norms of different meshes
-(expert parameters) or an infinity norm where a rank owns nothing. Here the pieces are measured
-locally and one collective for each kind of parameter puts the measures together; the norms are
-plain tensors, equal on all ranks.
+torch takes norms of DTensors mesh by mesh. It cannot combine norms over different meshes (expert
+parameters), nor take an infinity norm where a rank owns nothing. Here every rank measures its
+shards, and one reduction for each norm group combines the measures. The resulting norms are plain
+tensors, equal on all ranks.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -23,12 +24,12 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 
 
 @dataclass(frozen=True)
-class Holders:
-    """Which ranks hold something of a parameter that counts.
+class NormGroup:
+    """The ranks over which the norm of a parameter is summed.
 
     Args:
-        groups: they are reached by reducing over one after the other.
-        copies: how many of them hold the same piece.
+        groups: reducing over one after the other reaches all of these ranks.
+        copies: number of these ranks that have the same shard.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
@@ -38,16 +39,20 @@ class Holders:
 class ShardedGradient(UnevenDTensor):
     """The gradient of a sharded parameter."""
 
-    holders: Holders
+    norm_group: NormGroup
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        own = _OWN.get(func)
-        if own is not None:
+        replacement = _REPLACEMENTS.get(func)
+        if replacement is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                result = own(*args, **(kwargs or {}))
+                result = replacement(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
         return super().__torch_function__(func, types, args, kwargs)
@@ -57,39 +62,57 @@ class ShardedGradient(UnevenDTensor):
 def norms(
     gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """The norm of each whole gradient, 0-d, on every rank; a collective for each kind of ``holders``."""
-    kinds: dict[Holders, list[int]] = {}
+    """Compute the norm of each whole gradient: 0-d tensors, equal on every rank.
+
+    This is one all-reduce over each process group of each norm group.
+
+    Args:
+        gradients: in the same order on all ranks.
+        order: of the norm: positive, may be infinity.
+        dtype: of the result. None: that of the gradient, at least float32.
+    """
+    indices_of: dict[NormGroup, list[int]] = defaultdict(list)
     for index, gradient in enumerate(gradients):
-        kinds.setdefault(gradient.holders, []).append(index)
-    result: list[Any] = [None] * len(gradients)
-    for holders, indices in kinds.items():
+        indices_of[gradient.norm_group].append(index)
+    result = [torch.empty(0)] * len(gradients)
+    for group, indices in indices_of.items():
         local = torch.stack([_measure(gradients[index]._local_tensor, order) for index in indices])
         if order == inf:
-            whole = all_reduce_over(local, holders.groups, dist.ReduceOp.MAX)
+            whole = all_reduce_over(local, group.groups, dist.ReduceOp.MAX)
         else:
-            whole = (
-                all_reduce_over(local, holders.groups, dist.ReduceOp.SUM) / holders.copies
-            ) ** (1 / order)
+            summed = all_reduce_over(local, group.groups, dist.ReduceOp.SUM)
+            whole = (summed / group.copies) ** (1 / order)
         for index, norm in zip(indices, whole):
-            result[index] = norm.to(
-                dtype or torch.promote_types(gradients[index].dtype, torch.float32)
-            )
+            at_least_float32 = torch.promote_types(gradients[index].dtype, torch.float32)
+            result[index] = norm.to(dtype or at_least_float32)
     return result
 
 
-def _measure(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """What adds up (for the infinity norm: what has a maximum) over pieces, in float64."""
-    if not piece.numel():
-        return torch.zeros((), dtype=torch.float64, device=piece.device)
-    wide = torch.promote_types(piece.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(piece, order, dtype=wide).double()
+def _measure(shard: torch.Tensor, order: float) -> torch.Tensor:
+    """Return norm ** order of a shard in float64, for the infinity norm the norm itself.
+
+    These add up over the shards of a tensor; for the infinity norm, the largest one counts.
+    """
+    if not shard.numel():
+        return torch.zeros((), dtype=torch.float64, device=shard.device)
+    wide = torch.promote_types(shard.dtype, torch.float32)
+    norm: torch.Tensor = torch.linalg.vector_norm(shard, order, dtype=wide).double()
     return norm if order == inf else norm**order
+
+
+# ---- replacements of torch's functions, called as those are
+#
+# They return NotImplemented for calls that torch handles.
+
+
+def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
+    return all(isinstance(tensor, ShardedGradient) for tensor in tensors)
 
 
 def _foreach_norm(
     tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
 ) -> Any:
-    if ord <= 0 or not all(isinstance(tensor, ShardedGradient) for tensor in tensors):
+    if ord <= 0 or not _are_gradients(tensors):
         return NotImplemented
     return norms(tensors, float(ord), dtype)
 
@@ -100,46 +123,51 @@ def _vector_norm(
     dim: Any = None,
     keepdim: bool = False,
     *,
-    dtype: Any = None,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     if dim is not None or keepdim or not isinstance(ord, (int, float)):
         return NotImplemented
-    norm = _foreach_norm([x], ord, dtype)
-    return norm if norm is NotImplemented else norm[0]
+    result = _foreach_norm([x], ord, dtype)
+    return result if result is NotImplemented else result[0]
 
 
 def _norm(
-    input: torch.Tensor, p: Any = 2.0, dim: Any = None, keepdim: bool = False, dtype: Any = None
+    input: torch.Tensor,
+    p: Any = 2.0,
+    dim: Any = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Any:
-    return _vector_norm(input, 2.0 if p == "fro" or p is None else p, dim, keepdim, dtype=dtype)
+    order = 2.0 if p is None or p == "fro" else p
+    return _vector_norm(input, order, dim, keepdim, dtype=dtype)
 
 
-def _foreach_mul_(tensors: Sequence[torch.Tensor], factor: Any) -> Any:
-    """Scaling after clipping: the factor is a plain tensor, which torch would not mix with DTensors."""
+def _foreach_mul_(tensors: Sequence[DTensor], factor: Any) -> Any:
+    """Scale by a plain tensor, as clipping does: torch would not mix it with DTensors."""
     if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor):
         return NotImplemented
     torch._foreach_mul_([tensor._local_tensor for tensor in tensors], factor)
     return None
 
 
-def _mul_(tensor: torch.Tensor, factor: Any) -> Any:
+def _mul_(tensor: DTensor, factor: Any) -> Any:
     return NotImplemented if _foreach_mul_([tensor], factor) is NotImplemented else tensor
 
 
 def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> Any:
-    """What ``torch.amp.GradScaler`` does to gradients; what one rank finds, all have found."""
-    if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
+    """Unscale as ``torch.amp.GradScaler`` does; an overflow on one rank is found by all of them."""
+    if not _are_gradients(gradients):
         return NotImplemented
-    pieces = [gradient._local_tensor for gradient in gradients]
-    torch._amp_foreach_non_finite_check_and_unscale_(pieces, found_inf, inverse_scale)
-    for groups in dict.fromkeys(gradient.holders.groups for gradient in gradients):
+    shards = [gradient._local_tensor for gradient in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
+    for groups in dict.fromkeys(gradient.norm_group.groups for gradient in gradients):
         all_reduce_over(found_inf, groups, dist.ReduceOp.MAX)
     return None
 
 
-_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+_REPLACEMENTS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._foreach_norm: _foreach_norm,
     torch.linalg.vector_norm: _vector_norm,
     torch.norm: _norm,

@@ -1,226 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters the optimizer sees: DTensors over main weights, and their form in checkpoints.
+"""Parameters as the optimizer sees them, DTensors over main weights, and as checkpoints have them.
 
-[Note: uneven DTensors] The local part of a sharded parameter is what :mod:`megatron.fsdp.engine.layout`
-says this rank owns,
-not what torch would choose: some rows, or a flat run of elements. Element-wise operations do not
-mind. torch's checkpoint asks a tensor for its chunks; :class:`RunTensor` answers.
+[Note: uneven DTensors] The local tensor of a sharded parameter is what
+:mod:`megatron.fsdp.engine.layout` says that this rank owns, not what torch would choose: some rows,
+or a flat range of elements. Element-wise operations do not depend on that. torch's checkpoint does,
+and learns the chunks from :class:`megatron.fsdp.dtensor.chunked_tensor.ChunkedTensor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatron.fsdp.dtensor.gradient import Holders, ShardedGradient
-from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over
+from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
+from megatron.fsdp.dtensor.gradient import NormGroup, ShardedGradient
+from megatron.fsdp.dtensor.uneven import AnyDTensor, UnevenDTensor, dtensor_over, wrap_local
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.engine.layout import Chunk, FlatRange
+from megatron.fsdp.engine.layout import FlatRange
 from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
 
 
-class RunTensor(torch.Tensor):
-    """A local piece that knows which boxes of the global tensor it holds.
-
-    Operations on it give plain tensors.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-    run: FlatRange
-    slice: TensorSlice
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self._boxes()
-        ]
-
-    def _boxes(self) -> list[Chunk]:
-        return [(self.slice.in_whole(offsets), sizes) for offsets, sizes in self.run.chunks()]
-
-    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk, properties=properties, size=torch.Size(self.slice.shape)
-                ),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        flat = self.detach().view(-1)
-        begin = 0
-        for offsets, sizes in self._boxes():
-            numel = torch.Size(sizes).numel()
-            if index.offset is None or tuple(index.offset) == offsets:
-                return flat[begin : begin + numel].view(sizes)
-            begin += numel
-        raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {tuple(index.offset)}")
-
-    def __deepcopy__(self, memo: dict) -> RunTensor:
-        return with_run(self.detach().clone(), self.run, self.slice)
-
-    def __reduce_ex__(self, protocol: int):
-        return with_run, (self.detach().clone(), self.run, self.slice)
-
-
 @dataclass(frozen=True)
-class TensorSlice:
-    """Which part of a whole tensor tensor parallelism has given to this rank: all of it, or a range of one dim.
-
-    Args:
-        shape: of the whole tensor.
-        dim: that is divided; None where every tensor-parallel rank holds a copy.
-        start: of this rank's range along ``dim``.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None = None
-    start: int = 0
-
-    def in_whole(self, offsets: tuple[int, ...]) -> tuple[int, ...]:
-        """Offsets within the slice as offsets within the whole tensor."""
-        return tuple(
-            offset + self.start if dim == self.dim else offset for dim, offset in enumerate(offsets)
-        )
-
-    def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
-        """This rank's part, ``size`` long along ``dim``, of the whole tensor."""
-        return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
-
-
-def with_run(local: torch.Tensor, run: FlatRange, slice_: TensorSlice | None = None) -> RunTensor:
-    """``local``, sharing storage, as the piece ``run`` of a slice of a global tensor; by default of the whole one."""
-    tensor = torch.Tensor._make_subclass(RunTensor, local)
-    tensor.run = run
-    tensor.slice = slice_ or TensorSlice(run.shape)
-    return tensor
-
-
-torch.serialization.add_safe_globals(
-    [with_run, FlatRange, TensorSlice]
-)  # so that `torch.load` takes a saved state dict
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the parameters of a kind, dense or expert, live.
+class ParameterMesh:
+    """The mesh on which parameters live: the dense ones, or the experts.
 
     Args:
         axes: their mesh axes.
-        mesh: of their DTensors: tensor axis if there is one, inner axis, outer axis if it divides
-            them.
-        holders: for norms, of parameters that tensor parallelism divides, and of those that it
-            copies.
+        mesh: of their DTensors: the tensor axis if there is one, the inner axis, and the outer axis
+            if it divides them.
+        norm_group_of_slices: of parameters that tensor parallelism divides.
+        norm_group_of_copies: of parameters that every tensor-parallel rank has a copy of.
     """
 
     axes: Axes
     mesh: DeviceMesh
-    holders_of_slices: Holders
-    holders_of_copies: Holders
+    norm_group_of_slices: NormGroup
+    norm_group_of_copies: NormGroup
 
 
 class ShardedParam:
     """One parameter as the optimizer sees it.
 
     Args:
-        group: the group it lies in, as number ``index``.
-        place: the mesh that it lives on.
+        group: the parameter group it belongs to, as number ``index``.
+        index: within the group.
+        mesh: on which the parameters of the group live.
+
+    Attributes:
+        name: of the module's parameter.
+        slice: the part of the whole tensor that tensor parallelism gives to this rank.
+        flat_range: the elements of the slice that this rank owns.
+        chunks: the same as chunks of the whole tensor.
+        parameter: the DTensor over the main weight, which is a parameter to torch.
     """
 
-    def __init__(self, group: ParamGroup, index: int, place: Place):
+    def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
         self.group = group
         self.index = index
         self.name = group.names[index]
-        self.run = group.layout.owned(index, group.rank)
-        self.slice = tensor_slice(group.parameters[index], place.axes.tensor)
-        self._mesh = place.mesh
-        self._placements = self._placements_on(place)
-        self._holders = (
-            place.holders_of_copies if self.slice.dim is None else place.holders_of_slices
+        self.slice = tensor_slice(group.parameters[index], mesh.axes.tensor)
+        self.flat_range = group.layout.owned(index, group.rank)
+        self.chunks = self.slice.chunks(self.flat_range)
+        self._mesh = mesh.mesh
+        self._placements = self._placements_on(mesh)
+        self._norm_group = (
+            mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
-        self.parameter = self._dtensor(group.main_view(index)).requires_grad_(group.requires_grad)
+        self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
+        self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
         self._grad: ShardedGradient | None = None
 
-    def _placements_on(self, place: Place) -> list[Placement]:
-        tensor = (
-            []
-            if place.axes.tensor is None
-            else [Replicate() if self.slice.dim is None else Shard(self.slice.dim)]
-        )
-        data = place.mesh.ndim - len(tensor)
-        return tensor + [Shard(0) if self.group.strategy.shards_optimizer else Replicate()] * data
+    def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
+        placements: list[Placement] = []
+        if mesh.axes.tensor is not None:
+            placements.append(Replicate() if self.slice.dim is None else Shard(self.slice.dim))
+        num_data_axes = mesh.mesh.ndim - len(placements)
+        data = Shard(0) if self.group.strategy.shards_optimizer else Replicate()
+        return placements + [data] * num_data_axes
 
     @property
     def compute(self) -> nn.Parameter:
-        """The module's own parameter."""
+        """The module's own parameter, which its forward uses."""
         return self.group.parameters[self.index]
 
+    # ---- gradients and optimizer state
+
     def gradient(self, flat: torch.Tensor) -> ShardedGradient:
-        """This parameter's piece of the final gradient shard ``flat``, which is the same tensor at every step."""
+        """Return this parameter's part of ``flat``, the rank's shard of the group's gradients.
+
+        The result is made once and kept: ``flat`` is the same tensor at every step.
+        """
         if self._grad is None or self._grad.dtype != flat.dtype:
-            piece = shard_view(flat, self.group.layout, self.index, self.group.rank)
-            self._grad = self._dtensor(piece, ShardedGradient)
-            self._grad.holders = self._holders
-            self._grad._fsdp_sharded = self
+            shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
+            self._grad = self._dtensor(shard, ShardedGradient)
+            self._grad.norm_group = self._norm_group
+            link(self._grad, self)
         return self._grad
 
-    def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
-        """``value`` (default: the main weight), sharing storage, so that torch's checkpoint can save and load it.
+    def sharded_like(self, value: torch.Tensor) -> DTensor:
+        """Copy this rank's shard of optimizer state of the parameter's shape into a new DTensor."""
+        shard = self.local_shard(value).to(self.parameter.device)
+        return self._dtensor(shard.clone(), UnevenDTensor)
 
-        Without ``with_chunks`` nothing tells it which part of the whole this rank holds.
+    def _dtensor(self, local: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
+        # The optimizer sees a scalar as a vector of one element, which can be sharded.
+        shape = self.slice.shape or (1,)
+        return wrap_local(dtensor_class, local, self._mesh, self._placements, shape)
+
+    # ---- checkpoints
+
+    def checkpoint_tensor(self, value: DTensor | None = None, with_chunks: bool = True) -> DTensor:
+        """Return a tensor over ``value``'s storage that torch's checkpoint can save and load.
+
+        Args:
+            value: of the parameter's shape. None: the main weight.
+            with_chunks: tell torch's checkpoint which chunks of the whole tensor this rank has.
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
-        return self._in_checkpoint(
-            with_run(local, self.run, self.slice) if with_chunks else local, self.slice.shape
-        )
+        if with_chunks:
+            local = self._with_chunks(local, self.flat_range, self.slice)
+        return self._in_checkpoint(local, self.slice.shape)
 
-    def checkpoint_tensors(self, parts: int, value: DTensor | None = None) -> list[DTensor]:
-        """The same, cut into ``parts`` equal tensors along dim 0, each an entry of its own."""
-        whole, dim, start = self.slice.shape, self.slice.dim, self.slice.start
-        # Every tensor-parallel rank has its part of each of them, one after the other.
-        slice_ = TensorSlice(
-            (whole[0] // parts, *whole[1:]), dim, start // parts if dim == 0 else start
-        )
+    def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
+        """Cut a tensor into ``count`` equal ones along dim 0, each an entry of a checkpoint.
+
+        Args:
+            count: divides dim 0 of the parameter.
+            value: of the parameter's shape. None: the main weight.
+        """
+        if count == 1:
+            return [self.checkpoint_tensor(value)]
+        # Example of count 2: a weight of shape (8, 3) becomes two of shape (4, 3). If tensor
+        # parallelism divides it along dim 0 in two, each rank has 2 rows of each of them, one after
+        # the other, in its slice of 4 rows. The second rank's slice starts at row 4 of the weight,
+        # and at row 4 / 2 of each of the two.
+        rows, dim, start = self.slice.shape[0] // count, self.slice.dim, self.slice.start
+        shape = (rows, *self.slice.shape[1:])
+        slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
         tensors, begin = [], 0
-        for run in self.run.parts(parts):
-            local = flat[begin : begin + run.numel].view(run.local_shape)
-            tensors.append(self._in_checkpoint(with_run(local, run, slice_), slice_.shape))
-            begin += run.numel
+        for flat_range in self.flat_range.parts(count):
+            end = begin + flat_range.numel
+            local = flat[begin:end].view(flat_range.local_shape)
+            local = self._with_chunks(local, flat_range, slice_)
+            tensors.append(self._in_checkpoint(local, shape))
+            begin = end
         return tensors
 
+    def _with_chunks(
+        self, local: torch.Tensor, flat_range: FlatRange, slice_: TensorSlice
+    ) -> ChunkedTensor:
+        chunks = slice_.chunks(flat_range)
+        return as_chunked_tensor(local, chunks, slice_.shape, is_flat=not flat_range.by_rows)
+
     def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
-        placements = (
-            self._placements if shape else [Replicate()] * self._mesh.ndim
-        )  # torch has no sharded scalars
+        replicated = [Replicate()] * self._mesh.ndim
+        # torch has no sharded scalars.
+        placements = self._placements if shape else replicated
         return dtensor_over(local, self._mesh, placements, shape)
 
-    def local_part(self, value: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of ``value``: a full tensor, or a DTensor; one that is cut as torch does is gathered.
+    # ---- loading
+
+    @torch.no_grad()
+    def load(self, value: torch.Tensor) -> None:
+        """Copy ``value``, as :meth:`local_shard` takes it, into the main weight."""
+        self.parameter._local_tensor.copy_(self.local_shard(value))
+
+    def local_shard(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the elements of ``value`` that this rank owns, in the shape of the local tensor.
+
+        Args:
+            value: of the parameter's shape: a full tensor, a DTensor of this layout, or a DTensor
+                that torch has divided, which is gathered.
 
         Raises:
-            ValueError: where the shapes do not agree.
+            ValueError: if the shape is another one, or the value is sharded for another layout.
         """
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
@@ -228,55 +191,65 @@ class ShardedParam:
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
-        if not isinstance(value, DTensor):
-            whole = self.slice.of(value.detach(), self._size_of_slice)
-        elif isinstance(value, UnevenDTensor) or isinstance(value._local_tensor, RunTensor):
-            return self._piece_of(value)
-        elif (
-            value.device_mesh.ndim < self._mesh.ndim and value._local_tensor.shape == self.run.shape
-        ):
-            whole = value._local_tensor.detach()  # of the tensor-parallel model before sharding
-        else:  # cut as torch does
-            whole = self.slice.of(value.full_tensor().detach(), self._size_of_slice)
-        return whole.reshape(-1)[self.run.start : self.run.stop].view(self.run.local_shape)
+        if isinstance(value, UnevenDTensor):
+            return self._shard_of(value)
+        whole = self._whole_slice_of(value).reshape(-1)
+        return whole[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
 
-    @property
-    def _size_of_slice(self) -> int:
-        return self.run.shape[self.slice.dim] if self.slice.dim is not None else 0
-
-    def _piece_of(self, value: DTensor) -> torch.Tensor:
+    def _shard_of(self, value: UnevenDTensor) -> torch.Tensor:
         local = value._local_tensor
-        same_run = (
-            local.run == self.run
-            if isinstance(local, RunTensor)
-            else local.numel() == self.run.numel
-        )
-        if not same_run:
+        fits = local.numel() == self.flat_range.numel
+        if isinstance(local, ChunkedTensor) and value.shape == self.slice.shape:
+            fits = local.chunks == self.chunks
+        if not fits:
             raise ValueError(
                 f"{self.name}: the state was sharded for another layout ({local.numel()} elements"
-                f" on this rank, not the {self.run.numel} of this one); load it with"
+                f" on this rank, not the {self.flat_range.numel} of this one); load it with"
                 " torch.distributed.checkpoint, which reshards"
             )
-        return local.reshape(self.run.local_shape)
+        return local.reshape(self.flat_range.local_shape)
 
-    @torch.no_grad()
-    def load(self, value: torch.Tensor) -> None:
-        """Copy ``value`` into the main weight."""
-        self.parameter._local_tensor.copy_(self.local_part(value))
+    def _whole_slice_of(self, value: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of a full tensor, or of a DTensor that torch has divided."""
+        size = self.flat_range.shape[self.slice.dim] if self.slice.dim is not None else 0
+        if not isinstance(value, DTensor):
+            return self.slice.of(value.detach(), size)
+        is_of_tensor_axis = value.device_mesh.ndim < self._mesh.ndim
+        if is_of_tensor_axis and value._local_tensor.shape == self.flat_range.shape:
+            return value._local_tensor.detach()  # of the tensor-parallel model before sharding
+        return self.slice.of(value.full_tensor().detach(), size)
 
-    def sharded_like(self, value: torch.Tensor) -> DTensor:
-        """This rank's piece of a full tensor of the parameter's shape (optimizer state), as a DTensor of its own."""
-        return self._dtensor(self.local_part(value).to(self.parameter.device).clone())
 
-    def _dtensor(
-        self, local: torch.Tensor, kind: type[UnevenDTensor] = UnevenDTensor
-    ) -> UnevenDTensor:
-        # The optimizer sees a scalar as a vector of one element, which can be sharded.
-        return dtensor_over(local, self._mesh, self._placements, self.slice.shape or (1,), kind)
+def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
+    """Let :func:`sharded_param_of` find the sharded parameter that a DTensor belongs to."""
+    tensor._fsdp_sharded = sharded  # type: ignore[attr-defined]  # an attribute of our own
+
+
+def sharded_param_of(tensor: torch.Tensor) -> ShardedParam:
+    """Return the sharded parameter that a parameter or gradient of a sharded model belongs to.
+
+    Raises:
+        AttributeError: for any other tensor.
+    """
+    sharded: ShardedParam = tensor._fsdp_sharded  # type: ignore[attr-defined]  # see `link`
+    return sharded
+
+
+def is_linked(tensor: object) -> bool:
+    """Tell whether a value belongs to a sharded parameter."""
+    return hasattr(tensor, "_fsdp_sharded")
 
 
 def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-    """What ``parameter`` is of the whole tensor: torch's DTensors say so, and so do Megatron-Core's attributes."""
+    """Return the part of the whole tensor that ``parameter`` is.
+
+    torch's DTensors tell it by their placements, Megatron-Core's and Transformer Engine's
+    parameters by the attributes ``tensor_model_parallel`` and ``partition_dim``.
+
+    Args:
+        parameter: of the module.
+        axis: the tensor-parallel mesh axis; None without one.
+    """
     local = tuple(local_tensor(parameter).shape)
     if axis is None:
         return TensorSlice(local)
@@ -291,5 +264,6 @@ def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlic
     dim = getattr(parameter, "partition_dim", -1)
     if not getattr(parameter, "tensor_model_parallel", False) or dim < 0:
         return TensorSlice(local)
-    shape = tuple(size * axis.size() if each == dim else size for each, size in enumerate(local))
-    return TensorSlice(shape, dim, local[dim] * axis.get_local_rank())
+    shape = list(local)
+    shape[dim] *= axis.size()
+    return TensorSlice(tuple(shape), dim, local[dim] * axis.get_local_rank())

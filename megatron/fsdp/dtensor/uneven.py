@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors whose local parts are not what torch would choose.
+"""DTensors whose local tensors torch would have cut otherwise.
 
-torch puts a DTensor together from parts of equal size. Here every part may have any size; the parts
-along an axis that divides dim 0 follow one another in row-major order, as rows or as flat runs of
-elements, and those of the last mesh axis lie closest.
+torch's DTensor expects that every dim is divided into equal parts. Here the local tensors may have
+any size: along the mesh axes that divide dim 0 they follow one another in row-major order of the
+ranks, the last of these axes fastest, as whole rows or as flat ranges of elements.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,27 +20,31 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
 
+AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
+
 
 class UnevenDTensor(DTensor):
-    """A DTensor that knows how to become whole. Element-wise operations on one give another."""
+    """A DTensor whose local tensors may have any size, and which can still be gathered.
+
+    Element-wise operations on one give another one.
+    """
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        if (
-            type(result) is DTensor
-            and args
-            and isinstance(args[0], UnevenDTensor)
-            and _is_cut_like(result, args[0])
-        ):
+        if type(result) is DTensor and args and _is_divided_alike(result, args[0]):
             result.__class__ = UnevenDTensor
         return result
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """The whole tensor, on every rank; a collective. Gradients do not flow through it."""
+        """Gather the whole tensor on every rank; a collective. Gradients do not flow through it."""
         return full_tensor(self)
 
     def redistribute(
@@ -49,102 +53,108 @@ class UnevenDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """The same tensor, whole on every rank, cut as it is, or cut anew as torch does; a collective.
+        """Replicate the tensor, leave it as it is, or divide it anew as torch does; a collective.
+
+        Args:
+            device_mesh: its own mesh, or None.
+            placements: one for each mesh axis. None: replicated on all of them.
+            options: of torch's ``redistribute``.
 
         Raises:
-            NotImplementedError: onto another mesh.
+            NotImplementedError: for another mesh.
         """
         if device_mesh is not None and device_mesh != self.device_mesh:
             raise NotImplementedError(
                 "a sharded parameter can be redistributed on its own mesh only"
             )
-        wanted = tuple(placements or [Replicate()] * self.device_mesh.ndim)
-        # A scalar says that it is replicated, but one rank may hold it.
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        wanted = tuple(placements or everywhere)
+        # A scalar says that it is replicated, but one rank may have its only element.
         if wanted == tuple(self.placements) and self.shape:
             return self
-        replicated = dtensor_over(
-            full_tensor(self),
-            self.device_mesh,
-            [Replicate()] * self.device_mesh.ndim,
-            self.shape,
-            DTensor,
-        )
+        whole = full_tensor(self)
+        replicated = wrap_local(DTensor, whole, self.device_mesh, everywhere, self.shape)
         return replicated.redistribute(placements=wanted, **options)
 
-    def __deepcopy__(self, memo: dict) -> UnevenDTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         local = self._local_tensor
-        # `detach` would forget what a piece knows about its place.
+        # `detach` returns a plain tensor, without the chunks that the local tensor may know.
         local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
         result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
         if isinstance(self, nn.Parameter):
             result._is_param = True
-        return result.requires_grad_(self.requires_grad)
+        result.requires_grad_(self.requires_grad)
+        return result
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])
 
 
-def _is_cut_like(result: DTensor, operand: DTensor) -> bool:
-    """Whether the local part of an operation's result is where its operand's is."""
-    return (result.shape, result.placements, result._local_tensor.shape) == (
-        operand.shape,
-        operand.placements,
-        operand._local_tensor.shape,
+def _is_divided_alike(result: DTensor, operand: object) -> bool:
+    """Tell whether the result of an operation is divided over the ranks as its operand is."""
+    return (
+        isinstance(operand, UnevenDTensor)
+        and result.shape == operand.shape
+        and result.placements == operand.placements
+        and result._local_tensor.shape == operand._local_tensor.shape
     )
 
 
 def dtensor_over(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> UnevenDTensor:
+    """Make an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    return wrap_local(UnevenDTensor, local, mesh, placements, shape)
+
+
+def wrap_local(
+    dtensor_class: type[AnyDTensor],
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: Sequence[Placement],
     shape: Sequence[int],
-    kind: type[DTensor] = UnevenDTensor,
-) -> DTensor:
-    """A DTensor of logical ``shape`` over ``local``, which it shares."""
-    # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or
-    # save one that does not begin at 0; so it is made with another and given the view afterwards.
-    stride = torch.empty(shape, device="meta").stride()
+) -> AnyDTensor:
+    """Make a DTensor of a class and a logical ``shape`` over ``local``, whose storage it shares."""
     # `DTensor.from_local` would take the empty shape of a scalar for no shape.
-    spec = DTensorSpec(
-        mesh, tuple(placements), tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype)
-    )
-    result = kind(local.new_empty(0), spec, requires_grad=False)
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or
+    # save one that does not begin at 0. So it is made with another tensor and given `local` later.
+    result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
     result._local_tensor = local
     return result
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """The whole tensor ``[*dtensor.shape]``, on every rank, detached and with storage of its own.
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in storage of its own.
 
-    A gather along every mesh axis that divides the tensor. Where more than one dim besides dim 0 is
-    divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers, which expects
-    even parts.
+    This is an all-gather along every mesh axis that divides the tensor. Where more than one dim
+    besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
+    which expects equal parts.
 
     Raises:
-        ValueError: where the parts do not make up a tensor of that shape.
+        ValueError: if the local tensors do not make up a tensor of that shape.
     """
-    shape, placements = dtensor.shape, dtensor.placements
+    shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
     local = dtensor._local_tensor.detach()
-    sliced = {placement.dim for placement in placements if isinstance(placement, Shard)} - {0}
-    if len(sliced) > 1 or not all(
-        isinstance(placement, Shard | Replicate) for placement in placements
-    ):
-        return dtensor_over(local, dtensor.device_mesh, placements, shape, DTensor).full_tensor()
-    if shape and (
-        shape.numel() == 0 or all(isinstance(placement, Replicate) for placement in placements)
-    ):
+    sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    later_dims = sorted(sharded_dims - {0})
+    if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
+        return wrap_local(DTensor, local, mesh, placements, shape).full_tensor()
+    if shape and (shape.numel() == 0 or not sharded_dims):
         return local.clone().view(shape)
-    # A scalar in a state dict says that it is replicated, because torch has no sharded ones; one
-    # rank may hold it.
-    flat = local.reshape(-1).to(
-        dtensor.device_mesh.device_type
-    )  # offloaded state is gathered where the mesh is
+    # Offloaded state is gathered where the mesh is.
+    flat = local.reshape(-1).to(mesh.device_type)
+    # A scalar in a state dict says that it is replicated, because torch has no sharded scalars, but
+    # one rank may have its only element: it is gathered along all axes.
     for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
-        flat = torch.cat(all_gather_uneven(flat, dtensor.device_mesh.get_group(axis)))
-    for dim in sliced:
+        flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
+    for dim in later_dims:
         for axis in reversed(axes_of(placements, dim)):
-            pieces = all_gather_uneven(flat, dtensor.device_mesh.get_group(axis))
-            flat = torch.cat([_unflatten(piece, shape, dim) for piece in pieces], dim).reshape(-1)
+            shards = all_gather_uneven(flat, mesh.get_group(axis))
+            flat = torch.cat([_as_range_of_dim(each, shape, dim) for each in shards], dim)
+            flat = flat.reshape(-1)
     if flat.numel() != shape.numel() and shape:
         raise ValueError(
             f"the parts of all ranks hold {flat.numel()} elements, but shape {tuple(shape)} has"
@@ -153,8 +163,13 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
     return flat[: shape.numel()].view(shape).to(local.device)
 
 
+def is_sharded_or_replicated(placements: Sequence[Placement]) -> bool:
+    """Tell whether all placements are ``Shard`` or ``Replicate``, the ones handled here."""
+    return all(isinstance(placement, Shard | Replicate) for placement in placements)
+
+
 def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
-    """Mesh axes that divide ``dim``."""
+    """List the mesh axes that divide ``dim``."""
     return [
         axis
         for axis, placement in enumerate(placements)
@@ -162,13 +177,13 @@ def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
     ]
 
 
-def _unflatten(piece: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """A flat range of ``dim`` of a tensor of ``shape`` in its own shape."""
+def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """Give the flat elements of a range of ``dim`` of a tensor of ``shape`` all its dims."""
     others = shape.numel() // shape[dim]
-    if piece.numel() % others:
+    if flat.numel() % others:
         raise ValueError(
-            f"a part of {piece.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
+            f"a part of {flat.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
         )
-    return piece.view(
-        [piece.numel() // others if each == dim else size for each, size in enumerate(shape)]
-    )
+    sizes = list(shape)
+    sizes[dim] = flat.numel() // others
+    return flat.view(sizes)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entries of fsdp_dtensor checkpoints, made of a live model and its optimizer.
+
+Training with this project's own loop and with Megatron-LM's loop save and load the same entries:
+:mod:`megatron.checkpoint.fsdp_dtensor.checkpoint` describes the format. Tensors share storage with
+the model and the optimizer, so that torch.distributed.checkpoint loads in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.checkpoint.core.key_rules import entry_names, plain_name
+from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, without_layout
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+
+Settings = dict[str, Any]
+"""What a param group says about its parameters: learning rate, weight decay and so on."""
+
+
+def same_name(name: str) -> str:
+    """Return the name: the file has it as it is."""
+    return name
+
+
+def named_parameters(model: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters on this rank by their names, which are global.
+
+    Args:
+        model: the wrapped chunks of this pipeline stage.
+    """
+    found: dict[str, nn.Parameter] = {}
+    for chunk in model:
+        found.update(chunk.named_parameters())
+    return found
+
+
+def sharded_params(model: Iterable[nn.Module]) -> dict[str, ShardedParam]:
+    """Return the sharded parameters on this rank by their names without wrappers."""
+    parameters = named_parameters(model)
+    return {plain_name(name): sharded_param_of(parameters[name]) for name in parameters}
+
+
+def entries_of(
+    name: str, value: Any, sharded: ShardedParam | None, gated: bool = True
+) -> dict[str, Any]:
+    """Return the entries of one value by name: the value, or the two halves of a gated weight.
+
+    Args:
+        name: of the whole value in the file, with or without wrappers.
+        value: a DTensor of the parameter's shape, or anything else (a buffer, a step counter),
+            which is the same for both halves.
+        sharded: the parameter that the value belongs to; None for a value that is stored as it is.
+        gated: the MLPs of the model are gated, and files have the halves of their weights.
+
+    Raises:
+        ValueError: for a gated weight without a parameter.
+    """
+    names = entry_names(name, gated)
+    if not isinstance(value, DTensor) or (sharded is None and len(names) == 1):
+        return dict.fromkeys(names, value)
+    if sharded is None:
+        raise ValueError(
+            f"{name}: the model has no parameter of this name, so it cannot be divided into"
+            f" {', '.join(names)}"
+        )
+    return dict(zip(names, sharded.checkpoint_tensors(len(names), value)))
+
+
+def state_entries(
+    state: Mapping[str, Mapping[str, Any]],
+    sharded: Mapping[str, ShardedParam],
+    name_in_file: Callable[[str], str] = same_name,
+    gated: bool = True,
+) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state by the names of entries, as :func:`entries_of` divides it.
+
+    Args:
+        state: slots (moments, steps) by the names of parameters.
+        sharded: as :func:`sharded_params` returns them.
+        name_in_file: maps a name of ``state`` to that of the whole parameter in the file.
+        gated: as for :func:`entries_of`.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    for wrapped, slots in state.items():
+        name, parameter = name_in_file(wrapped), sharded.get(plain_name(wrapped))
+        for slot, value in slots.items():
+            for entry, part in entries_of(name, value, parameter, gated).items():
+                entries.setdefault(entry, {})[slot] = part
+    return entries
+
+
+class GroupSettings(NamedTuple):
+    """The settings that a file has for the parameters of one param group.
+
+    Attributes:
+        settings: those of the first parameter that the file knows; empty if it knows none.
+        first: the name of that parameter.
+        different: the names of parameters with other settings.
+    """
+
+    settings: Settings
+    first: str
+    different: list[str]
+
+
+def settings_of_group(names: Iterable[str], saved: Mapping[str, Settings]) -> GroupSettings:
+    """Compare the settings that a file has for the parameters of one param group.
+
+    Args:
+        names: of the group's parameters.
+        saved: settings by the names of parameters; the file may not have all of them.
+    """
+    known = {name: without_layout(saved[name]) for name in names if name in saved}
+    if not known:
+        return GroupSettings({}, "", [])
+    first = next(iter(known))
+    different = [name for name in known if known[name] != known[first]]
+    return GroupSettings(known[first], first, different)
+
+
+def drop_absent_settings(
+    asked: dict[str, Settings], keys: Container[str], name_in_file: Callable[[str], str] = same_name
+) -> None:
+    """Leave parameters that the file does not know out of what a partial load asks for, in place.
+
+    They take the settings of those that the file knows, which they must not contradict.
+
+    Args:
+        asked: settings by the names of parameters.
+        keys: of the file.
+        name_in_file: maps a name of ``asked`` to that in the file.
+    """
+    for name, settings in list(asked.items()):
+        start = f"{META_PREFIX}{name_in_file(name)}"
+        if not any(f"{start}.{field}" in keys for field in settings):
+            del asked[name]
+
+
+def has_loss_scaler(keys: Iterable[str]) -> bool:
+    """Tell whether a file with these keys has the state of a loss scaler."""
+    return any(key.startswith("grad_scaler.") for key in keys)

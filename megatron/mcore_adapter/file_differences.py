@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between the entries that a load asks for and those that a checkpoint file has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+
+from megatron.checkpoint.core.listing import some
+
+
+@dataclass(frozen=True)
+class FileDifferences:
+    """Entries that a load asks for and cannot get.
+
+    Args:
+        shapes: a line for each tensor of another shape.
+        missing: keys that the file does not have.
+    """
+
+    shapes: list[str]
+    missing: list[str]
+
+    @classmethod
+    def between(
+        cls, asked: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES], here: str
+    ) -> FileDifferences:
+        """Compare what this rank asks for with what a file has.
+
+        Args:
+            asked: flattened: the value to load into, by key.
+            stored: the metadata of the file's entries, by key.
+            here: follows the shape of a tensor of this run in a line, such as "in the model".
+        """
+        shapes = []
+        for key, value in asked.items():
+            entry = stored.get(key)
+            if not (isinstance(value, torch.Tensor) and isinstance(entry, TensorStorageMetadata)):
+                continue
+            if entry.size != value.shape:
+                shapes.append(
+                    f"{key}: {tuple(entry.size)} in the file, {tuple(value.shape)} {here}"
+                )
+        return cls(shapes, sorted(asked.keys() - stored.keys()))
+
+    def without_missing(self) -> FileDifferences:
+        """Return the differences that matter to a partial load."""
+        return FileDifferences(self.shapes, [])
+
+    def problems(self) -> list[str]:
+        """Word the differences in at most one line about shapes and one about missing keys."""
+        lines = []
+        if self.shapes:
+            lines.append(f"other shapes: {some(self.shapes)}")
+        if self.missing:
+            lines.append(f"not in the file: {some(self.missing)}")
+        return lines
+
+    @property
+    def concern_random_state(self) -> bool:
+        """Some of the entries are the state of random generators."""
+        return any(entry.startswith("rng_state") for entry in self.shapes + self.missing)

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State of Megatron-Core's DistributedOptimizer in Megatron-LM's loop, over models of this project.
+
+Both functions take a method of the optimizer's class and return its replacement, which calls the
+original one for models of others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.optimizer import DistributedOptimizer
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.checkpoint.core.listing import some
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
+from megatron.mcore_adapter.optimizer_state import make_optimizer_state
+
+
+def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of ``DistributedOptimizer.sharded_state_dict``."""
+
+    @functools.wraps(original)
+    def sharded_state_dict(
+        optimizer: DistributedOptimizer,
+        model_sharded_state_dict: Mapping[str, Any] = {},
+        is_loading: bool = False,
+        sharding_type: str | None = None,
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Return Megatron-Core's state dict with all state and the loss scaler.
+
+        It has the state of parameters of which this rank owns nothing too. No weight is changed.
+        """
+        is_ours = _is_over_our_models(optimizer)
+        if is_ours:
+            make_optimizer_state(optimizer)
+            # Megatron-Core would take a step to make state. There is all of it.
+            is_loading = False
+        content = original(optimizer, model_sharded_state_dict, is_loading, sharding_type, metadata)
+        return _for_checkpoint(optimizer, content) if is_ours else content
+
+    return sharded_state_dict
+
+
+def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) -> dict[str, Any]:
+    """Make what Megatron-Core's ``sharded_state_dict`` returned ready for torch's checkpoint."""
+    parameters = _parameters(optimizer)
+    state = {}
+    for name, slots in content["state"].items():
+        sharded = sharded_param_of(parameters[name])
+        state[name] = {slot: _checkpoint_value(sharded, value) for slot, value in slots.items()}
+    content["state"] = state
+    # Parameters of a group share one dict, in which a load would leave no trace of a difference
+    # between them.
+    content["param_to_group_meta"] = {
+        name: dict(settings) for name, settings in content["param_to_group_meta"].items()
+    }
+    if optimizer.grad_scaler is not None:
+        content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return content
+
+
+def _checkpoint_value(sharded: ShardedParam, value: Any) -> Any:
+    return sharded.checkpoint_tensor(value) if isinstance(value, DTensor) else value
+
+
+def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of ``DistributedOptimizer.load_state_dict``."""
+
+    @functools.wraps(original)
+    def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+        """Take over what ``sharded_state_dict`` returned and a load has filled.
+
+        Parameters that are not in it stay as they are.
+
+        Raises:
+            ValueError: if parameters, shapes or groups do not fit. Nothing is changed then, but
+                what was read in place.
+        """
+        if _is_over_our_models(optimizer) and "param_to_group_meta" in state_dict:
+            _load(optimizer, state_dict)
+        else:
+            original(optimizer, state_dict)
+
+    return load_state_dict
+
+
+def _load(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
+    parameters = _parameters(optimizer)
+    unknown = sorted(name for name in state_dict["state"] if name not in parameters)
+    if unknown:
+        raise ValueError(f"the optimizer has no parameters of these names: {some(unknown)}")
+    saved = state_dict["param_to_group_meta"]
+    settings = [_settings(optimizer, group, saved) for group in optimizer.param_groups]
+    make_optimizer_state(optimizer)
+    for name, slots in state_dict["state"].items():
+        own = optimizer.optimizer.state[parameters[name]]
+        _load_slots(own, slots, sharded_param_of(parameters[name]))
+    for group, settings_of_file in zip(optimizer.param_groups, settings):
+        group.update(settings_of_file)
+    if optimizer.grad_scaler is not None and "grad_scaler" in state_dict:
+        optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+
+
+def _settings(
+    optimizer: DistributedOptimizer, group: dict[str, Any], saved: Mapping[str, Settings]
+) -> Settings:
+    """Return the settings on which all parameters of a group that are in the file agree."""
+    names = map(optimizer._param_name, group["params"])
+    settings, first, different = settings_of_group(names, saved)
+    if different:
+        raise ValueError(
+            f"the checkpoint has other param groups than this run: {first} and {some(different)}"
+            " are in one group here, and differ there (--no-load-optim loads weights only)"
+        )
+    return settings
+
+
+@torch.no_grad()
+def _load_slots(own: dict[str, Any], slots: Mapping[str, Any], sharded: ShardedParam) -> None:
+    for slot, value in slots.items():
+        live = own.get(slot)
+        if isinstance(live, DTensor):
+            live._local_tensor.copy_(sharded.local_shard(value))
+        elif isinstance(live, torch.Tensor):
+            live.copy_(value)
+        else:
+            own[slot] = value
+
+
+def _is_over_our_models(optimizer: DistributedOptimizer) -> bool:
+    return all(isinstance(chunk, FullyShardedDataParallel) for chunk in optimizer.model_chunks)
+
+
+def _parameters(optimizer: DistributedOptimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters by the names that the optimizer gives them in state dicts."""
+    parameters: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        parameters |= {optimizer._param_name(each): each for each in group["params"]}
+    return parameters

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows beyond the vocabulary, of which a file may have another number than the model.
+
+Embedding and output layer have one row for each token of the vocabulary, and rows of padding that
+make their number divisible. Runs with other layouts or another divisor have other numbers of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from megatron.checkpoint.core.key_rules import VOCABULARY, plain_name
+from megatron.checkpoint.fsdp_dtensor.checkpoint import STATE_PREFIX
+from megatron.fsdp.dtensor.uneven import dtensor_over
+from megatron.fsdp.engine.collectives import agree
+
+
+class VocabularyEntry(NamedTuple):
+    """An entry with one row a token, and how many rows the model and the file have.
+
+    Attributes:
+        entries: the dict that has the entry's tensor.
+        name: its key there.
+        rows: of the model.
+        rows_in_file: of the file.
+    """
+
+    entries: dict[str, DTensor]
+    name: str
+    rows: int
+    rows_in_file: int
+
+
+def fit_padding(
+    args: argparse.Namespace,
+    content: dict[str, Any],
+    stored: Mapping[str, STORAGE_TYPES],
+    read_saved_args: Callable[[], argparse.Namespace | None],
+) -> None:
+    """Give entries of ``content`` the number of rows of the file, if only the padding differs.
+
+    What they ask for are still the rows of this rank. Rows that the file does not have are not
+    read, and stay as they are. A collective.
+
+    Args:
+        args: of this run.
+        content: what will be loaded, nested; changed in place.
+        stored: the metadata of the file's entries, by key.
+        read_saved_args: reads the arguments of the run that wrote the file; a collective.
+    """
+    entries = vocabulary_entries(content, stored)
+    padded = [entry for entry in entries if entry.rows != entry.rows_in_file]
+    if not agree(entry.name for entry in padded):
+        return
+    saved_args = read_saved_args()
+    for entry in padded:
+        here = least_vocabulary(args, entry.rows)
+        there = least_vocabulary(saved_args, entry.rows_in_file)
+        if max(here, there) <= min(entry.rows, entry.rows_in_file):
+            value = entry.entries[entry.name]
+            shape = (entry.rows_in_file, *value.shape[1:])
+            entry.entries[entry.name] = dtensor_over(
+                value._local_tensor, value.device_mesh, value.placements, shape
+            )
+
+
+def vocabulary_entries(
+    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES]
+) -> Iterator[VocabularyEntry]:
+    """Yield the entries of the model and the optimizer with one row a token that the file has."""
+    candidates = [
+        ("model.", content["model"], name) for name in content["model"] if _has_row_per_token(name)
+    ]
+    for name, slots in content.get("optimizer", {}).get("state", {}).items():
+        if _has_row_per_token(name):
+            candidates += [(f"{STATE_PREFIX}{name}.", slots, slot) for slot in slots]
+    for start, entries, name in candidates:
+        entry = stored.get(start + name)
+        if isinstance(entry, TensorStorageMetadata) and isinstance(entries[name], DTensor):
+            yield VocabularyEntry(entries, name, entries[name].shape[0], entry.size[0])
+
+
+def _has_row_per_token(name: str) -> bool:
+    return plain_name(name) in VOCABULARY
+
+
+def least_vocabulary(args: argparse.Namespace | None, rows: int) -> int:
+    """Return the smallest vocabulary for which a run with ``args`` would make ``rows`` rows.
+
+    If nothing is known about the run, that is one token a row.
+    """
+    size = getattr(args, "vocab_size", None)
+    if args is not None and size is not None:
+        # Its end of document lies beyond the vocabulary.
+        return size + (args.tokenizer_type == "NullTokenizer")
+    # Example: rows are a multiple of 128 * 2 = 256. A vocabulary of 257 to 512 tokens makes 512.
+    multiple = getattr(args, "make_vocab_size_divisible_by", 1)
+    multiple *= getattr(args, "tensor_model_parallel_size", 1)
+    return rows - multiple + 1
