@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
     # and none pays.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from megatron.fsdp.model import GradientError  # noqa: E402
+from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import ArgumentErrors, parse_arguments  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402

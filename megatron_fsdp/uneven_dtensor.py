@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on sharded parameters, gradients and state. See `megatron.fsdp.dtensor.uneven_dtensor`."""
+"""Functions on sharded tensors. See `megatron.fsdp.dtensor.uneven_dtensor`."""
 
 from megatron.fsdp.dtensor.uneven_dtensor import (
     filter_unflattened_state_dict,

@@ -25,8 +25,9 @@ ROOMS = {
         *("validation", "splitting", "uneven_dtensor"),
     ],
     "": [
-        *("config", "problems", "meta_init", "sharding", "checks", "model_state", "model"),
-        *("elementwise", "optimizer", "fully_shard"),
+        *("config", "problems", "meta_init", "checks", "settings", "agreement", "sharding"),
+        *("gradient_sync", "model_state", "sharded_module", "model"),
+        *("elementwise", "optimizer_state", "optimizer", "fully_shard"),
     ],
 }
 """Rooms of megatron/fsdp, the lowest first, and the files of each in order.

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration object of the published package, and what of it is not built yet."""
+"""The configuration object of the published package, and its fields that are not built yet."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -13,12 +12,13 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Settings of a sharded model.
+    """The settings of a sharded model, with the fields of the published package.
 
-    Megatron-Core's class of this name serves as well: fields are read by name.
+    Megatron-Core's class of this name serves as well: fields are read by name, and those that it
+    lacks have the defaults given here.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
-    another way of communicating; there is nothing here for them to change.
+    a way of communicating that this implementation does not have. They change nothing.
     """
 
     overlap_grad_reduce: bool = False
@@ -48,7 +48,7 @@ class DistributedDataParallelConfig:
 
     @classmethod
     def fully_sharded(cls) -> DistributedDataParallelConfig:
-        """Level 3, with overlap."""
+        """Return the configuration of ZeRO level 3 with overlapped communication."""
         return cls(
             data_parallel_sharding_strategy="optim_grads_params",
             overlap_grad_reduce=True,
@@ -56,8 +56,8 @@ class DistributedDataParallelConfig:
         )
 
 
-def policy_of(config: Any) -> MixedPrecisionPolicy:
-    """The dtypes of a configuration object."""
+def precision_of(config: object) -> MixedPrecisionPolicy:
+    """Return the dtypes that a configuration object of either package asks for."""
     return MixedPrecisionPolicy(
         getattr(config, "megatron_fsdp_main_params_dtype", torch.float32),
         getattr(config, "megatron_fsdp_main_grads_dtype", None),
@@ -77,10 +77,11 @@ UNBUILT_FIELDS = (
     "megatron_fsdp_cuda_graph_mode",
     "megatron_fsdp_max_pool_double_buffer",
 )
+"""Fields that ask for a feature that is not built yet where they are set."""
 
 
-def refuse_unbuilt(**arguments: Any) -> None:
-    """Raise ``NotImplementedError`` naming every argument that asks for something that is not built yet."""
+def refuse_unbuilt(**arguments: object) -> None:
+    """Raise ``NotImplementedError`` naming every argument that asks for an unbuilt feature."""
     given = [f"{name}={value!r}" for name, value in arguments.items() if value]
     if given:
         raise NotImplementedError(
@@ -88,6 +89,6 @@ def refuse_unbuilt(**arguments: Any) -> None:
         )
 
 
-def refuse_unbuilt_config(config: Any) -> None:
-    """The same for the fields of a configuration object."""
+def refuse_unbuilt_config(config: object) -> None:
+    """Raise ``NotImplementedError`` naming every field that asks for an unbuilt feature."""
     refuse_unbuilt(**{name: getattr(config, name, None) for name in UNBUILT_FIELDS})

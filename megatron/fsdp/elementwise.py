@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is an optimizer's update element-wise? Only then may ranks that hold pieces of matrices step on their own.
+"""A test of optimizers: only those with an element-wise update may step on shards of matrices.
 
-torch's optimizers are known. Any other is tried out on small tensors, whole and in pieces; see
+torch's optimizers are known. Any other is tried out on small tensors, whole and divided; see
 :func:`why_not_elementwise`.
 """
 
@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,21 +23,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 KNOWN = (
-    *(
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-    ),
-    *(
-        torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-        torch.optim.ASGD,
-    ),
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.ASGD,
 )
 """Optimizers of torch that are element-wise."""
 
@@ -47,19 +43,31 @@ NEED_THE_WHOLE = re.compile(r"(?i:adafactor|muon|shampoo|lbfgs|soap)|LAMB|Lamb(?
 STEPS = 3
 LEARNING_RATE = 0.1  # one that moves weights, where a warm-up begins at 0
 
+Setting = dict[str, Any]
+"""The settings of a param group."""
 
-class OnLocalParts(TorchFunctionMode):
-    """Inside, operations that torch has not taught its DTensors run on this rank's pieces: element-wise, it is the same."""
 
-    OPERATIONS = {
-        torch._fused_sgd_,
-        torch._fused_adagrad_,
-        torch._foreach_copy_,
-        torch.Tensor.__setitem__,
-    }
+class OnLocalShards(TorchFunctionMode):
+    """A mode in which operations that torch does not define for its DTensors run on local shards.
+
+    They are element-wise, so that the result is the same.
+    """
+
+    OPERATIONS = frozenset(
+        {
+            torch._fused_sgd_,
+            torch._fused_adagrad_,
+            torch._foreach_copy_,
+            torch.Tensor.__setitem__,
+        }
+    )
 
     def __torch_function__(
-        self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+        self,
+        function: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if function in self.OPERATIONS:
             args, kwargs = tree_map_only(DTensor, _local, (args, kwargs))
@@ -67,7 +75,7 @@ class OnLocalParts(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """For code inside that is not the optimizer's: closures."""
+        """Leave the mode inside, for code that is not the optimizer's: closures."""
         self.__exit__(None, None, None)
         try:
             yield
@@ -80,20 +88,25 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def torch_class(kind: type) -> type | None:
-    """The element-wise optimizer of torch that ``kind`` is: itself, or with a constructor of its own; else None."""
+    """Return the element-wise optimizer of torch that ``kind`` is; None for any other.
+
+    A subclass counts if it changes the constructor only.
+    """
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
         return None
     # Where the first optimizer of a class is made, torch wraps its `step`.
-    own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
-    return None if own_step or kind._init_group is not known._init_group else known
+    has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
+    return None if has_own_step or kind._init_group is not known._init_group else known
 
 
-def state_names(kind: type | None, group: dict[str, Any]) -> list[str]:
-    """Names of the element-wise state of torch's optimizers, in torch's order; none where it must be left to the first step.
+def state_names(kind: type | None, group: Setting) -> list[str]:
+    """Return the names of the element-wise state of torch's optimizers, in torch's order.
+
+    The list is empty where the state must be left to the first step.
 
     Args:
-        kind: what :func:`torch_class` says.
+        kind: the result of :func:`torch_class`.
         group: the settings of a param group.
     """
     if kind in (torch.optim.Adam, torch.optim.AdamW):
@@ -103,30 +116,28 @@ def state_names(kind: type | None, group: dict[str, Any]) -> list[str]:
         return ["square_avg", *momentum] + (["grad_avg"] if group["centered"] else [])
     if kind is torch.optim.SGD:
         return ["momentum_buffer"] if group["momentum"] != 0 and group["dampening"] == 0 else []
-    return {
+    names: dict[type | None, list[str]] = {
         torch.optim.NAdam: ["exp_avg", "exp_avg_sq"],
         torch.optim.RAdam: ["exp_avg", "exp_avg_sq"],
         torch.optim.Adamax: ["exp_avg", "exp_inf"],
         torch.optim.Adadelta: ["square_avg", "acc_delta"],
         torch.optim.Adagrad: ["sum"],
-    }.get(kind, [])
+    }
+    return names.get(kind, [])
 
 
-def why_not_elementwise(
-    kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, Any]]
-) -> str | None:
-    """Why an optimizer cannot step on pieces of matrices; None if it can.
+def why_not_elementwise(kind: type, defaults: Setting, groups: Sequence[Setting]) -> str | None:
+    """Return the reason why an optimizer cannot step on shards of matrices; None if it can.
 
-    A class that is not torch's own is tried: it is built from ``defaults`` and the settings of
-    ``groups`` over small plain float64 tensors, on whole matrices and once more, by two others, on
-    pieces of them as two ranks
-    would hold them: some rows, a flat run, nothing. After a few steps on the same gradients the
-    weights must agree. The user's optimizer, its tensors and all random number generators of torch
-    and Python stay as they are, and nothing is communicated.
+    A class that is not torch's own is tried. It is built from ``defaults`` and the settings of
+    ``groups`` over small plain float64 tensors: once over whole matrices, and twice over their
+    shards on two ranks (some rows, a flat range, nothing). After a few steps on the same gradients
+    the weights must agree. The user's optimizer, its tensors and all random number generators of
+    torch and Python stay as they are, and nothing is communicated.
 
     A class that cannot be built or stepped that way (other arguments than its defaults, kernels for
-    GPUs in another dtype) is taken at its word, unless its name is one of those known to need whole
-    matrices.
+    GPUs in another dtype) is believed to be element-wise, unless its name is one of those known to
+    need whole matrices.
 
     Args:
         kind: the optimizer's class.
@@ -144,10 +155,8 @@ def why_not_elementwise(
     return None if torch_class(kind) else _try_out(kind, defaults, groups)
 
 
-def _try_out(kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, Any]]) -> str | None:
-    device = next(
-        (parameter.device for group in groups for parameter in group["params"]), torch.device("cpu")
-    )
+def _try_out(kind: type, defaults: Setting, groups: Sequence[Setting]) -> str | None:
+    device = _device_of(groups)
     python_state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
     try:
@@ -158,32 +167,82 @@ def _try_out(kind: type, defaults: dict[str, Any], groups: Sequence[dict[str, An
         random.setstate(python_state)
 
 
+def _device_of(groups: Sequence[Setting]) -> torch.device:
+    """Return the device of the first parameter."""
+    for group in groups:
+        for parameter in group["params"]:
+            device: torch.device = parameter.device
+            return device
+    return torch.device("cpu")
+
+
+class TrialMatrix(NamedTuple):
+    """A weight and the slope that its gradients are made of, of one shape, float64."""
+
+    weight: torch.Tensor
+    slope: torch.Tensor
+
+    def rows(self, begin: int | None, end: int | None) -> TrialMatrix:
+        """Return rows ``begin`` to ``end`` of both."""
+        return TrialMatrix(self.weight[begin:end], self.slope[begin:end])
+
+    def as_column(self) -> TrialMatrix:
+        """Return both as flat vectors with two dims."""
+        return TrialMatrix(self.weight.reshape(-1, 1), self.slope.reshape(-1, 1))
+
+
+def _random_matrix(
+    shape: Sequence[int], generator: torch.Generator, device: torch.device
+) -> TrialMatrix:
+    weight, slope = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+    return TrialMatrix(weight.to(device), slope.to(device))
+
+
+def _shards(whole: list[TrialMatrix]) -> tuple[list[TrialMatrix], list[TrialMatrix]]:
+    """Return the shards of three matrices on two ranks: rows, a flat range, all or nothing.
+
+    The flat range has as many dims as the matrix, since DTensors keep them. Nothing is cut inside a
+    block of 64 or more elements, for optimizers that quantize their state by blocks.
+    """
+    by_rows, by_range, small = whole
+    flat = by_range.as_column()
+    first = [by_rows.rows(None, 49), flat.rows(None, 17), small]
+    second = [by_rows.rows(49, None), flat.rows(17, None), small.rows(5, None)]
+    return first, second
+
+
 def _compare(
-    kind: type, defaults: dict[str, Any], settings: list[dict[str, Any]], device: torch.device
+    kind: type, defaults: Setting, settings: list[Setting], device: torch.device
 ) -> str | None:
-    """Step on wholes and on pieces, and compare."""
+    """Step on whole matrices and on shards of them, and return how the results differ."""
     generator = torch.Generator().manual_seed(1)  # of its own
-    wholes, ranks = [], ([], [])
+    wholes: list[list[TrialMatrix]] = []
+    firsts: list[list[TrialMatrix]] = []
+    seconds: list[list[TrialMatrix]] = []
     for _ in settings:
         # All have two dims: some optimizers take nothing else.
-        pairs = [_random_pair(shape, generator, device) for shape in ((136, 128), (9, 7), (5, 1))]
-        wholes.append(pairs)
-        for rank, pieces in zip(ranks, _cut(*pairs)):
-            rank.append(pieces)
+        shapes = ((136, 128), (9, 7), (5, 1))
+        whole = [_random_matrix(shape, generator, device) for shape in shapes]
+        first, second = _shards(whole)
+        wholes.append(whole)
+        firsts.append(first)
+        seconds.append(second)
     try:
         expected = _step(kind, defaults, settings, wholes)
-    except Exception:  # whatever a stranger's code raises: it cannot be tried out
+    except Exception:  # of any kind: it is code that we do not know, and cannot be tried out
         return None
     try:
-        first, second = (_step(kind, defaults, settings, rank) for rank in ranks)
+        results = zip(
+            _step(kind, defaults, settings, firsts), _step(kind, defaults, settings, seconds)
+        )
     except Exception as error:
         return (
             f"cannot step on pieces of a matrix, which is what ranks hold ({type(error).__name__}:"
             f" {error})"
         )
-    for whole, *pieces in zip(expected, first, second):
-        together = torch.cat([piece.reshape(-1) for piece in pieces])
-        if not torch.allclose(together, whole.reshape(-1), rtol=1e-9, atol=1e-12, equal_nan=True):
+    for weight, shards in zip(expected, results):
+        together = torch.cat([shard.reshape(-1) for shard in shards])
+        if not torch.allclose(together, weight.reshape(-1), rtol=1e-9, atol=1e-12, equal_nan=True):
             return (
                 f"is not element-wise: {STEPS} steps on a matrix and on its pieces, which is what"
                 " ranks hold, give other weights (it looks at rows, whole matrices or the whole"
@@ -192,56 +251,35 @@ def _compare(
     return None
 
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-"""Weights, and what their gradients are made of."""
-
-
-def _random_pair(shape: Sequence[int], generator: torch.Generator, device: torch.device) -> Pair:
-    weight, slope = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    return weight.to(device), slope.to(device)
-
-
-def _cut(matrix: Pair, run: Pair, small: Pair) -> tuple[list[Pair], list[Pair]]:
-    """What two ranks hold: rows, a flat run (with as many dims as the whole, since DTensors keep them), all or nothing.
-
-    The cuts hit no block of 64 or more elements, for optimizers that quantize their state by
-    blocks.
-    """
-    flat = tuple(tensor.reshape(-1, 1) for tensor in run)
-    first = [tuple(tensor[:49] for tensor in matrix), tuple(tensor[:17] for tensor in flat), small]
-    second = [
-        tuple(t[49:] for t in matrix),
-        tuple(t[17:] for t in flat),
-        tuple(t[5:] for t in small),
-    ]
-    return first, second
-
-
 def _step(
-    kind: type, defaults: dict[str, Any], settings: list[dict[str, Any]], groups: list[list[Pair]]
+    kind: type, defaults: Setting, settings: list[Setting], groups: list[list[TrialMatrix]]
 ) -> list[torch.Tensor]:
-    """The weights after a few steps of a new optimizer."""
-    weights = [[nn.Parameter(weight.clone()) for weight, _ in pairs] for pairs in groups]
-    flat = [weight for group in weights for weight in group]
-    slopes = [slope for pairs in groups for _, slope in pairs]
-    accepted = inspect.signature(kind).parameters
-    anything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    optimizer = kind(
-        [{**copy.deepcopy(setting), "params": group} for setting, group in zip(settings, weights)],
-        **{
-            key: copy.deepcopy(value)
-            for key, value in defaults.items()
-            if anything or key in accepted
-        },
-    )
+    """Return the weights after a few steps of a new optimizer.
+
+    Args:
+        kind: the optimizer's class.
+        defaults: its ``defaults``.
+        settings: those of each param group.
+        groups: the samples of each param group.
+    """
+    param_groups: list[dict[str, Any]] = []
+    weights: list[nn.Parameter] = []
+    slopes: list[torch.Tensor] = []
+    for setting, samples in zip(settings, groups):
+        own = [nn.Parameter(sample.weight.clone()) for sample in samples]
+        param_groups.append({**copy.deepcopy(setting), "params": own})
+        weights += own
+        slopes += [sample.slope for sample in samples]
+    optimizer = kind(param_groups, **_accepted(kind, defaults))
 
     def closure() -> torch.Tensor:
-        """An element-wise loss: gradients depend on the weights, for optimizers that look twice."""
+        """Return an element-wise loss; its gradients depend on the weights."""
         with torch.enable_grad():
-            loss = sum(
-                (slope * torch.sin(weight + slope)).sum() for weight, slope in zip(flat, slopes)
-            )
-            for weight, gradient in zip(flat, torch.autograd.grad(loss, flat)):
+            terms = [
+                (slope * torch.sin(weight + slope)).sum() for weight, slope in zip(weights, slopes)
+            ]
+            loss = torch.stack(terms).sum()
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights)):
                 weight.grad = gradient
         return loss
 
@@ -251,12 +289,23 @@ def _step(
             optimizer.step(closure)
         except TypeError:  # takes none
             optimizer.step()
-    return [weight.detach() for weight in flat]
+    return [weight.detach() for weight in weights]
 
 
-def _different_settings(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The settings of groups, each once, with a learning rate that moves weights."""
-    found = {}
+def _accepted(kind: type, defaults: Setting) -> Setting:
+    """Return copies of those ``defaults`` that the constructor of an optimizer takes."""
+    parameters = inspect.signature(kind).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return {
+        key: copy.deepcopy(value)
+        for key, value in defaults.items()
+        if takes_all or key in parameters
+    }
+
+
+def _different_settings(groups: Sequence[Setting]) -> list[Setting]:
+    """Return the settings of groups, each once, with a learning rate that moves weights."""
+    found: dict[str, Setting] = {}
     for group in groups:
         setting = {
             key: value

@@ -3,31 +3,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.checks import check_flags, check_module, device_of, outer_strategy
-from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.engine.units import resolve_unit_modules
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.optimizer import (
-    refuse_optimizer,
-    refuse_own_step,
-    shard_optimizer,
-    swap_parameters,
-)
+from megatron.fsdp.optimizer import check_optimizer, shard_optimizer, swap_parameters
 from megatron.fsdp.problems import Problems
-
-# The object itself says that no policy was given, and the older keywords may speak.
-DEFAULT_PRECISION = MixedPrecisionPolicy()
+from megatron.fsdp.settings import DEFAULT_PRECISION, ShardingSettings
 
 
 def fully_shard_model(
@@ -69,20 +56,42 @@ def fully_shard_model(
     grad_reduce_in_fp32: bool | None = None,
     preserve_fp32_weights: bool | None = None,
 ) -> MegatronFSDP:
-    """Shard a model over the ranks of a mesh axis.
+    """Shard a model over the data-parallel ranks: ZeRO levels 0 to 3, plain or hybrid.
 
-    Weights, gradients and optimizer state are divided as ``zero_dp_strategy`` says. At level 3 (the
-    default) the weights of a unit, one of ``fsdp_unit_modules``, are gathered for its forward,
-    freed, gathered for its backward and freed again, while the next unit is gathered ahead.
-    Gradients are averaged over the ranks and divided among them during backward; the optimizer
-    updates the piece that a rank owns, in ``main_params_dtype``.
+    Weights, gradients and optimizer state are divided among the ranks of the axis ``dp_shard_dim``,
+    as far as ``zero_dp_strategy`` says. At level 3, the default, each rank keeps its shard of the
+    weights only. Before the forward of a *unit* (one of ``fsdp_unit_modules``, usually a
+    transformer layer) the weights of the unit are all-gathered; after its forward they are freed.
+    The same happens around its backward. While a unit computes, the next one is all-gathered ahead,
+    in the order that the first pass has recorded.
 
-    ``model.parameters()`` yields those pieces as DTensors of the full logical shape: make the
-    optimizer on them and pass it to :func:`fully_shard_optimizer`. Everything else (forward, loss,
-    ``backward``, clipping, schedulers) is as without sharding.
+    The parameters of a unit that share dtype, mesh and trainability form a *group*. A group is one
+    flat buffer in which parameters lie whole and contiguous, so that one all-gather fills it and
+    the module's own parameters are views of it: nothing is copied. Each rank owns one contiguous
+    shard of the buffer. A planner orders and pads parameters so that shards end at rows where that
+    costs little, and at any element otherwise.
+
+    In backward, autograd leaves local gradients on the module's own parameters. When a unit's
+    backward is over, they are collected in a flat buffer like that of the weights and
+    reduce-scattered (all-reduced at levels 0 and 1) while the next unit computes. The sum over
+    ranks is divided once, by the number of data ranks. With an outer axis, ``dp_outer_dim``, the
+    result is reduced over that axis too, once per step.
+
+    ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
+    ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
+    rank's shard. Their gradients are on ``param.grad`` after backward. Make the optimizer on them
+    and pass it to :func:`fully_shard_optimizer`; after its step the main weights are cast into the
+    weights that the next forward gathers. Everything else (forward, loss, ``backward``, clipping,
+    schedulers, checkpoints) is as without sharding.
+
+    Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of
+    units (backward begins and ends), and on parameters (a gradient is there). They only tell the
+    schedule what happens; the schedule decides what is gathered, freed and reduced, in the same
+    order on every rank.
 
     Args:
-        module: any module, initialised; the weights of the first data rank are taken.
+        module: any initialised module; the weights of the first data rank count. Its parameters
+            are replaced in place.
         device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator there
             is, else cpu.
         dp_shard_dim: axis to shard over, also a flattened one; required with a mesh of several
@@ -92,52 +101,104 @@ def fully_shard_model(
         tp_dim: tensor-parallel axis, of a model whose parameters are DTensors or have
             Megatron-Core's attributes.
         hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
-        hybrid_fsdp_expt_group: the same for expert parameters.
+        hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived likewise.
         expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called
-            ``experts``), with axes of the same names: the ranks that hold the same experts.
-        fsdp_group_ag, expt_fsdp_group_ag: groups of the shard axis' ranks for gathers alone, so
-            that they do not queue behind reductions.
-        fsdp_unit_modules: classes (or instances, or import paths) of units, whose parameters are
-            used inside their forward only, or handed on as arguments. Outside of them, without any
-            everywhere, each module that owns
-            parameters is gathered and freed by itself: little memory, many small gathers.
+            ``experts``), with axes of the same names: the ranks that have the same experts.
+        fsdp_group_ag: group of the shard axis' ranks for all-gathers alone, so that they do not
+            queue behind reductions.
+        expt_fsdp_group_ag: group of this sort for the expert mesh.
+        fsdp_unit_modules: classes, instances or import paths of units. The parameters of a unit
+            must be used inside its forward only, or passed on as arguments. Outside of units, and
+            everywhere without any, each module that owns parameters is a unit by itself: little
+            memory, many small all-gathers.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis divides optimizer
             state too.
-        device: where the module goes first. None: the mesh's. Ignored with meta initialisation.
+        device: device that the module is moved to. None: the mesh's. Ignored with meta
+            initialisation.
         init_model_with_meta_device: parameters on the meta device get their values unit by unit,
             through ``reset_parameters()`` of the modules that own them, in module order.
         mixed_precision_policy: dtypes of main weights and gradients.
-        overlap_grad_reduce, overlap_param_gather: communicate beside compute.
+        overlap_grad_reduce: reduce gradients beside compute.
+        overlap_param_gather: all-gather weights beside compute.
         sync_model_each_microbatch: after every backward gradients are final on ``param.grad``;
             several backward passes before a step add up. False: the optimizer's step, or
-                ``finish_grad_sync``, makes them final.
+            ``finish_grad_sync``, makes them final.
         preproc_state_dict_for_dcp_ckpt: state dicts are ready for torch.distributed.checkpoint.
-        report_nan_in_param_grad: name parameter and rank of a NaN or Inf gradient (older:
-            ``check_for_nan_in_grad``).
+        report_nan_in_param_grad: raise and name parameter and rank of a NaN or Inf gradient.
         average_in_collective: the process group divides; otherwise its sum is divided.
-        disable_bucketing: one group per dtype instead of per unit.
+        disable_bucketing: the whole model is one unit, with one group per dtype.
         calculate_per_token_loss: gradients are summed, not averaged.
-        enable_fine_grained_param_gather: inside of units too each module that owns parameters is
-            gathered by itself.
+        keep_fp8_transpose_cache: not built yet.
+        nccl_ub: not built yet.
+        fsdp_double_buffer: not built yet.
+        fsdp_db_use_persist_buf_on_alloc_fail: not built yet.
+        disable_symmetric_registration: not built yet.
+        enable_fine_grained_param_gather: inside units too each module that owns parameters is a
+            unit by itself.
         use_decoupled_grad: gradients go to ``param.decoupled_grad``, in ``main_grads_dtype``, for
             optimizers that read it.
-        grad_reduce_in_fp32, preserve_fp32_weights: older spellings of ``mixed_precision_policy``.
+        cuda_graph_mode: not built yet.
+        maxpool_double_buffer: not built yet.
+        check_for_nan_in_grad: older name of ``report_nan_in_param_grad``.
+        grad_reduce_in_fp32: older spelling: both gradient dtypes of the policy are float32.
+        preserve_fp32_weights: older spelling: ``main_params_dtype`` is float32, or None if False.
+
+    Returns:
+        The wrapper; the user's module is its ``module``.
 
     Raises:
         ValueError: listing everything that is wrong with the arguments, the same on every rank.
-        NotImplementedError: for arguments that ask for what is not built yet, by name.
+        NotImplementedError: for arguments that are not built yet, by name.
         RuntimeError: outside torch.distributed.
 
-    ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
+    Sources:
+        ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
     """
-    return _shard(Problems(), dict(locals()))
+    settings = ShardingSettings(
+        device_mesh=device_mesh,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=hybrid_fsdp_group,
+        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
+        fsdp_unit_modules=fsdp_unit_modules,
+        zero_dp_strategy=zero_dp_strategy,
+        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
+        device=device,
+        init_model_with_meta_device=init_model_with_meta_device,
+        mixed_precision_policy=mixed_precision_policy,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+        average_in_collective=average_in_collective,
+        disable_bucketing=disable_bucketing,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        disable_symmetric_registration=disable_symmetric_registration,
+        enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        use_decoupled_grad=use_decoupled_grad,
+        cuda_graph_mode=cuda_graph_mode,
+        maxpool_double_buffer=maxpool_double_buffer,
+        check_for_nan_in_grad=check_for_nan_in_grad,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        preserve_fp32_weights=preserve_fp32_weights,
+    )
+    return MegatronFSDP.from_settings(module, settings)
 
 
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
-    """Shard an optimizer made on the ``parameters()`` of a sharded model; the same object is returned.
+    """Shard an optimizer made on the ``parameters()`` of a sharded model, in place, and return it.
 
     Its ``step(closure=None, *, sync_grad_before_optimizer_step=True,
     install_optimized_model_weights=True)`` finishes reductions, updates the main weights and puts
@@ -156,174 +217,99 @@ def fully_shard_optimizer(
 
 
 def fully_shard(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
+    fsdp_unit_modules: Sequence[type | nn.Module | str] | None = None,
+    zero_dp_strategy: str | int | ShardingStrategy = 3,
+    outer_dp_sharding_strategy: str | int | ShardingStrategy = 0,
+    device: torch.device | str | None = None,
+    init_model_with_meta_device: bool = False,
+    mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_PRECISION,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    sync_model_each_microbatch: bool = True,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False,
+    disable_symmetric_registration: bool = False,
+    enable_fine_grained_param_gather: bool = False,
+    use_decoupled_grad: bool = False,
+    cuda_graph_mode: bool = False,
+    maxpool_double_buffer: bool = False,
+    *,
+    check_for_nan_in_grad: bool | None = None,
+    grad_reduce_in_fp32: bool | None = None,
+    preserve_fp32_weights: bool | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """Shard an existing model and its optimizer: ``model, optimizer = fully_shard(model, optimizer, ...)``.
+    """Shard an existing model and its optimizer together.
 
-    The optimizer keeps its param groups, hyper-parameters and state. The arguments are those of
-    :func:`fully_shard_model`, in the same order.
+    ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
+    training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
+
+    Args after the first two, and what they mean, are those of :func:`fully_shard_model`; the
+    returned optimizer is that of :func:`fully_shard_optimizer`.
 
     Raises:
-        ValueError, NotImplementedError, RuntimeError: as both functions do; the model and the
-            optimizer are as before then.
+        ValueError: listing everything that is wrong, the same on every rank; the model and the
+            optimizer are as before then. This holds for the other errors too.
+        NotImplementedError: for arguments that are not built yet, by name, and for optimizers that
+            need whole matrices.
+        RuntimeError: outside torch.distributed.
     """
-    problems = Problems()
-    for text in _problems_of_optimizer(module, optimizer):
-        problems.add(text)
-    problems.check(refuse_optimizer, optimizer)
-    problems.check(refuse_own_step, optimizer)
-    bound = inspect.signature(fully_shard).bind(module, optimizer, *args, **kwargs)
-    bound.apply_defaults()
-    problems.check(_refuse_decoupled, optimizer, bound.arguments["use_decoupled_grad"])
-    model = _shard(problems, bound.arguments)
-    swap_parameters(optimizer, model)
-    return model, shard_optimizer(optimizer, model.checkpoint_ready)
-
-
-# Names of the arguments of `fully_shard_model`, by what they are for.
-FLAGS = [
-    name
-    for name, parameter in inspect.signature(fully_shard_model).parameters.items()
-    if isinstance(parameter.default, bool)
-]
-PRECISION = ["mixed_precision_policy", "grad_reduce_in_fp32", "preserve_fp32_weights"]
-MESH = [
-    "device_mesh",
-    "dp_shard_dim",
-    "dp_outer_dim",
-    "tp_dim",
-    "hybrid_fsdp_group",
-    "hybrid_fsdp_expt_group",
-]
-MESH += ["expt_device_mesh", "fsdp_group_ag", "expt_fsdp_group_ag"]
-UNBUILT = [
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-]
-UNBUILT += ["disable_symmetric_registration", "cuda_graph_mode", "maxpool_double_buffer"]
-
-
-def _signature_with_optimizer() -> inspect.Signature:
-    module, *others = inspect.signature(fully_shard_model).parameters.values()
-    optimizer = module.replace(name="optimizer", annotation=torch.optim.Optimizer)
-    return inspect.Signature(
-        [module, optimizer, *others], return_annotation=tuple[MegatronFSDP, torch.optim.Optimizer]
-    )
-
-
-fully_shard.__signature__ = _signature_with_optimizer()  # what editors and `help` show
-
-
-def precision_policy(
-    policy: MixedPrecisionPolicy,
-    grad_reduce_in_fp32: bool | None,
-    preserve_fp32_weights: bool | None,
-) -> MixedPrecisionPolicy:
-    """The policy of either spelling; ``ValueError`` where both are given and disagree."""
-    old = MixedPrecisionPolicy(
-        main_params_dtype=None if preserve_fp32_weights is False else torch.float32,
-        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
-        grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
-    )
-    if policy is None or policy is DEFAULT_PRECISION:
-        return old
-    if not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(
-            f"mixed_precision_policy expects a MixedPrecisionPolicy but got {policy!r}"
-        )
-    if preserve_fp32_weights is not None and policy.main_params_dtype != old.main_params_dtype:
-        raise ValueError(
-            f"preserve_fp32_weights={preserve_fp32_weights} contradicts"
-            f" mixed_precision_policy.main_params_dtype={policy.main_params_dtype}: give one of"
-            " them"
-        )
-    in_fp32 = (
-        policy.main_grads_dtype
-        == torch.float32
-        == (policy.grad_comm_dtype or policy.main_grads_dtype)
-    )
-    if grad_reduce_in_fp32 is not None and grad_reduce_in_fp32 != in_fp32:
-        raise ValueError(
-            f"grad_reduce_in_fp32={grad_reduce_in_fp32} contradicts"
-            f" mixed_precision_policy.main_grads_dtype={policy.main_grads_dtype} and"
-            f" grad_comm_dtype={policy.grad_comm_dtype}: give one of them"
-        )
-    return policy
-
-
-def _shard(problems: Problems, given: dict[str, Any]) -> MegatronFSDP:
-    """:func:`fully_shard_model` with all its arguments ``given``; what is wrong with them is raised together with the
-    ``problems`` that the caller has found.
-    """
-    module, device_mesh, device = given["module"], given["device_mesh"], given["device"]
-    problems.check(refuse_unbuilt, **{name: given[name] for name in UNBUILT})
-    problems.check(check_flags, **{name: given[name] for name in FLAGS})
-    policy, in_fp32, fp32_weights = (given[name] for name in PRECISION)
-    precision = problems.check(precision_policy, policy, in_fp32, fp32_weights)
-    config = DistributedDataParallelConfig(
-        data_parallel_sharding_strategy=given["zero_dp_strategy"],
-        outer_dp_sharding_strategy=given["outer_dp_sharding_strategy"],
-        overlap_grad_reduce=given["overlap_grad_reduce"],
-        overlap_param_gather=given["overlap_param_gather"],
-        average_in_collective=given["average_in_collective"],
-        megatron_fsdp_use_decoupled_grad=given["use_decoupled_grad"],
-        megatron_fsdp_enable_fine_grained_param_gather=given["enable_fine_grained_param_gather"],
-    )
-    strategy = problems.check(ShardingStrategy.parse, given["zero_dp_strategy"])
-    units = problems.check(resolve_unit_modules, given["fsdp_unit_modules"])
-    problems.check(
-        GradientPolicy, given["calculate_per_token_loss"], given["average_in_collective"]
-    )
-    index = problems.check(FSDPDistributedIndex, **{name: given[name] for name in MESH})
-    problems.check(outer_strategy, config, index, strategy)
-    problems.check(device_of, device)
-    initialiser = MegatronFSDP.initialiser if given["init_model_with_meta_device"] else None
-    problems.check(check_module, module, index, strategy, initialiser)
-    problems.raise_everywhere(reach(device_mesh))
-
-    older = given["check_for_nan_in_grad"]
-    model = MegatronFSDP(
-        module,
-        index,
-        config,
-        mixed_precision_policy=precision,
-        fsdp_unit_modules=units,
-        disable_bucketing=given["disable_bucketing"],
+    settings = ShardingSettings(
+        device_mesh=device_mesh,
+        dp_shard_dim=dp_shard_dim,
+        dp_outer_dim=dp_outer_dim,
+        tp_dim=tp_dim,
+        hybrid_fsdp_group=hybrid_fsdp_group,
+        hybrid_fsdp_expt_group=hybrid_fsdp_expt_group,
+        expt_device_mesh=expt_device_mesh,
+        fsdp_group_ag=fsdp_group_ag,
+        expt_fsdp_group_ag=expt_fsdp_group_ag,
+        fsdp_unit_modules=fsdp_unit_modules,
+        zero_dp_strategy=zero_dp_strategy,
+        outer_dp_sharding_strategy=outer_dp_sharding_strategy,
         device=device,
-        calculate_per_token_loss=given["calculate_per_token_loss"],
-        init_model_with_meta_device=given["init_model_with_meta_device"],
-        sync_model_each_microbatch=given["sync_model_each_microbatch"],
-        report_nan_in_param_grad=given["report_nan_in_param_grad"] if older is None else older,
+        init_model_with_meta_device=init_model_with_meta_device,
+        mixed_precision_policy=mixed_precision_policy,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
+        sync_model_each_microbatch=sync_model_each_microbatch,
+        preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt,
+        report_nan_in_param_grad=report_nan_in_param_grad,
+        average_in_collective=average_in_collective,
+        disable_bucketing=disable_bucketing,
+        calculate_per_token_loss=calculate_per_token_loss,
+        keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+        nccl_ub=nccl_ub,
+        fsdp_double_buffer=fsdp_double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
+        disable_symmetric_registration=disable_symmetric_registration,
+        enable_fine_grained_param_gather=enable_fine_grained_param_gather,
+        use_decoupled_grad=use_decoupled_grad,
+        cuda_graph_mode=cuda_graph_mode,
+        maxpool_double_buffer=maxpool_double_buffer,
+        check_for_nan_in_grad=check_for_nan_in_grad,
+        grad_reduce_in_fp32=grad_reduce_in_fp32,
+        preserve_fp32_weights=preserve_fp32_weights,
     )
-    model.checkpoint_ready = given["preproc_state_dict_for_dcp_ckpt"]
-    return model
-
-
-def _problems_of_optimizer(module: Any, optimizer: Any) -> list[str]:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return [f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"]
-    if not isinstance(module, nn.Module):
-        return []  # the model's own check names it
-    known = set(module.parameters())
-    strangers = sum(
-        1 for group in optimizer.param_groups for p in group["params"] if p not in known
-    )
-    return (
-        [f"{strangers} parameters of the optimizer are none of the module's"] if strangers else []
-    )
-
-
-def _refuse_decoupled(optimizer: Any, use_decoupled_grad: bool) -> None:
-    if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
-        raise ValueError(
-            "use_decoupled_grad puts gradients on param.decoupled_grad, which"
-            f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
-            " pass a precision-aware optimizer"
-        )
-
-
-def reach(device_mesh: Any) -> list[dist.ProcessGroup | None]:
-    """Groups that reach every rank of a mesh, one after the other; all ranks there are where it is none."""
-    return list(device_mesh.get_all_groups()) if isinstance(device_mesh, DeviceMesh) else [None]
+    problems = Problems()
+    check_optimizer(problems, optimizer, module, use_decoupled_grad)
+    model = MegatronFSDP.from_settings(module, settings, problems)
+    swap_parameters(optimizer, model)
+    return model, shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)

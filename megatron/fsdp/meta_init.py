@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialisation of modules that were built on the meta device: piece by piece, so that the whole never exists.
+"""Initialisation of modules that were built on the meta device, part by part.
 
-A piece is a unit, or outside of units a module that owns parameters with everything inside it;
-modules that contain units are pieces without their children. In a piece children come before their
-parents, as their constructors would have run.
+The whole model never exists on one rank. A part is a unit, or outside of units a module that owns
+parameters with everything inside it. A module that contains units is a part without its children.
+In a part children come before their parents, as their constructors would have run.
 """
 
 from __future__ import annotations
@@ -16,31 +16,35 @@ from torch import nn
 
 
 class Initialiser:
-    """Gives the parameters and buffers that a module owns itself their first values: torch's convention, a method
-    ``reset_parameters`` (in some of its modules ``_reset_parameters``).
+    """The source of first values for the parameters and buffers that a module owns itself.
+
+    It follows torch's convention: a method ``reset_parameters``, in some of torch's modules
+    ``_reset_parameters``.
     """
 
     def knows(self, module: nn.Module) -> bool:
-        """Whether there is a way to initialise ``module``."""
-        return self._method_of(module) is not None
+        """Return whether there is a way to initialise ``module``."""
+        return _reset_method(module) is not None
 
     def initialise(self, module: nn.Module) -> None:
-        self._method_of(module)()
+        """Give the parameters and buffers of ``module`` their first values, in place.
 
-    def _method_of(self, module: nn.Module) -> Callable[[], object] | None:
-        methods = (
-            getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")
-        )
-        return next((method for method in methods if callable(method)), None)
+        Raises:
+            ValueError: for a module that :meth:`knows` denies.
+        """
+        reset = _reset_method(module)
+        if reset is None:
+            raise ValueError(f"{type(module).__name__} has no method reset_parameters()")
+        reset()
 
 
-def problems_of(module: nn.Module, initialiser: Initialiser) -> list[str]:
-    """Modules with parameters or buffers on the meta device that nothing can initialise."""
-    unknown = [
-        f"{name or 'the model'} ({type(each).__name__}: {', '.join(own)})"
-        for name, each in module.named_modules()
-        if (own := [key for key, _ in _own_meta(each)]) and not initialiser.knows(each)
-    ]
+def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
+    """Name the modules with parameters or buffers on the meta device that nothing initialises."""
+    unknown = []
+    for name, each in module.named_modules():
+        on_meta = [key for key, _ in _own_meta_tensors(each)]
+        if on_meta and not initialiser.knows(each):
+            unknown.append(f"{name or 'the model'} ({type(each).__name__}: {', '.join(on_meta)})")
     if not unknown:
         return []
     return [
@@ -49,14 +53,23 @@ def problems_of(module: nn.Module, initialiser: Initialiser) -> list[str]:
     ]
 
 
-def pieces(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """The modules of ``root``, children first, cut into what has to be whole at the same time."""
+def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Divide the modules of ``root`` into parts, each of which must be whole at one time.
+
+    Args:
+        root: the model.
+        units: modules in it whose parameters are sharded together.
+
+    Yields:
+        The modules of a part, children first.
+    """
     wanted = {unit for unit in units if unit is not root}
 
     def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
-        inside = [each for each in module.modules() if each is not module and each in wanted]
-        owns = next(module.parameters(recurse=False), None) is not None
-        if not inside and (module in wanted or (owns and module is not root)):
+        contains_units = any(each in wanted for each in module.modules() if each is not module)
+        owns_parameters = next(module.parameters(recurse=False), None) is not None
+        is_part = module in wanted or (owns_parameters and module is not root)
+        if is_part and not contains_units:
             yield list(_children_first(module))
             return
         for child in module.children():
@@ -69,15 +82,26 @@ def pieces(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Modu
 def materialize(
     modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
 ) -> None:
-    """Give the parameters and buffers that ``modules`` own themselves storage on ``device`` and their first values."""
-    fresh = [module for module in modules if any(True for _ in _own_meta(module))]
-    fresh_names = {module: {name for name, _ in _own_meta(module)} for module in fresh}
-    for module in fresh:
-        for name, tensor in list(_own_meta(module)):
-            _give_storage(module, name, tensor, device)
-    for module in fresh:
-        with torch.no_grad(), _others_put_aside(module, fresh_names[module], device):
+    """Move the meta tensors that ``modules`` own themselves to ``device``, with first values."""
+    names_of: dict[nn.Module, set[str]] = {}
+    for module in modules:
+        names = {name for name, _ in _own_meta_tensors(module)}
+        if names:
+            names_of[module] = names
+    for module in names_of:
+        for name, tensor in list(_own_meta_tensors(module)):
+            _allocate(module, name, tensor, device)
+    for module, names in names_of.items():
+        with torch.no_grad(), _protected(module, names, device):
             initialiser.initialise(module)
+
+
+def _reset_method(module: nn.Module) -> Callable[[], object] | None:
+    for name in ("reset_parameters", "_reset_parameters"):
+        method = getattr(module, name, None)
+        if callable(method):
+            return method
+    return None
 
 
 def _children_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -87,44 +111,51 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def _others_put_aside(module: nn.Module, names: set[str], device: torch.device) -> Iterator[None]:
-    """Within, everything of ``module`` but ``names`` is a stand-in: what has values, being tied to a parameter of an earlier
-    module (and away already) or given by the user, keeps them, and random numbers are drawn as
-    ever.
+def _protected(module: nn.Module, names: set[str], device: torch.device) -> Iterator[None]:
+    """Replace everything that ``module`` owns, except for ``names``, by stand-ins inside.
+
+    Tensors that have values keep them: a parameter tied to one of an earlier module, which may be
+    sharded already, or a tensor that the user has set. The initialiser still draws as many random
+    numbers as ever.
     """
-    own = {name: tensor for name, tensor in _own(module) if name not in names}
-    for name, tensor in own.items():
+    others = {name: tensor for name, tensor in _own_tensors(module) if name not in names}
+    for name, tensor in others.items():
         stand_in = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
-            module._parameters[name] = nn.Parameter(stand_in, tensor.requires_grad)
-            vars(module._parameters[name]).update(vars(tensor))
+            module._parameters[name] = _parameter_like(tensor, stand_in)
         else:
             module._buffers[name] = stand_in
     try:
         yield
     finally:
-        for name, tensor in own.items():
-            (module._parameters if isinstance(tensor, nn.Parameter) else module._buffers)[name] = (
-                tensor
-            )
+        for name, tensor in others.items():
+            if isinstance(tensor, nn.Parameter):
+                module._parameters[name] = tensor
+            else:
+                module._buffers[name] = tensor
 
 
-def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
     return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
 
 
-def _own_meta(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor) for name, tensor in _own(module) if tensor.is_meta)
+def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return ((name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta)
 
 
-def _give_storage(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    """Give a meta tensor that ``module`` owns as ``name`` storage on ``device``."""
     empty = torch.empty_like(tensor, device=device)
-    if not isinstance(tensor, nn.Parameter):
+    if isinstance(tensor, nn.Parameter):
+        # The object stays: other modules and optimizers may refer to it.
+        torch.utils.swap_tensors(tensor, _parameter_like(tensor, empty))
+    else:
         module._buffers[name] = empty
-        return
-    parameter = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    vars(parameter).update(vars(tensor))
-    torch.utils.swap_tensors(
-        tensor, parameter
-    )  # the object stays: other modules and optimizers may hold it
+
+
+def _parameter_like(original: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with other values and the attributes of ``original``."""
+    parameter = nn.Parameter(values, requires_grad=original.requires_grad)
+    vars(parameter).update(vars(original))
+    return parameter

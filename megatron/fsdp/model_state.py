@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading a state dict into a sharded model."""
+"""Loading of a state dict into a sharded model."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,35 +13,41 @@ from torch.nn.modules.module import _IncompatibleKeys
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 
 
-def load(
+def load_model_state(
     module: nn.Module,
-    sharded_by_name: dict[str, ShardedParam],
+    sharded_params: dict[str, ShardedParam],
     names: set[str],
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     strict: bool,
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights and buffers; nothing is changed where anything does not fit.
+    """Copy ``state`` into main weights and buffers; where anything does not fit, nothing changes.
 
     Args:
         module: the wrapped module.
-        sharded_by_name: its parameters, by their names in its state dict.
+        sharded_params: its sharded parameters, by the names in its state dict.
         names: all names in its state dict.
+        state: full tensors, or DTensors of the same layout, under those names or the wrapper's.
+        strict: treat missing and unexpected keys as errors.
+
+    Returns:
+        Missing and unexpected keys, as torch does.
 
     Raises:
         RuntimeError: listing wrong shapes and, if ``strict``, missing and unexpected keys.
     """
-    own = _own_names(names, state)
-    weights = {name: own.pop(name) for name in list(own) if name in sharded_by_name}
-    pieces, problems = {}, []
+    own = _without_wrapper_prefix(names, state)
+    weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
+    shards: dict[str, torch.Tensor] = {}
+    problems = []
     for name, value in weights.items():
         try:
-            pieces[name] = sharded_by_name[name].local_shard(value)
+            shards[name] = sharded_params[name].local_shard(value)
         except (ValueError, AttributeError) as error:
             problems.append(str(error))
 
-    loaded = {sharded_by_name[name] for name in weights}
-    missing = [name for name, sharded in sharded_by_name.items() if sharded not in loaded]
-    expected = names - set(sharded_by_name)
+    loaded = {sharded_params[name] for name in weights}
+    missing = [name for name, sharded in sharded_params.items() if sharded not in loaded]
+    expected = names - set(sharded_params)
     missing += [name for name in expected if name not in own and not name.endswith("_extra_state")]
     unexpected = [name for name in own if name not in expected]
     if strict and missing:
@@ -53,20 +60,18 @@ def load(
         )
 
     with torch.no_grad():
-        for name, piece in pieces.items():
-            sharded_by_name[name].parameter._local_tensor.copy_(piece)
+        for name, shard in shards.items():
+            sharded_param = sharded_params[name]
+            sharded_param.group.main_view(sharded_param.index).copy_(shard)
     module.load_state_dict(
         {name: value for name, value in own.items() if name in expected}, strict=False
     )
     return _IncompatibleKeys(missing, unexpected)
 
 
-def _own_names(names: set[str], state: dict[str, Any]) -> dict[str, Any]:
-    """Keys as the wrapped module names them: the wrapper's ``module.`` is taken off where all keys have it."""
-    if (
-        state
-        and all(key.startswith("module.") for key in state)
-        and not any(key in names for key in state)
-    ):
+def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``state`` by the wrapped module's names, without the wrapper's ``module.``."""
+    all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
+    if all_prefixed and not any(key in names for key in state):
         return {key.removeprefix("module."): value for key, value in state.items()}
     return dict(state)

@@ -1,33 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers over sharded parameters: any torch optimizer whose update is element-wise, exactly as it is."""
+"""Optimizers over sharded parameters: any torch optimizer with an element-wise update, unchanged.
+
+[Note: the sharded optimizer] A sharded optimizer is the user's object. Its class becomes a subclass
+of what it was, with :class:`ShardedOptimizer` in front: the step finishes reductions first and
+installs the new main weights afterwards, and state dicts show DTensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import prod
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.elementwise import OnLocalParts, state_names, torch_class, why_not_elementwise
-from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.model import MegatronFSDP
-
-COUNTERS = ("step", "mu_product", "eta", "mu")
-"""State of a parameter as a whole, for optimizers that hold nothing but parameters of one element."""
+from megatron.fsdp.elementwise import OnLocalShards, torch_class, why_not_elementwise
+from megatron.fsdp.gradient_sync import clear_gradient_shard
+from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
+from megatron.fsdp.optimizer_state import (
+    checkpoint_slots,
+    elementwise_names,
+    initial_state,
+    match_groups,
+    shard_slots,
+)
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.sharding import sharded_param_of
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """What sharding adds to an optimizer; mixed into its class by :func:`shard_optimizer`."""
+    """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[MegatronFSDP]
-    _fsdp_whole_models: list[MegatronFSDP]  # those whose other parameters nobody trains
+    _fsdp_whole_models: list[MegatronFSDP]  # those of which no other optimizer steps parameters
     _fsdp_checkpoint_ready: bool
 
-    def step(
+    def step(  # type: ignore[override]  # torch has two overloads
         self,
         closure: Callable[[], Any] | None = None,
         *,
@@ -43,18 +53,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 are until ``model.install_optimized_model_weights()``. Where the dtypes agree they
                 are the same tensors.
         """
-        parts = OnLocalParts()
+        on_local_shards = OnLocalShards()
 
-        def synchronised_closure() -> Any:
-            with parts.paused():
+        def synchronised(closure: Callable[[], Any]) -> Any:
+            with on_local_shards.paused():
                 with torch.enable_grad():
                     loss = closure()
                 self._finish_communication(sync_grad_before_optimizer_step)
             return loss
 
         self._finish_communication(sync_grad_before_optimizer_step)
-        with parts:
-            loss = super().step() if closure is None else super().step(synchronised_closure)
+        with on_local_shards:
+            if closure is None:
+                loss = super().step()
+            else:
+                loss = super().step(partial(synchronised, closure))
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -62,19 +75,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.start_param_sync()
         return loss
 
-    step.hooked = (
-        True  # torch's hooks run in the wrapped step; it would put them around this one too
-    )
+    # torch's hooks run in the wrapped step; it would put them around this one too.
+    step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
-        """Clear ``param.grad`` and, if ``zero_grad_buffer``, the accumulation buffers behind it.
+        """Clear gradients; those of parameters that other optimizers step stay, as in torch.
 
-        Gradients of parameters that other optimizers hold stay, as in torch.
+        Args:
+            set_to_none: False puts zeros on the parameters.
+            zero_grad_buffer: clear the accumulation buffers behind ``param.grad``, too.
         """
-        shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
         if zero_grad_buffer:
-            for model in shared:
-                self._zero_own_pieces(model)
+            for model in self._fsdp_models:
+                if model not in self._fsdp_whole_models:
+                    self._clear_own_shards(model)
         super().zero_grad(set_to_none)
         if zero_grad_buffer:
             for model in self._fsdp_whole_models:
@@ -82,15 +96,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if not set_to_none:
                     model.attach_grad_to_optimizer_state()  # zeros
 
-    def _zero_own_pieces(self, model: MegatronFSDP) -> None:
-        model.finish_grad_sync()  # what is not reduced yet would come back
-        for member in self._members():
-            if member.parameter._fsdp_model is model:
-                group = member.group
-                shard_view(group.gradients.shard, group.layout, member.index, group.rank).zero_()
+    def _clear_own_shards(self, model: MegatronFSDP) -> None:
+        """Clear the gradients of those parameters of a model that this optimizer steps."""
+        model.finish_grad_sync()  # gradients that are not reduced yet would be added later
+        for sharded_param in self._sharded_params():
+            if owner_of(sharded_param.parameter) is model:
+                clear_gradient_shard(sharded_param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, with parameters of sharded models; their state exists at once.
+        """Add a group of parameters of sharded models; their state exists at once.
 
         Raises:
             ValueError: where a parameter belongs to no sharded model.
@@ -101,86 +115,91 @@ class ShardedOptimizer(torch.optim.Optimizer):
         given = [given] if isinstance(given, torch.Tensor) else given
         if not isinstance(given, set):  # which torch refuses
             parameters = [each[1] if isinstance(each, tuple) else each for each in given]
-            _refuse_strangers(parameters)
+            _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
-            _refuse(_user_class(self), self.defaults, [param_group])
+            _refuse_class(_user_class(self), self.defaults, [param_group])
         super().add_param_group(param_group)
-        self._look_at_models()
+        self._find_models()
         self._make_missing_state()
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's structure with ``param_names`` in every group; tensors are DTensors that torch's checkpoint takes."""
+        """Return torch's structure, with ``param_names`` in every group.
+
+        Tensors are DTensors that torch's checkpoint takes.
+        """
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
-            members = self._members()
+            sharded_params = self._sharded_params()
             state["state"] = {
-                position: _checkpoint_slots(members[position], slots)
+                position: checkpoint_slots(sharded_params[position], slots)
                 for position, slots in state["state"].items()
             }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of an optimizer over parameters of the same names, full tensors or DTensors.
+        """Load the state of an optimizer over parameters of the same names.
 
-        With names in it, groups and parameters may come in another order; without, positions count,
+        With names in it, groups and parameters may come in another order. Without, positions count,
         as in torch.
+
+        Args:
+            state_dict: torch's structure, with full tensors or DTensors.
 
         Raises:
             ValueError: where names, groups or shapes do not agree; nothing is changed then.
         """
-        groups = _matched_groups(self.param_groups, state_dict["param_groups"])
-        # Numbers, or the names that torch's `set_state_dict` puts in their place.
-        saved = [key for group in groups for key in group["params"]]
-        member_of = dict(zip(saved, self._members()))
-        pairs = [
-            (member_of[key], slots)
+        groups = match_groups(self.param_groups, state_dict["param_groups"])
+        # Numbers, or the names that torch's `set_state_dict` replaces them by.
+        keys: list[Any] = []
+        for group in groups:
+            keys += group["params"]
+        sharded_params = dict(zip(keys, self._sharded_params()))
+        states = [
+            (sharded_params[key], slots)
             for key, slots in state_dict["state"].items()
-            if key in member_of
+            if key in sharded_params
         ]
-        own = [
-            (parameter._fsdp_sharded, slots)
-            for parameter, slots in self.state.items()
-            if isinstance(parameter, nn.Parameter)
-        ]
-        names = _elementwise_names(pairs + own)
+        for parameter, slots in self.state.items():
+            own = sharded_param_of(parameter)
+            if own is not None:
+                states.append((own, slots))
+        names = elementwise_names(states)
         state = {
-            key: _local_slots(member_of[key], slots, names) if key in member_of else slots
+            key: shard_slots(sharded_params[key], slots, names) if key in sharded_params else slots
             for key, slots in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
-        self._make_missing_state()  # where the other had not stepped yet
+        self._make_missing_state()  # where the saved optimizer had not stepped yet
 
-    def _members(self) -> list[ShardedParam]:
-        return [
-            parameter._fsdp_sharded for group in self.param_groups for parameter in group["params"]
-        ]
+    def _sharded_params(self) -> list[ShardedParam]:
+        return _sharded_params_of(_parameters(self))
 
-    def _look_at_models(self) -> None:
-        """Find the models of the parameters, and which of them have no other parameters to train."""
-        own = {member.parameter: member.parameter._fsdp_model for member in self._members()}
-        self._fsdp_models = list(dict.fromkeys(own.values()))
-        self._fsdp_whole_models = [
-            model
-            for model in self._fsdp_models
-            if all(parameter in own for parameter in model.parameters() if parameter.requires_grad)
-        ]
+    def _find_models(self) -> None:
+        """Find the models of the parameters, and which of them no other optimizer steps."""
+        own = _parameters(self)
+        self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
+        self._fsdp_whole_models = []
+        for model in self._fsdp_models:
+            trainable = [each for each in model.parameters() if each.requires_grad]
+            if set(trainable) <= set(own):
+                self._fsdp_whole_models.append(model)
 
     def _make_missing_state(self) -> None:
+        kind = _user_class(self)
         for group in self.param_groups:
+            # An entry without state says that there is none: torch's `get_state_dict` would take a
+            # step to see.
+            has_none = torch_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
-                    slots = initial_state(self, group, parameter)
-                    # An entry without state says that there is none: torch's `get_state_dict` would
-                    # take a step to see.
-                    if slots or (
-                        torch_class(_user_class(self)) is torch.optim.SGD and group["momentum"] == 0
-                    ):
+                    slots = initial_state(self, kind, group, parameter)
+                    if slots or has_none:
                         self.state[parameter] = slots
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
-            # A gather that is under way, of another optimizer's step or of an unused unit, writes
-            # the old weights back.
+            # An all-gather that has begun, for another optimizer's step or for an unused unit,
+            # would write the old weights over the new ones.
             model.synchronize_param_gather()
             if reduce:
                 model.finish_grad_sync()
@@ -189,14 +208,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def shard_optimizer(
     optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
 ) -> torch.optim.Optimizer:
-    """Make an optimizer over a sharded model's ``parameters()`` reduce, install and save; in place.
+    """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
-    Its class becomes a subclass of what it was. The state of torch's optimizers exists at once, so
-    that a checkpoint can be loaded into it; see :func:`initial_state` for those that make theirs at
-    the first step.
+    The state of torch's optimizers exists at once, so that a checkpoint can be loaded into it; see
+    :func:`~megatron.fsdp.optimizer_state.initial_state` for those that make theirs at the first
+    step.
+
+    Args:
+        optimizer: an element-wise torch optimizer.
+        checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
 
     Raises:
-        ValueError: where a parameter belongs to no sharded model.
+        ValueError: where a parameter belongs to no sharded model, or the optimizer is sharded
+            already.
         NotImplementedError: for optimizers whose update is not element-wise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -208,30 +232,97 @@ def shard_optimizer(
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
     refuse_optimizer(optimizer)
-    _refuse_strangers(
-        [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    )
+    _refuse_unsharded(_parameters(optimizer))
     _keep_scheduler(optimizer)
-    optimizer._fsdp_checkpoint_ready = checkpoint_ready
     optimizer.__class__ = type(
         kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
     )
-    optimizer._look_at_models()
-    for group in optimizer.param_groups:
+    sharded = cast(ShardedOptimizer, optimizer)
+    sharded._fsdp_checkpoint_ready = checkpoint_ready
+    sharded._find_models()
+    for group in sharded.param_groups:
         group["param_names"] = _names(group["params"])
-    optimizer._make_missing_state()
-    return optimizer
+    sharded._make_missing_state()
+    return sharded
+
+
+def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:
+    """Replace the module's parameters in an optimizer by the sharded ones, with groups and state.
+
+    Raises:
+        ValueError: where a parameter of the optimizer is none of the module's; nothing is changed
+            then.
+    """
+    sharded_params = {each.compute: each for each in model.sharded_params}
+    replacements = {compute: each.parameter for compute, each in sharded_params.items()}
+    known = {*replacements.keys(), *replacements.values()}
+    _refuse_strangers(_parameters(optimizer), known)
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(each, each) for each in group["params"]]
+    unsharded = [each for each in optimizer.state if each in replacements]
+    names = elementwise_names((sharded_params[each], optimizer.state[each]) for each in unsharded)
+    # One by one, so that the memory of a whole state is freed when its shard has been made.
+    for compute in unsharded:
+        slots = optimizer.state.pop(compute)
+        optimizer.state[replacements[compute]] = shard_slots(sharded_params[compute], slots, names)
+
+
+# ---- checks
+
+
+def check_optimizer(
+    problems: Problems,
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    use_decoupled_grad: bool,
+) -> None:
+    """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
+
+    Args:
+        problems: the list.
+        optimizer: what the user has passed as the optimizer.
+        module: what the user has passed as the module, not sharded yet.
+        use_decoupled_grad: the user's argument of this name.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problems.add(
+            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
+        )
+        return
+    if isinstance(module, nn.Module):  # the check of the module says so otherwise
+        known = set(module.parameters())
+        unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
+        if unknown:
+            problems.add(f"{unknown} parameters of the optimizer are none of the module's")
+    problems.check(refuse_optimizer, optimizer)
+    problems.check(refuse_own_step, optimizer)
+    if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
+        problems.add(
+            "use_decoupled_grad puts gradients on param.decoupled_grad, which"
+            f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
+            " pass a precision-aware optimizer"
+        )
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``NotImplementedError`` for optimizers that cannot work on pieces of matrices."""
-    if isinstance(
-        optimizer, torch.optim.Optimizer
-    ):  # what is none is refused with all other wrong arguments
-        _refuse(_user_class(optimizer), optimizer.defaults, optimizer.param_groups)
+    """Raise ``NotImplementedError`` for optimizers that cannot work on shards of matrices."""
+    _refuse_class(_user_class(optimizer), optimizer.defaults, optimizer.param_groups)
 
 
-def _refuse(kind: type, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` where the ``step`` of an instance has been replaced.
+
+    A learning-rate scheduler may have done so.
+    """
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "the optimizer's step has been replaced on the instance: shard the optimizer before"
+            " that"
+        )
+
+
+def _refuse_class(kind: type, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     reason = why_not_elementwise(kind, defaults, groups)
     if reason:
         raise NotImplementedError(
@@ -240,183 +331,65 @@ def _refuse(kind: type, defaults: dict[str, Any], groups: list[dict[str, Any]]) 
         )
 
 
-def _refuse_strangers(parameters: list[nn.Parameter]) -> None:
-    strangers = sum(1 for parameter in parameters if not hasattr(parameter, "_fsdp_model"))
-    if strangers:
+def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
+    unsharded = sum(1 for parameter in parameters if not is_owned(parameter))
+    if unsharded:
         raise ValueError(
-            f"{strangers} of the optimizer's {len(parameters)} parameters belong to no sharded"
+            f"{unsharded} of the optimizer's {len(parameters)} parameters belong to no sharded"
             " model: take them from model.parameters() after fully_shard_model, or hand both to"
             " fully_shard"
         )
 
 
-def _user_class(optimizer: torch.optim.Optimizer) -> type:
-    """The optimizer's class without what sharding has added."""
-    return next(base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
-
-
-def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
-    return ["module." + parameter._fsdp_sharded.name for parameter in parameters]
-
-
-def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:
-    """Replace the module's parameters in an optimizer by the sharded ones, with its groups and state.
-
-    Raises:
-        ValueError: where a parameter of the optimizer is none of the module's; nothing is changed
-            then.
-    """
-    sharded = {member.compute: member for member in model.sharded_params}
-    own = {member.parameter for member in sharded.values()}
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    strangers = sum(
-        1 for parameter in parameters if parameter not in sharded and parameter not in own
-    )
+def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) -> None:
+    strangers = sum(1 for parameter in parameters if parameter not in known)
     if strangers:
         raise ValueError(
             f"{strangers} of the optimizer's {len(parameters)} parameters are none of the module's"
         )
+
+
+# ---- parts of optimizers
+
+
+def _user_class(optimizer: torch.optim.Optimizer) -> type:
+    """Return the optimizer's class without what sharding has added."""
+    return next(base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    parameters: list[nn.Parameter] = []
     for group in optimizer.param_groups:
-        group["params"] = [
-            sharded[each].parameter if each in sharded else each for each in group["params"]
-        ]
-    unsharded = [parameter for parameter in optimizer.state if parameter in sharded]
-    names = _elementwise_names(
-        (sharded[parameter], optimizer.state[parameter]) for parameter in unsharded
-    )
-    for parameter in unsharded:  # one by one: whole state is freed as it is replaced by pieces
-        member = sharded[parameter]
-        optimizer.state[member.parameter] = _local_slots(
-            member, optimizer.state.pop(parameter), names
-        )
+        parameters += group["params"]
+    return parameters
 
 
-def initial_state(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter
-) -> dict[str, Any]:
-    """The state that the optimizer's first step would make, before that step: zero moments, step 0.
-
-    Empty for those that make it at the first step: SGD with dampening, whose first step differs
-    from one that finds state; ASGD and Rprop, which keep the learning rate of the first step; and
-    optimizers that are not torch's.
-    """
-    kind = torch_class(_user_class(optimizer))
-    names = state_names(kind, group)
-    if not names:
-        return {}
-    state = {}
-    if kind is not torch.optim.SGD:  # all others count steps
-        on_device = group.get("capturable") or group.get("fused")
-        double = torch.get_default_dtype() == torch.float64 and not group.get("fused")
-        place = {
-            "dtype": torch.float64 if double else torch.float32,
-            "device": parameter.device if on_device else "cpu",
-        }
-        state["step"] = torch.zeros((), **place)
-        if kind is torch.optim.NAdam:
-            state["mu_product"] = torch.ones((), **place)
-    for name in names:
-        value = optimizer.defaults["initial_accumulator_value"] if name == "sum" else 0.0
-        state[name] = torch.full_like(parameter, value, memory_format=torch.preserve_format)
-    return state
+def _sharded_params_of(parameters: Iterable[nn.Parameter]) -> list[ShardedParam]:
+    found = []
+    for parameter in parameters:
+        sharded_param = sharded_param_of(parameter)
+        assert sharded_param is not None, "unsharded parameters have been refused"
+        found.append(sharded_param)
+    return found
 
 
-def refuse_own_step(optimizer: Any) -> None:
-    """``ValueError`` where the ``step`` of an instance has been replaced by anything but a learning-rate scheduler."""
-    own = getattr(optimizer, "__dict__", {}).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            "the optimizer's step has been replaced on the instance: shard the optimizer before"
-            " that"
-        )
+def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Return the names of sharded parameters in the wrapper."""
+    return ["module." + sharded_param.name for sharded_param in _sharded_params_of(parameters)]
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
-    """A learning-rate scheduler made before sharding has wrapped the old class' step on the instance."""
-    wrapped = optimizer.__dict__.get("step")
-    if wrapped is None:
+    """Make a learning-rate scheduler that was made before sharding see the steps of the new class.
+
+    It has wrapped the old class' step and put the result on the instance.
+    """
+    if "step" not in vars(optimizer):
         return
-    del optimizer.step
 
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        self._opt_called = True  # what the scheduler looks at to warn about a wrong order
+        vars(self)["_opt_called"] = True  # without it the scheduler warns about a wrong order
         return type(self).step(self, *args, **kwargs)
 
-    step._wrapped_by_lr_sched = True
-    optimizer.step = step.__get__(optimizer)
-
-
-def _elementwise_names(states: Iterable[tuple[ShardedParam, dict[str, Any]]]) -> set[str]:
-    """Names of state that has one value for each element of a parameter, not one for all."""
-    return {
-        name
-        for member, slots in states
-        if prod(member.flat_range.shape) > 1
-        for name, value in slots.items()
-        if isinstance(value, DTensor)
-        or (isinstance(value, torch.Tensor) and tuple(value.shape) == member.flat_range.shape)
-    }
-
-
-def _is_slot(name: str, value: Any, member: ShardedParam, names: set[str]) -> bool:
-    """Whether a piece of optimizer state is element-wise, not a counter."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return isinstance(value, DTensor)
-    return name in names if names or prod(member.flat_range.shape) > 1 else name not in COUNTERS
-
-
-def _local_slots(member: ShardedParam, slots: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    return {
-        name: member.sharded_like(value) if _is_slot(name, value, member, names) else value
-        for name, value in slots.items()
-    }
-
-
-def _checkpoint_slots(member: ShardedParam, slots: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: member.checkpoint_tensor(value) if isinstance(value, DTensor) else value
-        for name, value in slots.items()
-    }
-
-
-def _matched_groups(
-    groups: list[dict[str, Any]], saved: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The saved groups and their parameters in the order of ``groups``, by name; as they are without names."""
-    if any(group.get("param_names") is None for group in saved):
-        return saved
-    own = [group["param_names"] for group in groups]
-    others = [_with_prefix(group, {name for names in own for name in names}) for group in saved]
-    if others == own:
-        return [{**other, "param_names": names} for names, other in zip(own, saved)]
-    key_of = [dict(zip(names, group["params"])) for names, group in zip(others, saved)]
-    matched = []
-    for number, names in enumerate(own):
-        found = [place for place, keys in enumerate(key_of) if keys.keys() == set(names)]
-        if len(found) != 1 or len(names) != len(key_of[found[0]]):
-            different = sorted(
-                {name for each in own for name in each} ^ {name for each in others for name in each}
-            )
-            raise ValueError(
-                f"param_groups[{number}] is over other parameters in the state dict: "
-                + (", ".join(different) or "the same names are grouped in another way")
-            )
-        matched.append(
-            {
-                **saved[found[0]],
-                "param_names": names,
-                "params": [key_of[found[0]][name] for name in names],
-            }
-        )
-    return matched
-
-
-def _with_prefix(group: dict[str, Any], own: set[str]) -> list[str]:
-    """A saved group's names as the wrapper has them; an optimizer over the unsharded model knows of no wrapper."""
-    # torch's `set_state_dict` puts names in the place of numbers, in the order of our group, and
-    # leaves `param_names`.
-    by_name = group["params"] and all(isinstance(key, str) for key in group["params"])
-    names = group["params"] if by_name else group["param_names"]
-    return [
-        name if name in own or "module." + name not in own else "module." + name for name in names
-    ]
+    vars(step)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = step.__get__(optimizer)

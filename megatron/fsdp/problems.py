@@ -1,57 +1,67 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a call: collected, and raised together and alike on every rank."""
+"""Collection of everything that is wrong with a call, raised together and alike on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
 from megatron.fsdp.engine.collectives import agree
 
-_WRONG, _UNBUILT = 0, 1
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# Marks in front of a problem, which travel between ranks with it. Sorting puts wrong ones first.
+_WRONG, _UNBUILT = "0", "1"
 
 
 class Problems:
-    """A list that checks add to."""
+    """A list of problems that checks add to, raised as one error."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, str], None] = {}  # in order, each once
+        self._found: dict[str, None] = {}  # marked texts in order, each once
 
     def add(self, text: str) -> None:
-        self._found[_WRONG, text] = None
+        """Add something that is wrong."""
+        self._found[_WRONG + text] = None
 
-    def check(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of a call; None, and another problem, where it raises ValueError or NotImplementedError."""
+    def check(
+        self,
+        function: Callable[Parameters, Result],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> Result | None:
+        """Call ``function`` and return its result.
+
+        A ``ValueError`` or ``NotImplementedError`` that it raises becomes a problem, and the result
+        is None then.
+        """
         try:
             return function(*args, **kwargs)
         except NotImplementedError as error:
-            self._found[_UNBUILT, str(error)] = None
+            self._found[_UNBUILT + str(error)] = None
         except ValueError as error:
-            self._found[_WRONG, str(error)] = None
+            self._found[_WRONG + str(error)] = None
+        return None
 
     def raise_everywhere(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
-        """Raise what any rank has found, on all ranks that ``groups`` reach one after the other.
+        """Raise the problems of all ranks on every rank; return where there are none.
+
+        Args:
+            groups: process groups that together reach every rank, one after the other. None: the
+                group of all ranks.
 
         Raises:
             ValueError: listing everything that is wrong.
-            NotImplementedError: where all is right, but something is not built yet.
+            NotImplementedError: where nothing is wrong, but something is not built yet.
         """
         found = list(self._found)
         if dist.is_initialized():
             found = agree(found, groups)
-        if found:
-            kind = ValueError if any(kind == _WRONG for kind, _ in found) else NotImplementedError
-            raise kind("\n".join(text for _, text in found))
-
-
-def agree_on(settings: dict[str, Any], groups: Sequence[dist.ProcessGroup]) -> list[str]:
-    """What of ``settings`` differs between ranks, as problems; the same list on every rank."""
-    everybodys = agree([(name, str(value)) for name, value in settings.items()], groups)
-    values = {name: [value for other, value in everybodys if other == name] for name in settings}
-    return [
-        f"{name} differs between ranks: {'; '.join(each)}"
-        for name, each in values.items()
-        if len(each) > 1
-    ]
+        if not found:
+            return
+        is_wrong = any(each.startswith(_WRONG) for each in found)
+        message = "\n".join(each[1:] for each in found)
+        raise ValueError(message) if is_wrong else NotImplementedError(message)

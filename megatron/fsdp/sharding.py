@@ -1,141 +1,183 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the parameters of units to groups and sharded parameters."""
+"""The way from the parameters of units to groups with flat buffers and to sharded parameters."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from megatron.fsdp import meta_init
+from megatron.fsdp.checks import SHARDED_PARAM
 from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import streams_for
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.policy import GradientPolicy, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.meta_init import initialisation_parts, materialize
+from megatron.fsdp.settings import ResolvedSettings
+
+ShardedParams = dict[nn.Parameter, ShardedParam]
+"""Sharded parameters by the module's own parameters."""
 
 
-@dataclass(frozen=True)
-class Sharding:
-    """How a model is sharded: everything that its groups need to know.
+def sharded_param_of(parameter: object) -> ShardedParam | None:
+    """Return the sharded parameter that an optimizer's parameter belongs to, if it does."""
+    sharded_param: ShardedParam | None = getattr(parameter, SHARDED_PARAM, None)
+    return sharded_param
+
+
+class GroupKey(NamedTuple):
+    """The properties that all parameters of a group share."""
+
+    dtype: torch.dtype
+    trainable: bool
+    is_expert: bool
+    alone: str | None  # name of a parameter that must be the only one of its group
+
+
+class Sharder:
+    """Divides the parameters of units among the ranks of the mesh.
 
     Args:
-        strategy: what the inner axis divides.
-        outer_strategy: what the outer axis divides: nothing, or optimizer state.
-        initialiser: gives modules on the meta device their first values; None where there are none.
+        settings: the mesh, the strategies and the precision.
     """
 
-    index: FSDPDistributedIndex
-    strategy: ShardingStrategy
-    outer_strategy: ShardingStrategy
-    gradients: GradientPolicy
-    precision: MixedPrecisionPolicy
-    device: torch.device
-    initialiser: meta_init.Initialiser | None = None
+    def __init__(self, settings: ResolvedSettings):
+        self._settings = settings
+        self._streams = streams_for(settings.device)
+        # Of dense parameters (False) and of expert parameters (True).
+        self._communicators: dict[bool, Communicator] = {}
+        self._parameter_meshes: dict[bool, ParameterMesh] = {}
 
-    def shard(
-        self, units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]]
-    ) -> dict[nn.Parameter, ShardedParam]:
-        """Give every unit its groups; the sharded parameters, by the module's own."""
-        streams = streams_for(self.device)
-        communicators, places = {}, {}
-        sharded: dict[nn.Parameter, ShardedParam] = {}
+    def shard(self, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> ShardedParams:
+        """Give every unit its groups, and every parameter its place in the flat buffer of one.
+
+        The values of a parameter move into the buffer as soon as the buffer exists, so that a
+        module on the device of the shards never needs twice its memory. Parameters on the meta
+        device are filled by :meth:`initialise`.
+
+        Args:
+            parameters_of: the parameters of each unit, by name.
+
+        Returns:
+            A sharded parameter for each of them.
+        """
+        sharded_params: ShardedParams = {}
         for unit, parameters in parameters_of.items():
-            for (dtype, trainable, expert, _), names in self._kinds(parameters).items():
-                if expert not in places:
-                    axes = self.index.axes(expert)
-                    communicators[expert] = self._communicator(axes, streams)
-                    places[expert] = self._place(axes, expert)
-                group = ParamGroup(
-                    names,
-                    [parameters[name] for name in names],
-                    self.strategy,
-                    self.outer_strategy.shards_optimizer,
-                    self.precision.resolve(dtype, trainable),
-                    communicators[expert],
-                    self.device,
-                )
+            for key, names in self._names_of_groups(parameters).items():
+                group = self._make_group(key, {name: parameters[name] for name in names})
                 unit.groups.append(group)
-                for position, parameter in enumerate(group.parameters):
-                    sharded[parameter] = ShardedParam(group, position, places[expert])
+                parameter_mesh = self._parameter_mesh(key.is_expert)
+                for index, parameter in enumerate(group.parameters):
+                    sharded_params[parameter] = ShardedParam(group, index, parameter_mesh)
                     if not parameter.is_meta:
-                        group.shard_parameter(position)
-        if self.initialiser is not None:
-            self._initialise(units, sharded)
-        return sharded
+                        group.shard_parameter(index)
+        return sharded_params
 
-    def _kinds(
-        self, parameters: dict[str, nn.Parameter]
-    ) -> dict[tuple[torch.dtype, bool, bool, str | None], list[str]]:
-        """Names of the parameters that can be one group."""
-        kinds: dict[tuple[torch.dtype, bool, bool, str | None], list[str]] = defaultdict(list)
+    def initialise(self, units: list[Unit], sharded_params: ShardedParams) -> None:
+        """Give the parameters that are on the meta device their first values, and shard them.
+
+        Args:
+            units: all units, the root first.
+            sharded_params: those of all parameters.
+        """
+        initialiser, root = self._settings.initialiser, units[0].module
+        if initialiser is None or root is None:
+            return
+        modules = [unit.module for unit in units if not unit.is_automatic]
+        for part in initialisation_parts(root, [each for each in modules if each is not None]):
+            on_meta = _meta_parameters(part)
+            materialize(part, self._settings.device, initialiser)
+            for parameter in on_meta:
+                sharded_param = sharded_params[parameter]
+                sharded_param.group.shard_parameter(sharded_param.index)
+
+    def _names_of_groups(self, parameters: dict[str, nn.Parameter]) -> dict[GroupKey, list[str]]:
+        """Return the names of the parameters that can lie in one flat buffer."""
+        names: dict[GroupKey, list[str]] = defaultdict(list)
+        has_expert_mesh = self._settings.mesh.expert is not None
         for name, parameter in parameters.items():
-            expert = self.index.expert is not None and is_expert_parameter(name, parameter)
-            # A weight that pipeline stages share is cut alike on all of them, whatever else is in
-            # their units.
-            alone = name if getattr(parameter, "shared_embedding", False) else None
-            kinds[parameter.dtype, parameter.requires_grad, expert, alone].append(name)
-        return kinds
+            key = GroupKey(
+                parameter.dtype,
+                parameter.requires_grad,
+                has_expert_mesh and is_expert_parameter(name, parameter),
+                # A weight that pipeline stages share is divided alike on all of them, whatever else
+                # is in their units.
+                name if getattr(parameter, "shared_embedding", False) else None,
+            )
+            names[key].append(name)
+        return names
 
-    def _communicator(self, axes: Axes, streams: Any) -> Communicator:
-        return Communicator(
-            inner=axes.inner.get_group(),
-            outer=axes.outer.get_group() if axes.outer is not None else None,
-            all_gather_group=axes.all_gather_group,
-            # Expert gradients are summed over fewer ranks, but the loss is the mean over all data
-            # ranks.
-            divisor=1 if self.gradients.sum_only else self.index.dense.num_data_ranks,
-            average_in_collective=self.gradients.average_in_collective,
-            streams=streams,
+    def _make_group(self, key: GroupKey, parameters: dict[str, nn.Parameter]) -> ParamGroup:
+        settings = self._settings
+        return ParamGroup(
+            list(parameters),
+            list(parameters.values()),
+            settings.strategy,
+            settings.outer_strategy.shards_optimizer,
+            settings.precision.resolve(key.dtype, key.trainable),
+            self._communicator(key.is_expert),
+            settings.device,
         )
 
-    def _place(self, axes: Axes, expert: bool) -> ParameterMesh:
-        mesh = axes.dtensor_mesh(self.outer_strategy.shards_optimizer)
-        return ParameterMesh(
-            axes, mesh, *(self._expert_holders(axes) if expert else self._holders(axes))
-        )
+    def _communicator(self, is_expert: bool) -> Communicator:
+        if is_expert not in self._communicators:
+            settings = self._settings
+            axes = settings.mesh.axes(is_expert)
+            self._communicators[is_expert] = Communicator(
+                inner=axes.inner.get_group(),
+                outer=axes.outer.get_group() if axes.outer is not None else None,
+                all_gather_group=axes.all_gather_group,
+                # Expert gradients are summed over fewer ranks, but the loss is the mean over all
+                # data ranks.
+                divisor=1 if settings.gradients.sum_only else settings.mesh.dense.num_data_ranks,
+                average_in_collective=settings.gradients.average_in_collective,
+                streams=self._streams,
+            )
+        return self._communicators[is_expert]
 
-    def _holders(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """For norms: of parameters that the tensor axis divides, and of those that it copies."""
-        groups = [axes.inner.get_group()] if self.strategy.shards_optimizer else []
-        if self.outer_strategy.shards_optimizer:
+    def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
+        if is_expert not in self._parameter_meshes:
+            axes = self._settings.mesh.axes(is_expert)
+            mesh = axes.dtensor_mesh(self._settings.outer_strategy.shards_optimizer)
+            norm_groups = self._expert_norm_groups(axes) if is_expert else self._norm_groups(axes)
+            self._parameter_meshes[is_expert] = ParameterMesh(axes, mesh, *norm_groups)
+        return self._parameter_meshes[is_expert]
+
+    def _norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
+        """Return the norm groups of dense parameters that the tensor axis divides, and copies."""
+        groups = [axes.inner.get_group()] if self._settings.strategy.shards_optimizer else []
+        if self._settings.outer_strategy.shards_optimizer and axes.outer is not None:
             groups.append(axes.outer.get_group())
         tensor = [axes.tensor.get_group()] if axes.tensor is not None else []
         return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
 
-    def _expert_holders(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """The same for experts.
+    def _expert_norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
+        """Return the norm groups of expert parameters that the tensor axis divides, and copies.
 
-        Other ranks hold other experts of the same name: their norm is over all of them.
+        Other ranks own other experts of the same name: their norm is over all of them.
         """
-        dense = self.index.dense
+        dense = self._settings.mesh.dense
         groups = [dense.inner.get_group()]
-        if self.outer_strategy.shards_optimizer:
+        if self._settings.outer_strategy.shards_optimizer and dense.outer is not None:
             groups.append(dense.outer.get_group())
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
-        copies = 1 if self.strategy.shards_optimizer else axes.inner.size()
-        return NormGroup(tuple(groups), copies), NormGroup(
-            tuple(groups), copies * (axes.tensor.size() if axes.tensor else 1)
-        )
+        copies = 1 if self._settings.strategy.shards_optimizer else axes.inner.size()
+        tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
+        return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), copies * tensor_copies)
 
-    def _initialise(self, units: list[Unit], sharded: dict[nn.Parameter, ShardedParam]) -> None:
-        wanted = [
-            unit.module for unit in units if unit.module is not None and not unit.is_automatic
-        ]
-        for modules in meta_init.pieces(units[0].module, wanted):
-            waiting = [
-                p for module in modules for p in module.parameters(recurse=False) if p.is_meta
-            ]
-            meta_init.materialize(modules, self.device, self.initialiser)
-            for parameter in dict.fromkeys(waiting):
-                member = sharded[parameter]
-                member.group.shard_parameter(member.index)
+
+def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters on the meta device that ``modules`` own themselves, each once."""
+    found: dict[nn.Parameter, None] = {}
+    for module in modules:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_meta:
+                found[parameter] = None
+    return list(found)

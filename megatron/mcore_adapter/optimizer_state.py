@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.fsdp.optimizer import initial_state
+from megatron.fsdp.optimizer_state import initial_state
 
 
 def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
@@ -37,4 +37,6 @@ def _fill_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter):
-                optimizer.state[parameter] = initial_state(optimizer, group, parameter)
+                optimizer.state[parameter] = initial_state(
+                    optimizer, type(optimizer), group, parameter
+                )

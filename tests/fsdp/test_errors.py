@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.model import GradientError
+from megatron.fsdp.gradient_sync import GradientError
 from tests.fsdp import models
 from tests.fsdp.models import Block
 from tests.fsdp.reference import batch, compare_pieces, loss_of, optimizer_over, shard_mesh

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import CpuStreams, Pending
-from megatron.fsdp.model import GradientError
+from megatron.fsdp.gradient_sync import GradientError
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,

@@ -495,11 +495,14 @@ def settings_that_arrive() -> None:
             True,
             lambda model: "blocks.0.up" in [unit.name for unit in model._units],
         ),
-        "sync_model_each_microbatch": (False, lambda model: not model._auto_sync),
-        "report_nan_in_param_grad": (True, lambda model: model._report_nan),
-        "check_for_nan_in_grad": (True, lambda model: model._report_nan),
+        "sync_model_each_microbatch": (
+            False,
+            lambda model: not model._gradients.sync_each_backward,
+        ),
+        "report_nan_in_param_grad": (True, lambda model: model._gradients._report_nonfinite),
+        "check_for_nan_in_grad": (True, lambda model: model._gradients._report_nonfinite),
         "preproc_state_dict_for_dcp_ckpt": (False, lambda model: not model.checkpoint_ready),
-        "use_decoupled_grad": (True, lambda model: model._use_decoupled_grad),
+        "use_decoupled_grad": (True, lambda model: model._gradients._use_decoupled_grad),
         "zero_dp_strategy": ("optim", lambda model: model.strategy == 1),
     }
     mesh = shard_mesh()

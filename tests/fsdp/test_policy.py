@@ -13,7 +13,7 @@ from megatron.fsdp.engine.policy import (
     Precision,
     ShardingStrategy,
 )
-from megatron.fsdp.fully_shard import precision_policy
+from megatron.fsdp.settings import precision_policy
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

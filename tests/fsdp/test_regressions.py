@@ -171,7 +171,7 @@ def precision_of_config() -> tuple:
     return (
         precision.main_param,
         precision.main_grad,
-        model._report_nan,
+        model._gradients._report_nonfinite is not None,
         other.groups[0].precision.main_param,
     )
 

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a sharded model: as the user gives them, and parsed and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.fsdp.checks import check_flags, check_module, parse_device, parse_outer_strategy
+from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.policy import (
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    OverlapPolicy,
+    ShardingStrategy,
+)
+from megatron.fsdp.engine.units import resolve_unit_modules
+from megatron.fsdp.meta_init import Initialiser
+from megatron.fsdp.problems import Problems
+
+DEFAULT_PRECISION = MixedPrecisionPolicy()
+"""The policy of a user who has given none. Only with this object the older keywords count alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingSettings:
+    """The arguments of :func:`megatron.fsdp.fully_shard.fully_shard_model`, which explains them.
+
+    Args:
+        dist_index: the mesh, where there is one already. The arguments that describe a mesh
+            (``device_mesh`` to ``expt_fsdp_group_ag``) are not read then.
+    """
+
+    dist_index: FSDPDistributedIndex | None = None
+    device_mesh: DeviceMesh | None = None
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
+    fsdp_unit_modules: Sequence[type | nn.Module | str] | None = None
+    zero_dp_strategy: str | int | ShardingStrategy = ShardingStrategy.OPTIM_GRADS_PARAMS
+    outer_dp_sharding_strategy: str | int | ShardingStrategy = ShardingStrategy.NO_SHARD
+    device: torch.device | str | None = None
+    init_model_with_meta_device: bool = False
+    mixed_precision_policy: MixedPrecisionPolicy = DEFAULT_PRECISION
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    sync_model_each_microbatch: bool = True
+    preproc_state_dict_for_dcp_ckpt: bool = True
+    report_nan_in_param_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    fsdp_db_use_persist_buf_on_alloc_fail: bool = False
+    disable_symmetric_registration: bool = False
+    enable_fine_grained_param_gather: bool = False
+    use_decoupled_grad: bool = False
+    cuda_graph_mode: bool = False
+    maxpool_double_buffer: bool = False
+    check_for_nan_in_grad: bool | None = None
+    grad_reduce_in_fp32: bool | None = None
+    preserve_fp32_weights: bool | None = None
+
+    def resolve(
+        self, module: nn.Module, initialiser: Initialiser, problems: Problems
+    ) -> ResolvedSettings:
+        """Make the mesh, parse every setting, and check all of them and the module.
+
+        Args:
+            module: the module that is to be sharded.
+            initialiser: the source of first values with ``init_model_with_meta_device``.
+            problems: problems that the caller has found, which are raised together with others.
+
+        Raises:
+            ValueError: listing everything that is wrong on any rank, the same on every rank.
+            NotImplementedError: where nothing is wrong, but a setting is not built yet.
+            RuntimeError: outside torch.distributed.
+        """
+        self._check_plain_values(problems)
+        mesh = problems.check(self._make_mesh)
+        strategy = problems.check(ShardingStrategy.parse, self.zero_dp_strategy)
+        outer_strategy = problems.check(
+            parse_outer_strategy, self.outer_dp_sharding_strategy, mesh, strategy
+        )
+        precision = problems.check(
+            precision_policy,
+            self.mixed_precision_policy,
+            self.grad_reduce_in_fp32,
+            self.preserve_fp32_weights,
+        )
+        gradients = problems.check(
+            GradientPolicy, self.calculate_per_token_loss, self.average_in_collective
+        )
+        unit_modules = problems.check(resolve_unit_modules, self.fsdp_unit_modules)
+        device = problems.check(parse_device, self.device)
+        initialiser_or_none = initialiser if self.init_model_with_meta_device else None
+        problems.check(check_module, module, mesh, strategy, initialiser_or_none)
+        problems.raise_everywhere(self._reach())
+
+        assert mesh is not None and strategy is not None and outer_strategy is not None
+        assert precision is not None and gradients is not None and unit_modules is not None
+        return ResolvedSettings(
+            mesh=mesh,
+            strategy=strategy,
+            outer_strategy=outer_strategy,
+            precision=precision,
+            gradients=gradients,
+            overlap=OverlapPolicy(self.overlap_grad_reduce, self.overlap_param_gather),
+            unit_modules=tuple(unit_modules),
+            root_only=self.disable_bucketing,
+            fine_grained=self.enable_fine_grained_param_gather,
+            device=mesh.device if device is None or initialiser_or_none is not None else device,
+            initialiser=initialiser_or_none,
+            sync_each_microbatch=self.sync_model_each_microbatch,
+            report_nan=self._reports_nan,
+            use_decoupled_grad=self.use_decoupled_grad,
+            checkpoint_ready=self.preproc_state_dict_for_dcp_ckpt,
+        )
+
+    def _check_plain_values(self, problems: Problems) -> None:
+        flags = [field.name for field in fields(self) if isinstance(field.default, bool)]
+        problems.check(check_flags, **{name: getattr(self, name) for name in flags})
+        problems.check(
+            refuse_unbuilt,
+            keep_fp8_transpose_cache=self.keep_fp8_transpose_cache,
+            nccl_ub=self.nccl_ub,
+            fsdp_double_buffer=self.fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=self.fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=self.disable_symmetric_registration,
+            cuda_graph_mode=self.cuda_graph_mode,
+            maxpool_double_buffer=self.maxpool_double_buffer,
+        )
+
+    def _make_mesh(self) -> FSDPDistributedIndex:
+        if self.dist_index is not None:
+            return self.dist_index
+        return FSDPDistributedIndex(
+            device_mesh=self.device_mesh,
+            dp_shard_dim=self.dp_shard_dim,
+            dp_outer_dim=self.dp_outer_dim,
+            tp_dim=self.tp_dim,
+            hybrid_fsdp_group=self.hybrid_fsdp_group,
+            hybrid_fsdp_expt_group=self.hybrid_fsdp_expt_group,
+            expt_device_mesh=self.expt_device_mesh,
+            fsdp_group_ag=self.fsdp_group_ag,
+            expt_fsdp_group_ag=self.expt_fsdp_group_ag,
+        )
+
+    def _reach(self) -> Sequence[dist.ProcessGroup | None]:
+        """Return groups that together reach every rank of the mesh, one after the other.
+
+        They are those of the mesh as it was given, which may be wrong; without one, the group of
+        all ranks.
+        """
+        if self.dist_index is not None:
+            return self.dist_index.all_groups()
+        if isinstance(self.device_mesh, DeviceMesh):
+            return self.device_mesh.get_all_groups()
+        return [None]
+
+    @property
+    def _reports_nan(self) -> bool:
+        older = self.check_for_nan_in_grad
+        return self.report_nan_in_param_grad if older is None else older
+
+    def as_config(self) -> DistributedDataParallelConfig:
+        """Return the same settings as the published configuration object, as far as it has them."""
+        return DistributedDataParallelConfig(
+            data_parallel_sharding_strategy=self.zero_dp_strategy,
+            outer_dp_sharding_strategy=self.outer_dp_sharding_strategy,
+            overlap_grad_reduce=self.overlap_grad_reduce,
+            overlap_param_gather=self.overlap_param_gather,
+            average_in_collective=self.average_in_collective,
+            megatron_fsdp_use_decoupled_grad=self.use_decoupled_grad,
+            megatron_fsdp_enable_fine_grained_param_gather=self.enable_fine_grained_param_gather,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedSettings:
+    """Settings that are parsed, checked and complete.
+
+    Args:
+        mesh: the mesh and the names of its axes.
+        strategy: what the inner axis shards.
+        outer_strategy: what the outer axis shards: nothing, or optimizer state.
+        precision: dtypes of main weights and gradients.
+        gradients: how gradients of the ranks are combined.
+        overlap: how communication overlaps compute.
+        unit_modules: classes and instances of the modules that are units.
+        root_only: the whole model is one unit.
+        fine_grained: inside units too every module that owns parameters is a unit.
+        device: the device of the parameters.
+        initialiser: the source of first values of meta parameters; None: there are none.
+        sync_each_microbatch: gradients are final after every backward.
+        report_nan: NaN or Inf gradients raise an error.
+        use_decoupled_grad: gradients go to ``param.decoupled_grad`` instead of ``param.grad``.
+        checkpoint_ready: tensors of state dicts describe their chunks to torch's checkpoint.
+    """
+
+    mesh: FSDPDistributedIndex
+    strategy: ShardingStrategy
+    outer_strategy: ShardingStrategy
+    precision: MixedPrecisionPolicy
+    gradients: GradientPolicy
+    overlap: OverlapPolicy
+    unit_modules: tuple[type | nn.Module, ...]
+    root_only: bool
+    fine_grained: bool
+    device: torch.device
+    initialiser: Initialiser | None
+    sync_each_microbatch: bool
+    report_nan: bool
+    use_decoupled_grad: bool
+    checkpoint_ready: bool
+
+
+def precision_policy(
+    policy: MixedPrecisionPolicy | None,
+    grad_reduce_in_fp32: bool | None,
+    preserve_fp32_weights: bool | None,
+) -> MixedPrecisionPolicy:
+    """Return the policy that the new or the older spelling asks for.
+
+    Args:
+        policy: ``mixed_precision_policy``. None or :data:`DEFAULT_PRECISION`: not given.
+        grad_reduce_in_fp32: the older keyword; None: not given.
+        preserve_fp32_weights: the older keyword; None: not given.
+
+    Raises:
+        ValueError: where both spellings are given and contradict each other.
+    """
+    old = MixedPrecisionPolicy(
+        main_params_dtype=None if preserve_fp32_weights is False else torch.float32,
+        main_grads_dtype=torch.float32 if grad_reduce_in_fp32 else None,
+        grad_comm_dtype=torch.float32 if grad_reduce_in_fp32 else None,
+    )
+    if policy is None or policy is DEFAULT_PRECISION:
+        return old
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ValueError(
+            f"mixed_precision_policy expects a MixedPrecisionPolicy but got {policy!r}"
+        )
+    if preserve_fp32_weights is not None and policy.main_params_dtype != old.main_params_dtype:
+        raise ValueError(
+            f"preserve_fp32_weights={preserve_fp32_weights} contradicts"
+            f" mixed_precision_policy.main_params_dtype={policy.main_params_dtype}: give one of"
+            " them"
+        )
+    grad_comm_dtype = policy.grad_comm_dtype or policy.main_grads_dtype
+    in_fp32 = policy.main_grads_dtype == grad_comm_dtype == torch.float32
+    if grad_reduce_in_fp32 is not None and grad_reduce_in_fp32 != in_fp32:
+        raise ValueError(
+            f"grad_reduce_in_fp32={grad_reduce_in_fp32} contradicts"
+            f" mixed_precision_policy.main_grads_dtype={policy.main_grads_dtype} and"
+            f" grad_comm_dtype={policy.grad_comm_dtype}: give one of them"
+        )
+    return policy

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The wrapper as a ``torch.nn.Module``: how it is put together, its parameters and state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, SupportsIndex
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
+
+from megatron.fsdp.agreement import check_agreement
+from megatron.fsdp.checks import SHARDED_PARAM
+from megatron.fsdp.config import refuse_unbuilt
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.schedule import Schedule
+from megatron.fsdp.engine.units import assign_parameters, find_units
+from megatron.fsdp.gradient_sync import GradientError, GradientSync
+from megatron.fsdp.meta_init import Initialiser
+from megatron.fsdp.model_state import load_model_state
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.settings import ShardingSettings
+from megatron.fsdp.sharding import ShardedParams, Sharder, sharded_param_of
+
+OWNER = "_fsdp_model"
+"""Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
+
+
+class ShardedModule(nn.Module):
+    """A module whose parameters, gradients and optimizer state are divided among ranks.
+
+    ``parameters()`` yields the main weights as DTensors, the same objects at every call; they are
+    what an optimizer steps. The user's module is ``module``. Its own parameters have values only
+    while a unit computes.
+
+    Args:
+        module: the module to shard; its parameters are replaced in place.
+        settings: everything that decides how it is sharded.
+        problems: problems that the caller has found, which are raised together with others.
+
+    Raises:
+        ValueError: listing everything that is wrong, the same on every rank.
+        NotImplementedError: for settings that are not built yet.
+    """
+
+    initialiser = Initialiser()
+    """The source of first values for modules that were built on the meta device."""
+
+    _fsdp_is_sharded = True
+
+    def __init__(
+        self, module: nn.Module, settings: ShardingSettings, problems: Problems | None = None
+    ):
+        super().__init__()
+        # Settings and mesh: from here on every argument is parsed, checked and complete.
+        resolved = settings.resolve(module, self.initialiser, problems or Problems())
+        self.strategy = resolved.strategy
+        self.checkpoint_ready = resolved.checkpoint_ready
+        self._mesh = resolved.mesh
+        self._overlap = resolved.overlap
+
+        # Units: modules whose parameters are all-gathered and freed together.
+        self._units = find_units(
+            module, resolved.unit_modules, resolved.root_only, resolved.fine_grained
+        )
+        self.module = _move(module, resolved.device)
+        parameters_of = assign_parameters(self._units)
+        check_agreement(resolved, parameters_of)
+
+        # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
+        # main weights) for every parameter in them.
+        sharder = Sharder(resolved)
+        self._sharded_params = sharder.shard(parameters_of)
+        sharder.initialise(self._units, self._sharded_params)
+        self._by_name = self._name_parameters(self._sharded_params)
+
+        # Gradients, and the schedule: when units are gathered, freed and reduced.
+        self._gradients = GradientSync(
+            self._sharded_params.values(),
+            sync_each_backward=resolved.sync_each_microbatch,
+            use_decoupled_grad=resolved.use_decoupled_grad,
+            report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
+        )
+        self._schedule = Schedule(
+            self._units,
+            resolved.strategy,
+            resolved.overlap,
+            self._gradients.begin_backward,
+            self._gradients.end_backward,
+        )
+        self._gradients.connect(self._schedule)
+
+        # Hooks on modules and tensors, which tell the schedule what happens.
+        self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
+
+    def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
+        """Return sharded parameters by name, in the module's own order, with all tied names.
+
+        Every one of them is marked as this wrapper's, and gets the attributes that others have put
+        on the module's parameter.
+        """
+        for compute, sharded_param in sharded_params.items():
+            parameter = sharded_param.parameter
+            for name, value in vars(compute).items():
+                if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
+                    setattr(parameter, name, value)
+            setattr(parameter, OWNER, self)
+            setattr(parameter, SHARDED_PARAM, sharded_param)
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: sharded_params[parameter] for name, parameter in named}
+
+    # ---- the parts
+
+    @property
+    def sharded_params(self) -> list[ShardedParam]:
+        """Every parameter once, in the module's order."""
+        return list(dict.fromkeys(self._by_name.values()))
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups of all units, in the order of units."""
+        groups = []
+        for unit in self._units:
+            groups += unit.groups
+        return groups
+
+    def get_distributed_index(self) -> FSDPDistributedIndex:
+        """Return the mesh."""
+        return self._mesh
+
+    # ---- torch.nn.Module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with the same arguments and return its result."""
+        try:
+            return self.module(*args, **kwargs)
+        except BaseException:
+            self._hooks.forget_calls()
+            raise
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield names, as of any wrapper with a ``module``, and main weights as DTensors.
+
+        They are the wrapper's own parameters, whether ``recurse`` or not: torch's
+        ``set_state_dict`` asks module by module.
+        """
+        seen: set[ShardedParam] = set()
+        prefix = f"{prefix}.module." if prefix else "module."
+        for name, sharded_param in self._by_name.items():
+            if not remove_duplicate or sharded_param not in seen:
+                seen.add(sharded_param)
+                parameter = sharded_param.parameter
+                assert isinstance(parameter, nn.Parameter)
+                yield prefix + name, parameter
+
+    def state_dict(  # type: ignore[override]  # one signature for torch's two overloads
+        self,
+        *args: Any,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return main weights as DTensors of full shape, and buffers as they are.
+
+        The DTensors are ready for torch.distributed.checkpoint if ``checkpoint_ready``.
+        """
+        state: dict[str, Any] = super().state_dict(
+            *args,
+            destination=destination,  # type: ignore[type-var]  # None makes one with metadata
+            prefix=prefix,
+            keep_vars=True,
+        )
+        for key in [key for key in state if key.startswith(prefix)]:
+            state[key] = self._checkpoint_value(state[key], keep_vars)
+        return state
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Load DTensors of the same layout, or full tensors; the next forward uses them.
+
+        Args:
+            state_dict: values under the wrapper's names or the module's own.
+            strict: treat missing and unexpected keys as errors.
+            assign: not supported: the weights lie in buffers that many views share.
+
+        Raises:
+            NotImplementedError: for ``assign``.
+            RuntimeError: listing everything that does not fit, as any module does.
+            TypeError: for anything but a mapping.
+        """
+        refuse_unbuilt(assign=assign)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
+        # Wrappers inside (Float16Module) name keys as they like: ask the module, not its
+        # parameters' paths.
+        own = self.module.state_dict(keep_vars=True)
+        sharded_params = {}
+        for key, value in own.items():
+            sharded_param = self._sharded_param_of(value)
+            if sharded_param is not None:
+                sharded_params[key] = sharded_param
+        result = load_model_state(self.module, sharded_params, set(own), state_dict, strict)
+        for group in self.groups:
+            group.install_main_weights()
+        return result
+
+    def _checkpoint_value(self, value: Any, keep_vars: bool) -> Any:
+        sharded_param = self._sharded_param_of(value)
+        if sharded_param is None:
+            is_detached = isinstance(value, torch.Tensor) and not keep_vars
+            return value.detach() if is_detached else value
+        if keep_vars:
+            return sharded_param.parameter
+        return sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
+
+    def _sharded_param_of(self, value: Any) -> ShardedParam | None:
+        """Return the sharded parameter of an entry of the module's state, which may show either.
+
+        Entries are the module's own parameters while their weights are gathered, and sharded ones
+        otherwise.
+        """
+        if not isinstance(value, nn.Parameter):
+            return None
+        return sharded_param_of(value) or self._sharded_params.get(value)
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> ShardedModule:
+        """Refuse ``to``, ``cuda``, ``half`` and so on, unless they change nothing."""
+        for group in self.groups:
+            empty = group.main_shard.new_empty(0, dtype=group.precision.compute)
+            changed = fn(empty)
+            if (changed.dtype, changed.device) != (empty.dtype, empty.device):
+                raise NotImplementedError(
+                    f"a sharded model cannot be moved or converted ({empty.dtype} on {empty.device}"
+                    f" to {changed.dtype} on {changed.device}): convert the module before sharding"
+                    " it, or pass device="
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        _refuse_copy()
+
+    # ---- errors of gradients
+
+    def _report_nonfinite(self, found: list[ShardedParam]) -> None:
+        """Raise :class:`GradientError` on every rank where any rank has found a NaN or Inf."""
+        names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
+        own = [f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}"] if found else []
+        everywhere = agree(own, self._groups_that_end_together())
+        if everywhere:
+            raise GradientError("\n".join(everywhere))
+
+    def _shown_name(self, sharded_param: ShardedParam) -> str:
+        """Return the name of a parameter in messages."""
+        return sharded_param.name
+
+    def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
+        """Return groups through which an error reaches every rank that would wait for this one."""
+        return self._mesh.all_groups()
+
+
+def _move(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move a module to ``device`` in place; tensors on meta are allocated there later."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    moved: nn.Module = module._apply(move)  # type: ignore[no-untyped-call]  # torch's own
+    return moved
+
+
+def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:
+    """Return what the optimizer steps for each of the module's own parameters."""
+    parameters = {}
+    for compute, sharded_param in sharded_params.items():
+        parameter = sharded_param.parameter
+        assert isinstance(parameter, nn.Parameter)
+        parameters[compute] = parameter
+    return parameters
+
+
+def _refuse_copy() -> NoReturn:
+    raise NotImplementedError(
+        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
+        " process. Copy or save model.state_dict(), which works"
+    )
