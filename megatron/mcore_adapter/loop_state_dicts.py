@@ -23,8 +23,9 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core.key_rules import entry_names, plain_name
+from megatron.checkpoint.core.key_rules import entry_names
 from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.checkpoint import (
     META_PREFIX,
     STATE_PREFIX,

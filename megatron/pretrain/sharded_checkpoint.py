@@ -19,9 +19,10 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core.key_rules import VOCABULARY, canonical_name, entry_names, plain_name
+from megatron.checkpoint.core.key_rules import VOCABULARY, entry_names
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
+from megatron.checkpoint.core.spelling import canonical_name, plain_name
 from megatron.checkpoint.fsdp_dtensor.checkpoint import (
     CHECKPOINT_VERSION,
     META_PREFIX,

@@ -88,7 +88,7 @@ def locate(path: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Output:
+class OutputDirectory:
     """Where something new appears when it is complete.
 
     Attributes:
@@ -115,7 +115,7 @@ class Output:
         self.staging.rename(self.final)
 
 
-def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
+def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
     """A checkpoint of ``iteration`` in the directory ``path``, or at ``path`` itself if that is the name of an iteration.
 
     Raises:
@@ -124,17 +124,17 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
     path = Path(path)
     if not (_ITERATION.match(path.name) or path.name == RELEASE):
         _refuse_existing(path)
-        return Output(iteration_directory(path, iteration), iteration)
+        return OutputDirectory(iteration_directory(path, iteration), iteration)
     if path.name != iteration_directory("", iteration).name:
         raise ValueError(
             f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}"
         )
     _refuse_existing(path)
     _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
-    return Output(path, iteration)
+    return OutputDirectory(path, iteration)
 
 
-def same_iteration(source: Path, path: str | Path) -> Output:
+def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
     """A changed copy of ``source`` in ``path``: of the same iteration, where the name of ``source`` is one.
 
     Raises:
@@ -146,14 +146,14 @@ def same_iteration(source: Path, path: str | Path) -> Output:
     return new_checkpoint(path, int(number[1]) if number is not None else RELEASE)
 
 
-def new_directory(path: str | Path) -> Output:
+def new_directory(path: str | Path) -> OutputDirectory:
     """A directory without iterations.
 
     Raises:
         ValueError: where something is there already.
     """
     _refuse_existing(Path(path))
-    return Output(Path(os.path.abspath(path)))
+    return OutputDirectory(Path(os.path.abspath(path)))
 
 
 def _refuse_existing(path: Path) -> None:

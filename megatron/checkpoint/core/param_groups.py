@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.checkpoint.core.key_rules import VOCABULARY, canonical_name, is_expert
 from megatron.checkpoint.core.listing import listed, some
-from megatron.checkpoint.core.training_state import ParamGroup
+from megatron.checkpoint.core.training_state import OptimizerParamGroup
 
 _OF_TORCH = {
     "amsgrad": False,
@@ -31,7 +31,7 @@ def assign(
     groups: list[dict[str, Any]],
     args: argparse.Namespace | None,
     numbers: Mapping[str, int] | None = None,
-) -> list[ParamGroup]:
+) -> list[OptimizerParamGroup]:
     """Give every parameter to one of ``groups``, the fields of the optimizer's param groups.
 
     Biases and what has one dim do not decay; experts are apart where a group is for them; embedding
@@ -45,7 +45,7 @@ def assign(
     Raises:
         ValueError: listing the parameters that no group fits, or a number without a group.
     """
-    result = [ParamGroup(dict(fields), []) for fields in groups]
+    result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
     problems = []
     for name, shape in shapes.items():
         number = (numbers or {}).get(name)
@@ -107,13 +107,13 @@ def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> boo
     return bool(group.get("is_decoupled_lr")) or is_other
 
 
-def gather(fields_of: Mapping[str, dict[str, Any]]) -> list[ParamGroup]:
+def group_by_fields(fields_of: Mapping[str, dict[str, Any]]) -> list[OptimizerParamGroup]:
     """The param groups of parameters whose fields are known: one for all that agree, experts last."""
-    groups: list[ParamGroup] = []
+    groups: list[OptimizerParamGroup] = []
     for name, fields in fields_of.items():
         group = next((group for group in groups if group.fields == fields), None)
         if group is None:
-            group = ParamGroup(dict(fields), [])
+            group = OptimizerParamGroup(dict(fields), [])
             groups.append(group)
         group.names.append(name)
     return sorted(
@@ -133,7 +133,7 @@ def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str
     return complete
 
 
-def map_of_run(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
+def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
     """Numbers of param groups by canonical name, from a map that a run has dumped.
 
     A run of several pipeline stages counts layers anew in each, so that its map may lack the later

@@ -11,14 +11,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.stored_checkpoint import read_metadata
+from megatron.checkpoint.core.stored_metadata import read_metadata
 
 
 class SafeReader(FileSystemReader):
     """Reads ``.metadata`` as data.
 
     Raises:
-        RefusedPickle, DamagedCheckpoint: both a ValueError.
+        RefusedPickleError, DamagedCheckpointError: both a ValueError.
     """
 
     def read_metadata(self, *args: object, **options: object) -> Metadata:

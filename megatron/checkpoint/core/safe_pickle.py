@@ -85,7 +85,7 @@ _CLASS_NAME = re.compile(r"^_?[A-Z]\w*(\._?[A-Z]\w*)*$")
 """Functions and modules have no stand-ins: whoever reads a converted copy with Megatron-Core would call them."""
 
 
-class RefusedPickle(ValueError):
+class RefusedPickleError(ValueError):
     """A file names something that is not on the list; nothing of it was run."""
 
 
@@ -142,7 +142,7 @@ def _member(owner: Any, name: Any) -> Any:
         and name.isidentifier()
     ):
         return _Member(owner, name)
-    raise RefusedPickle(f"the pickle asks for the attribute {name!r} of {owner!r}")
+    raise RefusedPickleError(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
 class Unpickler(
@@ -151,7 +151,7 @@ class Unpickler(
     """Finds the classes on the list and stand-ins.
 
     Raises:
-        RefusedPickle: for anything else.
+        RefusedPickleError: for anything else.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -186,7 +186,7 @@ class Unpickler(
             return super().find_class(module, name)
         if _STAND_INS.match(module) and _CLASS_NAME.match(name):
             return stand_in(module, name)
-        raise RefusedPickle(
+        raise RefusedPickleError(
             f"the pickle asks for {module}.{name}, which is not among the classes that checkpoints"
             " hold"
         )
@@ -195,12 +195,12 @@ class Unpickler(
         """Gives an object its state: fields of instances, never of a class or function, which all of the process shares."""
         owner, state = self.stack[-2], self.stack[-1]
         if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
-            raise RefusedPickle(
+            raise RefusedPickleError(
                 f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
             )
         plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
         if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
-            raise RefusedPickle(
+            raise RefusedPickleError(
                 f"the pickle sets special attributes of a {type(owner).__qualname__}"
             )
         super().load_build()
@@ -211,7 +211,7 @@ class Unpickler(
 def _encode(text: str, encoding: str = "latin1") -> bytes:
     """``codecs.encode`` as pickles of bytes use it."""
     if encoding != "latin1":
-        raise RefusedPickle(f"the pickle asks for the codec {encoding!r}")
+        raise RefusedPickleError(f"the pickle asks for the codec {encoding!r}")
     return text.encode("latin1")
 
 
@@ -258,7 +258,7 @@ def load(data: bytes) -> Any:
     """A plain pickle.
 
     Raises:
-        RefusedPickle: for a class that is not on the list.
+        RefusedPickleError: for a class that is not on the list.
         ValueError: for bytes that are no pickle.
     """
     return _guarded(lambda: _load(io.BytesIO(data)))
@@ -268,7 +268,7 @@ def load_torch(data: bytes) -> Any:
     """What ``torch.save`` wrote: tensors come to the CPU.
 
     Raises:
-        RefusedPickle: for a class that is not on the list, and for TorchScript.
+        RefusedPickleError: for a class that is not on the list, and for TorchScript.
         ValueError: for bytes that were not written so, or have changed since.
     """
 
@@ -285,7 +285,7 @@ def load_torch(data: bytes) -> Any:
                 )
         # By the reader that `torch.load` uses: a crafted archive is another one to Python's.
         if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
-            raise RefusedPickle("it is a TorchScript program, not data")
+            raise RefusedPickleError("it is a TorchScript program, not data")
         return torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
         )
@@ -325,7 +325,7 @@ def _save(value: Any) -> bytes:
 def _guarded(read: Any) -> Any:
     try:
         return read()
-    except RefusedPickle:
+    except RefusedPickleError:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
         raise ValueError(

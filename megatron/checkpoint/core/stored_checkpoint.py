@@ -8,133 +8,26 @@ asked for, and compares the checksum that ``torch.save`` has put beside every te
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import warnings
-import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
-    MetadataIndex,
     TensorStorageMetadata,
 )
 
 from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.chunk_index import _span, _Spans, chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.stored_metadata import METADATA, DamagedCheckpointError, read_metadata
+from megatron.checkpoint.core.tensor_payload import _Payload, _read_header
 
-METADATA = ".metadata"
 _BLOCK = 1 << 22
-
-
-class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing, cut off or changed."""
-
-
-def read_metadata(directory: Path) -> Any:
-    """``.metadata``: DCP's, or what stands in for Megatron-Core's own.
-
-    Raises:
-        DamagedCheckpoint: where it is missing or damaged.
-        RefusedPickle: where it names a class that checkpoints do not hold.
-    """
-    path = Path(directory) / METADATA
-    if not path.is_file():
-        raise DamagedCheckpoint(f"{directory} has no {METADATA}: it is no complete checkpoint")
-    try:
-        metadata = safe_pickle.load(path.read_bytes())
-        _check_form(metadata)
-    except safe_pickle.RefusedPickle as error:
-        raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    return metadata
-
-
-def _check_form(metadata: Any) -> None:
-    """Nothing vouches for ``.metadata``, no checksum and no type: all that is used of it has the type that it should."""
-    paths = getattr(metadata, "planner_data", None)
-    if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(
-        metadata.storage_data, dict
-    ):
-        raise ValueError("it has no tables of entries and their places")
-    if not isinstance(getattr(metadata, "mcore_data", {}), dict) or not isinstance(
-        paths, (dict, type(None))
-    ):
-        raise ValueError("its tables beside the entries are none")
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-            is_good = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(
-                len(entry.size), entry.size
-            )
-            is_good = is_good and all(_are_sizes(len(entry.size), *box) for box in boxes)
-        else:
-            is_good = isinstance(entry, BytesStorageMetadata)
-        if not is_good or not isinstance(key, str):
-            raise ValueError(f"its entry {key!r} is neither a tensor nor an object")
-        if paths and not isinstance(paths.get(key), tuple):
-            raise ValueError(f"it has no path for the entry {key!r}")
-    for index, info in metadata.storage_data.items():
-        is_good = (
-            isinstance(index, MetadataIndex)
-            and isinstance(info, _StorageInfo)
-            and isinstance(info.relative_path, str)
-        )
-        if not is_good or not _are_sizes(2, (info.offset, info.length)):
-            raise ValueError(f"its place of {getattr(index, 'fqn', index)!r} is none")
-
-
-def _are_sizes(length: int, *rows: Sequence[int]) -> bool:
-    """Whether these are tuples of so many integers, none of them negative."""
-    return all(
-        isinstance(row, tuple)
-        and len(row) == length
-        and all(type(number) is int and number >= 0 for number in row)
-        for row in rows
-    )
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """Where the elements of one chunk lie.
-
-    Attributes:
-        file: that holds them.
-        offset, num_bytes: of the storage in it.
-        checksum: crc32 of the storage; None where the writer left it out.
-        dtype, size, stride, start: of the tensor in the storage, in elements.
-    """
-
-    file: Path
-    offset: int
-    num_bytes: int
-    checksum: int | None
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the storage is the tensor, row after row."""
-        return (
-            self.start == 0
-            and self.num_bytes == math.prod(self.size) * self.dtype.itemsize
-            and all(
-                stride == math.prod(self.size[dim + 1 :])
-                for dim, stride in enumerate(self.stride)
-                if self.size[dim] > 1
-            )
-        )
 
 
 class StoredCheckpoint:
@@ -146,8 +39,8 @@ class StoredCheckpoint:
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpoint: listing the files that are missing or shorter than the metadata says.
-        RefusedPickle: where ``.metadata`` names a class that checkpoints do not hold.
+        DamagedCheckpointError: listing the files that are missing or shorter than the metadata says.
+        RefusedPickleError: where ``.metadata`` names a class that checkpoints do not hold.
     """
 
     def __init__(self, directory: str | Path):
@@ -198,7 +91,7 @@ class StoredCheckpoint:
             )
         problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._places]
         if problems:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 "\n  ".join([f"{self.directory} is damaged or not complete:", *problems])
             )
 
@@ -218,41 +111,41 @@ class StoredCheckpoint:
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not rest:
-                return self.read_box(key, index, (1,) * len(index)).reshape(())
+                return self.read_region(key, index, (1,) * len(index)).reshape(())
             offsets, sizes = (
                 (*index, start, *(0,) * (len(rest) - 1)),
                 (*(1,) * len(index), stop - start, *rest[1:]),
             )
-            return self.read_box(key, offsets, sizes).reshape(stop - start, *rest[1:])
+            return self.read_region(key, offsets, sizes).reshape(stop - start, *rest[1:])
 
         return LazyTensor(rest, self.dtype(key), read_rows)
 
-    def lazy_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
+    def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
         """The elements ``[offset, offset + size)`` along every dim."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not sizes:
-                return self.read_box(key, (), ())
-            return self.read_box(
+                return self.read_region(key, (), ())
+            return self.read_region(
                 key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:])
             )
 
         return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
 
-    def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    def read_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The elements ``[offset, offset + size)`` along every dim.
 
         Raises:
-            DamagedCheckpoint: where no chunk has some of them, or what is stored has changed.
+            DamagedCheckpointError: where no chunk has some of them, or what is stored has changed.
         """
         found = list(self._chunks_in(key, offsets, sizes))
         missing = math.prod(sizes) - sum(math.prod(extent) for _, _, extent in found)
         if missing > 0:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{self.directory}: no chunk of {key} has {missing} of its elements"
             )
-        if missing < 0 or overlap([(low, extent) for _, low, extent in found]):
-            raise DamagedCheckpoint(f"{self.directory}: two chunks of {key} overlap")
+        if missing < 0 or chunks_overlap([(low, extent) for _, low, extent in found]):
+            raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
         out = None
         for chunk, lowest, extent in found:
             part = self._read_chunk(
@@ -334,7 +227,7 @@ class StoredCheckpoint:
             while done < length:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise DamagedCheckpoint(f"{payload.file} is cut off")
+                    raise DamagedCheckpointError(f"{payload.file} is cut off")
                 done += count
         if length == payload.num_bytes:
             self._compare(payload, zlib.crc32(view))
@@ -353,7 +246,7 @@ class StoredCheckpoint:
 
     def _compare(self, payload: _Payload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{payload.file} has changed since it was written: the checksum of the tensor at"
                 f" {payload.offset} differs"
             )
@@ -365,7 +258,7 @@ class StoredCheckpoint:
         if place not in self._payloads:
             payload = _read_header(self.directory / info.relative_path, info)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
-                raise DamagedCheckpoint(
+                raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
                     f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
                     f" {METADATA}"
@@ -387,8 +280,8 @@ class StoredCheckpoint:
         """What is stored under the key of an object.
 
         Raises:
-            DamagedCheckpoint: where it cannot be read.
-            RefusedPickle: where it names a class that checkpoints do not hold.
+            DamagedCheckpointError: where it cannot be read.
+            RefusedPickleError: where it names a class that checkpoints do not hold.
         """
         info = self._places[key, ()]
         with open(self.directory / info.relative_path, "rb") as file:
@@ -401,153 +294,9 @@ class StoredCheckpoint:
             if safe_pickle.is_scalar(value):
                 self._scalars[data] = value
             return value
-        except safe_pickle.RefusedPickle as error:
-            raise safe_pickle.RefusedPickle(f"{self.directory}, {key}: {error}") from None
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
             ) from error
-
-
-_Spans = dict[tuple[int, int], dict[tuple[int, int], list[ChunkStorageMetadata]]]
-"""Chunks by what they take up of dim 0, and of dim 1."""
-
-
-def _span(chunk: ChunkStorageMetadata, dim: int) -> tuple[int, int]:
-    return (
-        (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim])
-        if dim < len(chunk.offsets)
-        else (0, 1)
-    )
-
-
-def _read_header(path: Path, info: _StorageInfo) -> _Payload:
-    """Where a tensor that ``torch.save`` wrote at ``info`` lies in the file."""
-    if getattr(info, "transform_descriptors", None):
-        raise NotImplementedError(
-            f"{path} is encoded with {info.transform_descriptors}, which is not read here"
-        )
-    try:
-        with (
-            open(path, "rb") as file,
-            zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive,
-        ):
-            names = {name.partition("/")[2]: name for name in archive.namelist()}
-            tensor = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
-            record = archive.getinfo(names[f"data/{tensor.storage.key}"])
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its data is compressed")
-            file.seek(
-                info.offset + record.header_offset + 26
-            )  # past the fixed part of the local header
-            lengths = file.read(4)
-            skip = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            start = info.offset + record.header_offset + 30 + skip
-            if start + record.file_size > info.offset + info.length:
-                raise ValueError("its data is longer than the file")
-            if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
-                raise ValueError(
-                    f"its {record.file_size} bytes are not enough for the shape {tensor.size}"
-                )
-    except safe_pickle.RefusedPickle as error:
-        raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
-    except Exception as error:  # bytes that were changed or cut off fail in every possible way
-        raise DamagedCheckpoint(
-            f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
-        ) from error
-    # `torch.serialization.set_crc32_options(False)` writes no checksum.
-    checksum = record.CRC or (None if record.file_size else 0)
-    return _Payload(
-        path,
-        start,
-        record.file_size,
-        checksum,
-        tensor.storage.dtype,
-        tensor.size,
-        tensor.stride,
-        tensor.start,
-    )
-
-
-class _Window(io.RawIOBase):
-    """Some bytes of a file as a file of its own."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int):
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        )
-        if position < 0:
-            raise OSError("seek before the start")
-        self._position = position
-        return position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._position, 0)
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype
-    key: str
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
-    start: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _TensorUnpickler(safe_pickle.Unpickler):
-    """Reads what ``torch.save`` says about one tensor, and not its elements."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, start, size, stride, *_: _Tensor(
-                storage, start, tuple(size), tuple(stride)
-            )
-        if (module, name) == (
-            "torch._utils",
-            "_rebuild_tensor_v3",
-        ):  # of dtypes without a class of storages, such as FP8
-            return lambda storage, start, size, stride, grad, hooks, dtype, *_: _Tensor(
-                _Storage(dtype, storage.key), start, tuple(size), tuple(stride)
-            )
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *_: tensor
-        return super().find_class(module, name)
-
-    def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
-        _, kind, key, _, _ = reference
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
-            return _Storage(getattr(kind, "dtype", torch.uint8), key)
-
-
-def overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether two of some boxes, by offset and size, have an element in common.
-
-    Swept along dim 0.
-    """
-    active: list[tuple[Sequence[int], Sequence[int]]] = []
-    for offsets, sizes in sorted(boxes):
-        active = [
-            other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]
-        ]
-        for start, extent in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, start, extent)):
-                return True
-        active.append((offsets, sizes))
-    return False

@@ -20,7 +20,7 @@ SCHEDULE = (
 
 
 @dataclass
-class ParamGroup:
+class OptimizerParamGroup:
     """Parameters that the optimizer treats alike."""
 
     fields: dict[str, Any]
@@ -72,7 +72,7 @@ class TrainingState:
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     is_fresh: dict[str, Callable[[], bool]] = field(default_factory=dict)
-    groups: list[ParamGroup] | None = None
+    groups: list[OptimizerParamGroup] | None = None
     scheduler: dict[str, Any] | None = None
     random_states: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
     args: argparse.Namespace | None = None

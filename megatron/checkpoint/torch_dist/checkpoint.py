@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core import key_rules, param_groups, safe_pickle
+from megatron.checkpoint.core import key_rules, param_groups, safe_pickle, spelling
 from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
-from megatron.checkpoint.core.key_rules import Spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
-from megatron.checkpoint.core.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint
+from megatron.checkpoint.core.spelling import Spelling
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer
 
@@ -65,7 +66,7 @@ def read(
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
             contradict each other.
-        DamagedCheckpoint: where files are missing or changed.
+        DamagedCheckpointError: where files are missing or changed.
     """
     common = read_common(stored)
     weights, unknown = _weights(stored)
@@ -101,7 +102,9 @@ def read(
             if name in optimizer.moments
         }
         numbers = (
-            param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
+            param_groups.parse_group_map(group_numbers, shapes)
+            if group_numbers is not None
+            else None
         )
         state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
         state.grad_scaler = optimizer.grad_scaler or _grad_scaler(common)
@@ -115,19 +118,19 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
     if path.is_file():
         try:
             common = safe_pickle.load_torch(path.read_bytes())
-        except safe_pickle.RefusedPickle as error:
-            raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
         except ValueError as error:
-            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
+            raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
     elif COMMON_OBJECT in stored.objects:
         common = stored.read_object(COMMON_OBJECT)
         common = common[0] if isinstance(common, list) and len(common) == 1 else common
     else:
-        raise DamagedCheckpoint(
+        raise DamagedCheckpointError(
             f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}"
         )
     if not isinstance(common, dict):
-        raise DamagedCheckpoint(
+        raise DamagedCheckpointError(
             f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
         )
     return common
@@ -140,11 +143,11 @@ def _weights(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], list[str]
     for key in stored.tensors:
         if _OF_OPTIMIZER.match(key) or _EXTRA_STATE.search(key):
             continue
-        for name, index in key_rules.unstacked(key, stored.shape(key)):
+        for name, index in spelling.unstacked(key, stored.shape(key)):
             if name in weights:
                 raise ValueError(f"{stored.directory}: two keys hold {name}, one of them is {key}")
             weights[name] = stored.lazy(key, index)
-            if key_rules.row_of(name) is None:
+            if key_rules.rule_of(name) is None:
                 unknown[key] = None
     return weights, list(unknown)
 
@@ -265,7 +268,7 @@ class _Checked:
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     """A torch_dist checkpoint of ``state`` in the layout fully_reshardable, as 0.15 to 0.18 write and later ones read it."""
     names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
-    places = {name: spelling.stacked_place(name) for name in names}
+    places = {name: spelling.stacked_key(name) for name in names}
     axes = _leading_axes(places)
     with_optimizer = state.groups is not None
     state.notes += _other_steps(state)
@@ -380,9 +383,9 @@ def _extra_state_objects(
     """What modules save beside their weights, which is nothing outside of FP8, but is asked for."""
     seen = set()
     for name in names:
-        if not key_rules.has_extra_state(name, spelling.engine):
+        if not key_rules.has_extra_state(name, spelling.transformer_engine):
             continue
-        key, index = spelling.stacked_place(name)
+        key, index = spelling.stacked_key(name)
         module = key.rpartition(".")[0]
         shape = axes[key]
         place = f"{module}._extra_state/shard_{_dotted(index) or '0'}_{_dotted(shape) or '1'}"

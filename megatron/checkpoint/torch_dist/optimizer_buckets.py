@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core import key_rules, spelling
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -153,7 +153,7 @@ class StoredBuckets:
 
     def read(self, slot: str, place: tuple[int, int], start: int, stop: int) -> torch.Tensor:
         bucket, first = place
-        return self._stored.read_box(self._keys[bucket][slot], [first + start], [stop - start])
+        return self._stored.read_region(self._keys[bucket][slot], [first + start], [stop - start])
 
 
 class CoalescedBuckets:
@@ -318,10 +318,10 @@ class Model:
         self._weights, self.layout = weights, layout
         self._shapes = {name: tensor.shape for name, tensor in weights.items()}
         names = [name for name in weights if not key_rules.is_buffer(name)]
-        spelling = key_rules.Spelling(
-            layout.engine, layout.grouped_experts, True, key_rules.layer_kinds(names)
+        spelled = spelling.Spelling(
+            layout.engine, layout.grouped_experts, True, spelling.layer_kinds(names)
         )
-        names.sort(key=lambda name: key_rules.registration_order(name, spelling))
+        names.sort(key=lambda name: key_rules.registration_order(name, spelled))
         numbers = {
             name: number for name in names if (number := key_rules.layer_number(name)) is not None
         }

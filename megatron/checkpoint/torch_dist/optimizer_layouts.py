@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core import spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -161,7 +161,7 @@ def _read_by_parameter(
         if entry is None:
             continue
         shape = _original_shape(stored, key) or stored.shape(key)
-        for name, index in key_rules.unstacked(entry["key"], shape):
+        for name, index in spelling.unstacked(entry["key"], shape):
             rest = shape[len(index) :]
             if name not in weights:
                 problems.append(f"{key}: the model has no {name}")
@@ -218,7 +218,9 @@ def reformulated(
             begin = (inside * rows + first - piece * rows) * row
             for others in itertools.product(*(range(n) for n in grid[lead + 1 :])):
                 at = [*corner, *([piece] if rest else []), *others]
-                part = stored.read_box(key, [*at, begin], [*(1 for _ in at), (last - first) * row])
+                part = stored.read_region(
+                    key, [*at, begin], [*(1 for _ in at), (last - first) * row]
+                )
                 box = tuple(
                     slice(n * size, (n + 1) * size) for n, size in zip(others, local[lead + 1 :])
                 )
