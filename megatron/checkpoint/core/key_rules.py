@@ -1,21 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of what parameters are called, which every reader and writer of checkpoints goes by.
+"""The one table of the parameters that models have, which all checkpoint formats go by.
 
-A parameter has one *canonical* name: that in a GPTModel of local layers on one rank, with layers
-and experts counted over the whole model and gated weights whole, such as
-``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight``. Files and modules spell it in
-other ways:
-
-- Transformer Engine's layers keep some norms inside the linear layer that follows
-  (``FUSED_NORMS``), and all experts of a layer in one module, ``mlp.experts.linear_fc1.weight3``;
-- fsdp_dtensor files have the spelling of the model's modules, and the two halves of gated weights
-  apart (``HALVES``);
-- torch_dist files stack layers and experts:
-  ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, with two leading axes, and call norms as
-  Transformer Engine does, more or less (``FUSED_NORMS`` again).
-
-The rows of ``MODEL`` and ``LAYER`` say which parameters there are, in the order in which a GPTModel
-registers them. A new kind of layer is a few rows.
+The rules of ``MODEL`` and ``LAYER`` say which parameters there are, in the order in which a
+GPTModel registers them, by canonical name (:mod:`megatron.checkpoint.core.spelling`). Layers with
+other parameters are a few more rules.
 """
 
 from __future__ import annotations
@@ -27,13 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.checkpoint.core.spelling import (
-    _EXPERT,
-    _GROUPED,
-    _NUMBER,
     HALVES,
     INNER_LAYER,
     Spelling,
     canonical_name,
+    is_grouped,
 )
 
 
@@ -42,14 +28,14 @@ class ParameterRule:
     """The weight of a module, and its bias, which is as long as the weight has rows.
 
     Attributes:
-        module: its path; ``{expert}`` is a number.
-        dims: of the weight, by the names of :class:`Sizes`.
-        split_dim: along which tensor parallelism divides the weight. Biases are divided with dim 0
-            only.
+        module: path of the module; ``{expert}`` is a number.
+        dims: of the weight, by their names in :mod:`megatron.checkpoint.core.parameter_shapes`.
+        split_dim: dim of the weight that tensor parallelism splits; None for no split. Biases are
+            split with dim 0 only.
         gated: dim 0 is a gate and what it multiplies, one after the other, where the model's MLPs
             are gated.
-        leaves: what the module has.
-        is_buffer: no parameter: stored in its own dtype, without optimizer state.
+        leaves: names of the parameters that the module has.
+        is_buffer: it is no parameter: stored in its own dtype, without optimizer state.
     """
 
     module: str
@@ -63,7 +49,10 @@ class ParameterRule:
 WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
-"""Parameters with a row for every token of the vocabulary, and more so that tensor parallelism can divide them."""
+"""Parameters with a row for every token of the vocabulary.
+
+They have some more rows, so that tensor parallelism can divide them.
+"""
 
 BEFORE_LAYERS = (
     ParameterRule("embedding.word_embeddings", ("vocabulary", "hidden"), 0, leaves=("weight",)),
@@ -103,7 +92,7 @@ PREDICTING_LAYER = (
     ParameterRule("enorm", ("hidden",)),
     ParameterRule("hnorm", ("hidden",)),
     ParameterRule("eh_proj", ("hidden", "twice_hidden"), 0),
-    *(replace(row, module=INNER_LAYER + row.module) for row in LAYER),
+    *(replace(rule, module=INNER_LAYER + rule.module) for rule in LAYER),
     ParameterRule("final_layernorm", ("hidden",)),
 )
 MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
@@ -115,102 +104,129 @@ MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class _TableEntry:
+    """A rule with the canonical names that it is for, and its position in the table.
+
+    Attributes:
+        pattern: of the canonical names.
+        stack: number of the entry of ``MODEL`` that has the rule.
+        position: of the rule in the whole table.
+        position_of_module: of the first rule for the same module; all rules of an expert are for
+            one module.
+        rule: the rule.
+    """
+
+    pattern: re.Pattern[str]
+    stack: int
+    position: int
+    position_of_module: int
+    rule: ParameterRule
+
+
 @functools.cache
-def _patterns() -> list[tuple[re.Pattern[str], int, ParameterRule]]:
-    """What canonical names look like, with the number of their stack, and their rows."""
-    found = []
-    for stack, (prefix, rows) in enumerate(MODEL):
-        for row in rows:
-            path = (
-                re.escape(prefix + row.module)
-                .replace(r"\{number\}", r"\d+")
-                .replace(r"\{expert\}", r"\d+")
+def _table() -> list[_TableEntry]:
+    entries: list[_TableEntry] = []
+    for stack, (prefix, rules) in enumerate(MODEL):
+        start = len(entries)
+        for rule in rules:
+            path = re.escape(prefix + rule.module)
+            path = path.replace(r"\{number\}", r"\d+").replace(r"\{expert\}", r"\d+")
+            pattern = re.compile(rf"^{path}\.({'|'.join(rule.leaves)})$")
+            module = rule.module.partition("{expert}")[0]
+            is_of_module = [other.module.startswith(module) for other in rules]
+            entries.append(
+                _TableEntry(pattern, stack, len(entries), start + is_of_module.index(True), rule)
             )
-            found.append((re.compile(rf"^{path}\.({'|'.join(row.leaves)})$"), stack, row))
-    return found
+    return entries
+
+
+def _entry_of(name: str) -> _TableEntry | None:
+    for entry in _table():
+        if entry.pattern.match(name):
+            return entry
+    return None
 
 
 @functools.cache
 def rule_of(name: str) -> ParameterRule | None:
-    """The row for a canonical name; None for a parameter of no model that is known here."""
-    return next((row for pattern, _, row in _patterns() if pattern.match(name)), None)
+    """Return the rule for a canonical name; None for a parameter that is not known here."""
+    entry = _entry_of(name)
+    return None if entry is None else entry.rule
 
 
 def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any, ...]:
-    """Sorts canonical names as a GPTModel registers its parameters; unknown ones come last, by name.
+    """Return a key that sorts canonical names in the order in which a GPTModel registers them.
+
+    Unknown names come last, by name.
 
     Args:
+        name: canonical name.
         spelling: of the model; default: local layers. Transformer Engine's linear layers register
-            the norm inside before their own weight, and grouped experts the first layer of all
-            experts before the second of any.
+            the norm inside before their own weight, and grouped experts the first linear layer of
+            all experts before the second of any.
     """
-    spelled = spelling.module_name(name) if spelling is not None else name
-    linear, fused, norm_leaf = spelled.rpartition(".layer_norm_")
+    module_name = spelling.module_name(name) if spelling is not None else name
+    linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")
     if fused:
-        return (*registration_order(f"{linear}.weight")[:-1], -2 if norm_leaf == "weight" else -1)
-    for position, (pattern, stack, row) in enumerate(_patterns()):
-        if pattern.match(name):
-            layer, expert = (
-                [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)] + [0, 0]
-            )[:2]
-            module = row.module.partition("{expert}")[0]  # the rows of an expert stand together
-            first = next(
-                at
-                for at, (_, of, each) in enumerate(_patterns())
-                if of == stack and each.module.startswith(module)
-            )
-            within = (position, expert) if _GROUPED.search(spelled) else (expert, position)
-            return (stack, layer, first, *within, row.leaves.index(name.rpartition(".")[2]))
-    return (len(MODEL), name)
-
-
-def layer_number(name: str) -> int | None:
-    """Of a parameter in the decoder."""
-    found = _NUMBER.match(name)
-    return int(found[1]) if found is not None else None
+        of_linear = registration_order(f"{linear}.weight")
+        return (*of_linear[:-1], -2 if norm_leaf == "weight" else -1)
+    entry = _entry_of(name)
+    if entry is None:
+        return (len(MODEL), name)
+    numbers = [int(number) for number in re.findall(r"\.(\d+)(?=\.)", name)]
+    layer, expert = [*numbers, 0, 0][:2]
+    # Experts are modules one after another, each with fc1 and fc2: 0.fc1, 0.fc2, 1.fc1, 1.fc2. A
+    # module of grouped experts has 0.fc1, 1.fc1, 0.fc2, 1.fc2.
+    in_module = (expert, entry.position)
+    if is_grouped(module_name):
+        in_module = (entry.position, expert)
+    leaf = entry.rule.leaves.index(name.rpartition(".")[2])
+    return (entry.stack, layer, entry.position_of_module, *in_module, leaf)
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is one of the experts that expert parallelism divides."""
+    """Tell whether a parameter is one of the experts that expert parallelism divides."""
     return ".mlp.experts." in name
 
 
-def expert_number(name: str) -> int | None:
-    """Of a parameter of one expert."""
-    found = _EXPERT.search(name)
-    return int(found[1]) if found is not None else None
-
-
 def is_buffer(name: str) -> bool:
-    """Whether a model stores it beside its parameters."""
-    row = rule_of(name)
-    return row is not None and row.is_buffer
+    """Tell whether a model stores a tensor beside its parameters."""
+    rule = rule_of(name)
+    return rule is not None and rule.is_buffer
 
 
 def has_extra_state(name: str, transformer_engine: bool) -> bool:
-    """Whether the module of a weight has an ``_extra_state`` in torch_dist files: linear layers, in the engine norms."""
+    """Tell whether the module of a weight has an ``_extra_state`` in torch_dist files.
+
+    Linear layers have one, and so do Transformer Engine's norms.
+    """
     module, _, leaf = name.rpartition(".")
-    if leaf != "weight" or module in (
-        "output_layer",
-        "embedding.word_embeddings",
-        "embedding.position_embeddings",
-    ):
+    without = ("output_layer", "embedding.word_embeddings", "embedding.position_embeddings")
+    if leaf != "weight" or module in without:
         return False
-    return module.rpartition(".")[2].startswith(("linear_", "eh_proj")) or (
-        transformer_engine and "norm" in module
-    )
+    is_linear = module.rpartition(".")[2].startswith(("linear_", "eh_proj"))
+    return is_linear or (transformer_engine and "norm" in module)
 
 
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
-    """Whether fsdp_dtensor files have the parameter's halves apart."""
-    row = rule_of(canonical_name(name)) if gated_linear_unit else None
-    return row is not None and row.gated
+    """Tell whether fsdp_dtensor files have the parameter's halves apart.
+
+    Args:
+        name: of the parameter, in any spelling.
+        gated_linear_unit: the model's MLPs are gated.
+    """
+    rule = rule_of(canonical_name(name)) if gated_linear_unit else None
+    return rule is not None and rule.gated
 
 
 def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether a parameter is a gate and what that multiplies: it has twice as many rows as the next layer has columns.
+    """Tell whether a parameter is a gate and what it multiplies, one after the other in dim 0.
+
+    It then has twice as many rows as the linear layer after it has columns.
 
     Args:
+        name: canonical name.
         shapes: of all parameters of the model, by canonical name.
     """
     following = shapes.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
@@ -218,15 +234,20 @@ def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
-    """The names under which an fsdp_dtensor file has a parameter: its own, or those of its halves."""
+    """Return the names that an fsdp_dtensor file has for a parameter: its own or its halves'.
+
+    Args:
+        name: of the parameter, in any spelling.
+        gated_linear_unit: the model's MLPs are gated.
+    """
     return [name + half for half in HALVES] if is_gated(name, gated_linear_unit) else [name]
 
 
 def split_dim(name: str) -> int | None:
-    """The dim along which tensor parallelism divides a parameter; None where every rank has the whole."""
-    row = rule_of(name)
-    if row is None or row.split_dim is None:
+    """Return the dim of a parameter that tensor parallelism splits; None for no split."""
+    rule = rule_of(name)
+    if rule is None or rule.split_dim is None:
         return None
     if name.endswith(".bias"):
-        return 0 if row.split_dim == 0 else None
-    return row.split_dim
+        return 0 if rule.split_dim == 0 else None
+    return rule.split_dim

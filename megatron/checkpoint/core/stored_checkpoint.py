@@ -1,45 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of torch.distributed.checkpoint (DCP), opened by one process: any box of any tensor, any object, nothing else.
+"""A directory of torch.distributed.checkpoint (DCP), opened by one process.
 
 DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
-bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows that are
-asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
+bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows
+that are asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.chunk_index import _span, _Spans, chunks_overlap
+from megatron.checkpoint.core.chunk_index import ChunkIndex, ChunkOverlap, chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.stored_metadata import METADATA, DamagedCheckpointError, read_metadata
-from megatron.checkpoint.core.tensor_payload import _Payload, _read_header
+from megatron.checkpoint.core.stored_metadata import (
+    METADATA,
+    DamagedCheckpointError,
+    read_metadata,
+)
+from megatron.checkpoint.core.tensor_payload import TensorPayload, read_header
 
 _BLOCK = 1 << 22
+"""Bytes that are read at once to compute a checksum."""
 
 
 class StoredCheckpoint:
-    """A DCP directory.
+    """A DCP directory, for reading.
 
     Attributes:
-        metadata: of :func:`read_metadata`.
+        directory: path of it.
+        metadata: result of :func:`read_metadata`.
         tensors: key -> shape, dtype and chunks.
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpointError: listing the files that are missing or shorter than the metadata says.
+        DamagedCheckpointError: listing the files that are missing or shorter than the metadata
+            says.
         RefusedPickleError: where ``.metadata`` names a class that checkpoints do not hold.
     """
 
@@ -51,25 +55,23 @@ class StoredCheckpoint:
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = [key for key in entries if key not in self.tensors]
-        self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
+        self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
             for index, info in self.metadata.storage_data.items()
         }
-        self._chunks: dict[str, _Spans] = {}
-        self._scalars: dict[
-            bytes, Any
-        ] = {}  # the fields of param groups: a few values, thousands of times
-        self._payloads: dict[tuple[str, int], _Payload] = {}
+        self._chunk_indices: dict[str, ChunkIndex] = {}
+        self._payloads: dict[tuple[str, int], TensorPayload] = {}
         self._unchanged: set[tuple[str, int]] = set()
+        # Fields of param groups are a few values that are stored thousands of times.
+        self._scalars: dict[bytes, Any] = {}
         self._check_files()
 
     def _check_files(self) -> None:
         needed: dict[str, int] = {}
-        problems = []
         for info in self.metadata.storage_data.values():
-            needed[info.relative_path] = max(
-                needed.get(info.relative_path, 0), info.offset + info.length
-            )
+            end = info.offset + info.length
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+        problems = []
         for name, length in sorted(needed.items()):
             path = self.directory / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -79,49 +81,50 @@ class StoredCheckpoint:
             elif path.stat().st_size < length:
                 problems.append(f"{name} is cut off: {path.stat().st_size} bytes of {length}")
         for key, entry in self.tensors.items():
-            absent = [
-                tuple(chunk.offsets)
-                for chunk in entry.chunks
-                if (key, tuple(chunk.offsets)) not in self._places
-            ]
-            problems += (
-                [f"{key}: its chunks at {absent[:3]} are nowhere"]
-                if absent and entry.size.numel()
-                else []
-            )
-        problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._places]
+            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+            absent = [each for each in offsets if (key, each) not in self._storage]
+            if absent and entry.size.numel():
+                problems.append(f"{key}: its chunks at {absent[:3]} are nowhere")
+        problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._storage]
         if problems:
             raise DamagedCheckpointError(
                 "\n  ".join([f"{self.directory} is damaged or not complete:", *problems])
             )
 
-    # ---- tensors
-    # ------------------------------------------------------------------------------------------------
-
     def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self.tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
         return self.tensors[key].properties.dtype
 
+    def num_bytes(self, key: str) -> int:
+        """Return the number of bytes that a tensor or an object takes up in the files."""
+        if key not in self.tensors:
+            return self._storage[key, ()].length
+        chunks = self.tensors[key].chunks
+        return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
+
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
-        """The tensor ``key``, or what lies at ``index`` of its leading axes."""
-        shape, index = self.shape(key), tuple(index)
-        rest = shape[len(index) :]
+        """Return the tensor ``key``, or what is at ``index`` of its leading axes, to read later."""
+        index = tuple(index)
+        shape = self.shape(key)[len(index) :]
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            if not rest:
-                return self.read_region(key, index, (1,) * len(index)).reshape(())
-            offsets, sizes = (
-                (*index, start, *(0,) * (len(rest) - 1)),
-                (*(1,) * len(index), stop - start, *rest[1:]),
-            )
-            return self.read_region(key, offsets, sizes).reshape(stop - start, *rest[1:])
+            ones = (1,) * len(index)
+            if not shape:
+                return self.read_region(key, index, ones).reshape(())
+            # At index (3,) of a shape (8, 5, 4), rows 1 to 3 have the offsets (3, 1, 0) and the
+            # sizes (1, 2, 4).
+            offsets = (*index, start, *(0,) * (len(shape) - 1))
+            sizes = (*ones, stop - start, *shape[1:])
+            return self.read_region(key, offsets, sizes).reshape(stop - start, *shape[1:])
 
-        return LazyTensor(rest, self.dtype(key), read_rows)
+        return LazyTensor(shape, self.dtype(key), read_rows)
 
     def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
-        """The elements ``[offset, offset + size)`` along every dim."""
+        """Return the elements ``[offset, offset + size)`` along every dim, to read later."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not sizes:
@@ -133,94 +136,63 @@ class StoredCheckpoint:
         return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
 
     def read_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The elements ``[offset, offset + size)`` along every dim.
+        """Read the elements ``[offset, offset + size)`` along every dim, a tensor of ``sizes``.
 
         Raises:
             DamagedCheckpointError: where no chunk has some of them, or what is stored has changed.
         """
-        found = list(self._chunks_in(key, offsets, sizes))
-        missing = math.prod(sizes) - sum(math.prod(extent) for _, _, extent in found)
+        if key not in self._chunk_indices:
+            self._chunk_indices[key] = ChunkIndex(self.tensors[key].chunks)
+        overlaps = list(self._chunk_indices[key].overlaps(offsets, sizes))
+        missing = math.prod(sizes) - sum(math.prod(overlap.sizes) for overlap in overlaps)
         if missing > 0:
             raise DamagedCheckpointError(
                 f"{self.directory}: no chunk of {key} has {missing} of its elements"
             )
-        if missing < 0 or chunks_overlap([(low, extent) for _, low, extent in found]):
+        if missing < 0 or chunks_overlap((each.offsets, each.sizes) for each in overlaps):
             raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
-        out = None
-        for chunk, lowest, extent in found:
-            part = self._read_chunk(
-                key, chunk, [low - first for low, first in zip(lowest, chunk.offsets)], extent
-            )
-            if len(found) == 1:
-                return part
-            if out is None:
-                out = torch.empty(tuple(sizes), dtype=self.dtype(key))
-            out[
-                tuple(
-                    slice(low - first, low - first + length)
-                    for low, first, length in zip(lowest, offsets, extent)
-                )
-            ] = part
-        return out if out is not None else torch.empty(tuple(sizes), dtype=self.dtype(key))
+        if len(overlaps) == 1:
+            return self._read_chunk(key, overlaps[0])
+        out = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        for overlap in overlaps:
+            target = []
+            for first, start, size in zip(offsets, overlap.offsets, overlap.sizes):
+                target.append(slice(start - first, start - first + size))
+            out[tuple(target)] = self._read_chunk(key, overlap)
+        return out
 
-    def _chunks_in(
-        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[tuple[ChunkStorageMetadata, tuple[int, ...], list[int]]]:
-        """The chunks that have some of a box, with offset and size of what they have, in the tensor."""
-        for chunk in self._chunks_near(key, offsets, sizes):
-            lowest = tuple(max(a, b) for a, b in zip(offsets, chunk.offsets))
-            highest = [
-                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)
-            ]
-            extent = [high - low for low, high in zip(lowest, highest)]
-            if all(length > 0 for length in extent):
-                yield chunk, lowest, extent
-
-    def _chunks_near(
-        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[ChunkStorageMetadata]:
-        """All chunks that overlap a box in the first two dims: of stacked layers and experts, thousands do not."""
-        if key not in self._chunks:
-            spans: _Spans = {}
-            for chunk in self.tensors[key].chunks:
-                spans.setdefault(_span(chunk, 0), {}).setdefault(_span(chunk, 1), []).append(chunk)
-            self._chunks[key] = spans
-        first, second = ((a, a + n) for a, n in zip((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
-        for span, rest in self._chunks[key].items():
-            if span[0] < first[1] and first[0] < span[1]:
-                for inner, chunks in rest.items():
-                    if inner[0] < second[1] and second[0] < inner[1]:
-                        yield from chunks
-
-    def _read_chunk(
-        self, key: str, chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]
-    ) -> torch.Tensor:
-        """A box of one chunk, by offsets in the chunk."""
+    def _read_chunk(self, key: str, overlap: ChunkOverlap) -> torch.Tensor:
+        """Read the elements that a region has in one chunk."""
+        chunk, sizes = overlap.chunk, overlap.sizes
         payload = self._payload(key, chunk)
+        starts = [offset - first for offset, first in zip(overlap.offsets, chunk.offsets)]
+        region = [slice(start, start + size) for start, size in zip(starts, sizes)]
         if not payload.is_plain:
             storage = self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype)
             whole = storage.as_strided(payload.size, payload.stride, payload.start)
-            return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].contiguous()
+            return whole[tuple(region)].contiguous()
         if not sizes:
             return self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
-        # The rows of one dim, where all dims before it are at one index: one run of bytes.
-        dim = next((d for d, n in enumerate(sizes) if n > 1), len(sizes) - 1)
-        strides = [
-            math.prod(payload.size[d + 1 :]) * payload.dtype.itemsize for d in range(len(sizes))
-        ]
-        start = sum(a * stride for a, stride in zip(offsets[: dim + 1], strides))
-        run = self._read_bytes(payload, start, sizes[dim] * strides[dim]).view(payload.dtype)
-        run = run.reshape(*(1,) * dim, sizes[dim], *payload.size[dim + 1 :])
-        box = (slice(None),) * (dim + 1) + tuple(
-            slice(a, a + n) for a, n in zip(offsets[dim + 1 :], sizes[dim + 1 :])
-        )
-        return run[box].contiguous()
+        # One contiguous range of bytes is read: the rows along the first dim that has several.
+        # In an fp32 chunk of shape (4, 3, 5), the region at (2, 1, 0) of sizes (1, 2, 3) has two
+        # rows along dim 1. Strides are 60, 20 and 4 bytes, so the range starts at 2 * 60 + 1 * 20 =
+        # 140 and has 2 * 20 = 40 bytes, of shape (1, 2, 5), of which columns 0 to 3 are taken.
+        several = [dim for dim, size in enumerate(sizes) if size > 1]
+        rows_dim = several[0] if several else len(sizes) - 1
+        itemsize = payload.dtype.itemsize
+        strides = [math.prod(payload.size[dim + 1 :]) * itemsize for dim in range(len(sizes))]
+        first_byte = sum(starts[dim] * strides[dim] for dim in range(rows_dim + 1))
+        data = self._read_bytes(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
+        shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
+        rows = data.view(payload.dtype).reshape(shape)
+        return rows[(..., *region[rows_dim + 1 :])].contiguous()
 
-    def _read_bytes(self, payload: _Payload, start: int, length: int) -> torch.Tensor:
+    def _read_bytes(self, payload: TensorPayload, start: int, length: int) -> torch.Tensor:
+        """Read some bytes of a storage, after its checksum was compared, as uint8."""
         if start or length != payload.num_bytes:
             self._check_unchanged(payload)
         data = torch.empty(length, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view: memoryview = data.numpy().data
         with open(payload.file, "rb", buffering=0) as file:
             file.seek(payload.offset + start)
             done = 0
@@ -233,8 +205,8 @@ class StoredCheckpoint:
             self._compare(payload, zlib.crc32(view))
         return data
 
-    def _check_unchanged(self, payload: _Payload) -> None:
-        """Read all of a payload once, before parts of it are taken."""
+    def _check_unchanged(self, payload: TensorPayload) -> None:
+        """Read all of a storage once, before parts of it are used."""
         if (str(payload.file), payload.offset) in self._unchanged:
             return
         checksum, left = 0, payload.num_bytes
@@ -244,7 +216,7 @@ class StoredCheckpoint:
                 checksum, left = zlib.crc32(block, checksum), left - len(block)
         self._compare(payload, checksum)
 
-    def _compare(self, payload: _Payload, checksum: int) -> None:
+    def _compare(self, payload: TensorPayload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
             raise DamagedCheckpointError(
                 f"{payload.file} has changed since it was written: the checksum of the tensor at"
@@ -252,38 +224,28 @@ class StoredCheckpoint:
             )
         self._unchanged.add((str(payload.file), payload.offset))
 
-    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> _Payload:
-        info = self._places[key, tuple(chunk.offsets)]
-        place = (info.relative_path, info.offset)
-        if place not in self._payloads:
-            payload = _read_header(self.directory / info.relative_path, info)
+    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> TensorPayload:
+        info = self._storage[key, tuple(chunk.offsets)]
+        position = (info.relative_path, info.offset)
+        if position not in self._payloads:
+            payload = read_header(self.directory / info.relative_path, info)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
                     f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
                     f" {METADATA}"
                 )
-            self._payloads[place] = payload
-        return self._payloads[place]
-
-    # ---- everything else
-    # ----------------------------------------------------------------------------------------
-
-    def num_bytes(self, key: str) -> int:
-        """Of an entry in the files."""
-        chunks = self.tensors[key].chunks if key in self.tensors else [None]
-        return sum(
-            self._places[key, tuple(chunk.offsets) if chunk else ()].length for chunk in chunks
-        )
+            self._payloads[position] = payload
+        return self._payloads[position]
 
     def read_object(self, key: str) -> Any:
-        """What is stored under the key of an object.
+        """Read the object that is stored under a key.
 
         Raises:
             DamagedCheckpointError: where it cannot be read.
             RefusedPickleError: where it names a class that checkpoints do not hold.
         """
-        info = self._places[key, ()]
+        info = self._storage[key, ()]
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
@@ -291,12 +253,12 @@ class StoredCheckpoint:
             return self._scalars[data]
         try:
             value = safe_pickle.load_torch(data)
-            if safe_pickle.is_scalar(value):
-                self._scalars[data] = value
-            return value
         except safe_pickle.RefusedPickleError as error:
             raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
             raise DamagedCheckpointError(
                 f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
             ) from error
+        if safe_pickle.is_scalar(value):
+            self._scalars[data] = value
+        return value

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of torch.distributed.checkpoint (DCP), opened by one process: any box of any tensor, any object, nothing else.
-
-DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
-bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows that are
-asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
-"""
+"""The file ``.metadata`` of a DCP directory, read as data and checked."""
 
 from __future__ import annotations
 
@@ -30,7 +25,7 @@ class DamagedCheckpointError(ValueError):
 
 
 def read_metadata(directory: Path) -> Any:
-    """``.metadata``: DCP's, or what stands in for Megatron-Core's own.
+    """Read ``.metadata``: DCP's ``Metadata``, or what stands in for Megatron-Core's own class.
 
     Raises:
         DamagedCheckpointError: where it is missing or damaged.
@@ -50,44 +45,53 @@ def read_metadata(directory: Path) -> Any:
 
 
 def _check_form(metadata: Any) -> None:
-    """Nothing vouches for ``.metadata``, no checksum and no type: all that is used of it has the type that it should."""
+    """Check the types of all that is used of the metadata.
+
+    Nothing else vouches for it: the file has no checksum, and a pickle has no types.
+    """
+    entries, storage = metadata.state_dict_metadata, metadata.storage_data
     paths = getattr(metadata, "planner_data", None)
-    if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(
-        metadata.storage_data, dict
-    ):
+    if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise ValueError("it has no tables of entries and their places")
-    if not isinstance(getattr(metadata, "mcore_data", {}), dict) or not isinstance(
-        paths, (dict, type(None))
-    ):
+    has_tables = isinstance(getattr(metadata, "mcore_data", {}), dict)
+    if not has_tables or not isinstance(paths, (dict, type(None))):
         raise ValueError("its tables beside the entries are none")
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-            is_good = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(
-                len(entry.size), entry.size
-            )
-            is_good = is_good and all(_are_sizes(len(entry.size), *box) for box in boxes)
-        else:
-            is_good = isinstance(entry, BytesStorageMetadata)
-        if not is_good or not isinstance(key, str):
+    for key, entry in entries.items():
+        if not _is_entry(entry) or not isinstance(key, str):
             raise ValueError(f"its entry {key!r} is neither a tensor nor an object")
         if paths and not isinstance(paths.get(key), tuple):
             raise ValueError(f"it has no path for the entry {key!r}")
-    for index, info in metadata.storage_data.items():
-        is_good = (
-            isinstance(index, MetadataIndex)
-            and isinstance(info, _StorageInfo)
-            and isinstance(info.relative_path, str)
-        )
-        if not is_good or not _are_sizes(2, (info.offset, info.length)):
+    for index, info in storage.items():
+        if not _is_storage(index, info):
             raise ValueError(f"its place of {getattr(index, 'fqn', index)!r} is none")
 
 
-def _are_sizes(length: int, *rows: Sequence[int]) -> bool:
-    """Whether these are tuples of so many integers, none of them negative."""
-    return all(
-        isinstance(row, tuple)
-        and len(row) == length
-        and all(type(number) is int and number >= 0 for number in row)
-        for row in rows
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry, BytesStorageMetadata)
+    num_dims = len(entry.size)
+    chunks = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
+    return (
+        isinstance(entry.properties.dtype, torch.dtype)
+        and _are_sizes(num_dims, entry.size)
+        and all(_are_sizes(num_dims, *offsets_and_sizes) for offsets_and_sizes in chunks)
     )
+
+
+def _is_storage(index: Any, info: Any) -> bool:
+    return (
+        isinstance(index, MetadataIndex)
+        and isinstance(info, _StorageInfo)
+        and isinstance(info.relative_path, str)
+        and _are_sizes(2, (info.offset, info.length))
+    )
+
+
+def _are_sizes(length: int, *values: Sequence[int]) -> bool:
+    """Tell whether all values are tuples of so many integers, none of them negative."""
+    for value in values:
+        if not isinstance(value, tuple) or len(value) != length:
+            return False
+        if not all(type(number) is int and number >= 0 for number in value):
+            return False
+    return True

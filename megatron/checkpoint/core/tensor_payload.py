@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of torch.distributed.checkpoint (DCP), opened by one process: any box of any tensor, any object, nothing else.
+"""Position of a tensor's elements in a file that ``torch.save`` wrote, found without reading them.
 
-DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
-bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows that are
-asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
+``torch.save`` writes a zip archive: a pickle that describes the tensor, and a record with the bytes
+of its storage, uncompressed, beside which the archive has a checksum. DCP files are such archives
+one after another.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import os
 import warnings
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,14 +26,18 @@ from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 
 
 @dataclass(frozen=True)
-class _Payload:
-    """Where the elements of one chunk lie.
+class TensorPayload:
+    """The bytes of one chunk in a file.
 
     Attributes:
         file: that holds them.
-        offset, num_bytes: of the storage in it.
+        offset: of the storage in the file, in bytes.
+        num_bytes: of the storage.
         checksum: crc32 of the storage; None where the writer left it out.
-        dtype, size, stride, start: of the tensor in the storage, in elements.
+        dtype: of the tensor.
+        size: of the tensor, in elements.
+        stride: of the tensor in the storage, in elements.
+        start: of the tensor in the storage, in elements.
     """
 
     file: Path
@@ -46,20 +51,24 @@ class _Payload:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the storage is the tensor, row after row."""
-        return (
-            self.start == 0
-            and self.num_bytes == math.prod(self.size) * self.dtype.itemsize
-            and all(
-                stride == math.prod(self.size[dim + 1 :])
-                for dim, stride in enumerate(self.stride)
-                if self.size[dim] > 1
-            )
+        """The storage has the elements of the tensor and no others, row after row."""
+        if self.start or self.num_bytes != math.prod(self.size) * self.dtype.itemsize:
+            return False
+        return all(
+            stride == math.prod(self.size[dim + 1 :])
+            for dim, stride in enumerate(self.stride)
+            if self.size[dim] > 1
         )
 
 
-def _read_header(path: Path, info: _StorageInfo) -> _Payload:
-    """Where a tensor that ``torch.save`` wrote at ``info`` lies in the file."""
+def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
+    """Find the elements of the tensor that ``torch.save`` wrote at ``info``.
+
+    Raises:
+        DamagedCheckpointError: where no tensor is there.
+        RefusedPickleError: where the pickle names a class that checkpoints do not hold.
+        NotImplementedError: where the file is encoded.
+    """
     if getattr(info, "transform_descriptors", None):
         raise NotImplementedError(
             f"{path} is encoded with {info.transform_descriptors}, which is not read here"
@@ -74,12 +83,7 @@ def _read_header(path: Path, info: _StorageInfo) -> _Payload:
             record = archive.getinfo(names[f"data/{tensor.storage.key}"])
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its data is compressed")
-            file.seek(
-                info.offset + record.header_offset + 26
-            )  # past the fixed part of the local header
-            lengths = file.read(4)
-            skip = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            start = info.offset + record.header_offset + 30 + skip
+            start = _start_of_record(file, info.offset + record.header_offset)
             if start + record.file_size > info.offset + info.length:
                 raise ValueError("its data is longer than the file")
             if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
@@ -94,7 +98,7 @@ def _read_header(path: Path, info: _StorageInfo) -> _Payload:
         ) from error
     # `torch.serialization.set_crc32_options(False)` writes no checksum.
     checksum = record.CRC or (None if record.file_size else 0)
-    return _Payload(
+    return TensorPayload(
         path,
         start,
         record.file_size,
@@ -104,6 +108,20 @@ def _read_header(path: Path, info: _StorageInfo) -> _Payload:
         tensor.stride,
         tensor.start,
     )
+
+
+def _start_of_record(file: IO[bytes], header: int) -> int:
+    """Return the position of a record's bytes, which follow its local header in the zip archive.
+
+    The header has 30 bytes, of which the last four are the lengths of the name and of the extra
+    field that follow it. A header at 100 with a name of 12 bytes and an extra field of 20 ends at
+    100 + 30 + 12 + 20 = 162.
+    """
+    file.seek(header + 26)
+    lengths = file.read(4)
+    name_length = int.from_bytes(lengths[:2], "little")
+    extra_length = int.from_bytes(lengths[2:], "little")
+    return header + 30 + name_length + extra_length
 
 
 class _Window(io.RawIOBase):
@@ -116,10 +134,8 @@ class _Window(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        )
+        origins = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}
+        position = offset + origins[whence]
         if position < 0:
             raise OSError("seek before the start")
         self._position = position
@@ -148,26 +164,44 @@ class _Tensor:
 
 
 class _TensorUnpickler(safe_pickle.Unpickler):
-    """Reads what ``torch.save`` says about one tensor, and not its elements."""
+    """Reads how ``torch.save`` describes one tensor, and not its elements."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, start, size, stride, *_: _Tensor(
-                storage, start, tuple(size), tuple(stride)
-            )
-        if (module, name) == (
-            "torch._utils",
-            "_rebuild_tensor_v3",
-        ):  # of dtypes without a class of storages, such as FP8
-            return lambda storage, start, size, stride, grad, hooks, dtype, *_: _Tensor(
-                _Storage(dtype, storage.key), start, tuple(size), tuple(stride)
-            )
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *_: tensor
-        return super().find_class(module, name)
+        rebuild = _REBUILD.get(name) if module == "torch._utils" else None
+        return super().find_class(module, name) if rebuild is None else rebuild
 
     def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
-        _, kind, key, _, _ = reference
+        _, storage_type, key, _, _ = reference
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
-            return _Storage(getattr(kind, "dtype", torch.uint8), key)
+            return _Storage(getattr(storage_type, "dtype", torch.uint8), key)
+
+
+def _tensor_v2(storage: _Storage, start: int, size: Any, stride: Any, *_: Any) -> _Tensor:
+    return _Tensor(storage, start, tuple(size), tuple(stride))
+
+
+def _tensor_v3(
+    storage: _Storage,
+    start: int,
+    size: Any,
+    stride: Any,
+    requires_grad: bool,
+    hooks: Any,
+    dtype: torch.dtype,
+    *_: Any,
+) -> _Tensor:
+    """Describe a tensor of a dtype without a class of storages, such as FP8."""
+    return _Tensor(_Storage(dtype, storage.key), start, tuple(size), tuple(stride))
+
+
+def _parameter(tensor: _Tensor, *_: Any) -> _Tensor:
+    return tensor
+
+
+_REBUILD: dict[str, Callable[..., _Tensor]] = {
+    "_rebuild_tensor_v2": _tensor_v2,
+    "_rebuild_tensor_v3": _tensor_v3,
+    "_rebuild_parameter": _parameter,
+}
+"""Stand-ins for the functions of ``torch._utils`` that a pickle of a tensor calls."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.spelling import expert_number
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
     PARAMETER_ALIGNMENT,
     BufferLocation,
@@ -116,7 +117,7 @@ def place_experts(
             numbers = range(expert_rank * experts_of_rank, (expert_rank + 1) * experts_of_rank)
             contents: list[tuple[str, list[ParameterShard]]] = []
             for shards in chunks_of_stage:
-                mine = [shard for shard in shards if key_rules.expert_number(shard.name) in numbers]
+                mine = [shard for shard in shards if expert_number(shard.name) in numbers]
                 contents += shards_by_dtype(model, mine).items()
             # With two stages of two expert-parallel and two expert-tensor-parallel ranks, the ranks
             # 4 and 5 of eight have the first half of the experts in stage 1: 2 * (0 + 2 * 1) = 4.

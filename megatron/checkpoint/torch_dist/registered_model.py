@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.spelling import Spelling, layer_kinds
+from megatron.checkpoint.core.spelling import (
+    Spelling,
+    expert_number,
+    layer_kinds,
+    layer_number,
+)
 from megatron.checkpoint.torch_dist.optimizer_buffers import LayoutMismatchError, ParameterShard
 
 _DOWN_PROJECTION = re.compile(r"\.self_attention\.linear_(q|kv)_down_proj\.")
@@ -125,7 +130,7 @@ class RegisteredModel:
         self.final_norm = [name for name in names if name.startswith(_FINAL_NORM)]
         self.prediction = [name for name in names if name.startswith(_PREDICTION)]
         self.output = [name for name in names if name == OUTPUT_LAYER]
-        experts = [key_rules.expert_number(name) for name in names]
+        experts = [expert_number(name) for name in names]
         self.num_experts = max((number + 1 for number in experts if number is not None), default=0)
         known = {*self.embedding, *self.final_norm, *self.prediction, *self.output}
         known.update(*self.decoder)
@@ -211,7 +216,7 @@ def _by_layer(names: list[str]) -> list[list[str]]:
     """Return the names of each decoder layer's parameters, in the order of ``names``."""
     layers: list[list[str]] = []
     for name in names:
-        number = key_rules.layer_number(name)
+        number = layer_number(name)
         if number is not None:
             while len(layers) <= number:
                 layers.append([])
