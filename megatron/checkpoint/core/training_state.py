@@ -103,7 +103,7 @@ class TrainingState:
         return None
 
     def tensors(self) -> Iterator[tuple[str, str, LazyTensor]]:
-        """Yield every tensor after its slot and name; slots are ``weight``, ``buffer`` and moments."""
+        """Yield slot, name and tensor: slots are ``weight``, ``buffer`` and those of moments."""
         for name, tensor in self.weights.items():
             yield "weight", name, tensor
         for name, tensor in self.buffers.items():
