@@ -30,10 +30,10 @@ import torch
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.key_rules import Sizes, expected_shape
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.training_state import ParamGroup, TrainingState
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
@@ -87,8 +87,10 @@ def synthetic(gigabytes: float) -> TrainingState:
     )
     flat = {name for name in names if len(shapes[name]) == 1}
     state.groups = [
-        ParamGroup({**fields, "wd_mult": 1.0}, [name for name in names if name not in flat]),
-        ParamGroup({**fields, "wd_mult": 0.0}, sorted(flat)),
+        OptimizerParamGroup(
+            {**fields, "wd_mult": 1.0}, [name for name in names if name not in flat]
+        ),
+        OptimizerParamGroup({**fields, "wd_mult": 0.0}, sorted(flat)),
     ]
     return state
 

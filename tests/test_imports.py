@@ -46,6 +46,19 @@ STAND_ALONE = {
 INTEGERS_ONLY = ("engine.planner", "engine.layout")
 """Files of the engine that every tool can import, because they do without torch."""
 
+CHECKPOINT_ROOMS = {
+    "core": ("core",),
+    "torch_dist": ("core", "torch_dist"),
+    "fsdp_dtensor": ("core", "fsdp_dtensor"),
+    "hugging_face": ("core", "hugging_face"),
+    "commands": ("core", "torch_dist", "fsdp_dtensor", "hugging_face", "commands"),
+    "__main__": ("commands",),
+}
+"""Rooms of megatron/checkpoint, and the rooms that the files of each may import.
+
+The core imports no format, and formats do not import each other.
+"""
+
 OURS = (
     "megatron.fsdp",
     "megatron.checkpoint",
@@ -206,6 +219,19 @@ def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
     return problems
 
 
+def checkpoint_problems(name: str, tree: ast.Module) -> list[str]:
+    """List what the module `name` of megatron/checkpoint, as `core.parts`, must not import."""
+    room = name.partition(".")[0]
+    if room not in CHECKPOINT_ROOMS:
+        return [f"{room} is no room of CHECKPOINT_ROOMS of this test"]
+    problems = []
+    for imported in imported_names(tree):
+        inside = imported.removeprefix("megatron.checkpoint.")
+        if inside != imported and not is_within(inside, CHECKPOINT_ROOMS[room]):
+            problems.append(f"{imported}: {room} may import {', '.join(CHECKPOINT_ROOMS[room])}")
+    return problems
+
+
 def sources() -> Iterator[tuple[str, Path]]:
     for folder in MAY_IMPORT:
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
@@ -229,6 +255,18 @@ def test_files_of_fsdp_import_only_files_above_them() -> None:
     for path in sorted(files):
         name = ".".join(path.relative_to(folder).with_suffix("").parts)
         problems += [f"{name}: {problem}" for problem in fsdp_problems(name, parse(path))]
+    assert not problems, "\n".join(problems)
+
+
+def test_rooms_of_checkpoint_import_only_what_they_may() -> None:
+    folder = REPOSITORY / "megatron/checkpoint"
+    problems = []
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        if parts != ("__init__",):
+            name = ".".join(parts)
+            found = checkpoint_problems(name, parse(path))
+            problems += [f"{name}: {problem}" for problem in found]
     assert not problems, "\n".join(problems)
 
 
@@ -298,3 +336,26 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
 )
 def test_wrong_line_in_fsdp_is_found(name: str, source: str, problem: str) -> None:
     assert problem in "\n".join(fsdp_problems(name, ast.parse(source)))
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "problem"),
+    [
+        ("core.parts", "from megatron.checkpoint.torch_dist import checkpoint", "core may import"),
+        ("core.parts", "import megatron.checkpoint.commands.formats", "core may import core"),
+        (
+            "torch_dist.checkpoint",
+            "def f():\n    from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name",
+            "torch_dist may import core, torch_dist",
+        ),
+        (
+            "hugging_face.families",
+            "from megatron.checkpoint import torch_dist",
+            "hugging_face may import core, hugging_face",
+        ),
+        ("__main__", "from megatron.checkpoint.core import parts", "__main__ may import commands"),
+        ("zarr.checkpoint", "", "no room of CHECKPOINT_ROOMS"),
+    ],
+)
+def test_wrong_import_in_checkpoint_is_found(name: str, source: str, problem: str) -> None:
+    assert problem in "\n".join(checkpoint_problems(name, ast.parse(source)))

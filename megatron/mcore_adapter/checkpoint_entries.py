@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core.key_rules import entry_names, plain_name
+from megatron.checkpoint.core.key_rules import entry_names
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, without_layout
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 

@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 
-from megatron.checkpoint.core.key_rules import plain_name
 from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.dtensor import uneven_dtensor
 from megatron.mcore_adapter.checkpoint_entries import entries_of, sharded_params, state_entries
 from megatron.mcore_adapter.file_differences import FileDifferences

@@ -31,7 +31,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint, read_metadata
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap

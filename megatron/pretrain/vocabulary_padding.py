@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core.key_rules import VOCABULARY, plain_name
+from megatron.checkpoint.core.key_rules import VOCABULARY
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.checkpoint import STATE_PREFIX
 from megatron.fsdp.dtensor.uneven import dtensor_over
 from megatron.fsdp.engine.collectives import agree

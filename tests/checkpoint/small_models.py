@@ -13,7 +13,7 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.directory import new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.training_state import SCHEDULE, ParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import SCHEDULE, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -143,7 +143,7 @@ def state_of(
     return state
 
 
-def _groups(weights: dict[str, tuple[int, ...]], has_experts: bool) -> list[ParamGroup]:
+def _groups(weights: dict[str, tuple[int, ...]], has_experts: bool) -> list[OptimizerParamGroup]:
     groups = []
     for of_experts in (False, True) if has_experts else (False,):
         for decays in (True, False):
@@ -155,7 +155,7 @@ def _groups(weights: dict[str, tuple[int, ...]], has_experts: bool) -> list[Para
             ]
             if names:
                 groups.append(
-                    ParamGroup(
+                    OptimizerParamGroup(
                         {
                             **GROUP,
                             "is_expert_parallel": of_experts,

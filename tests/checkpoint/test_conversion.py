@@ -21,7 +21,7 @@ from megatron.checkpoint.commands.conversion import ConversionError, convert, fi
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core import dcp_target
 from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, TensorEntry, whole
-from megatron.checkpoint.core.directory import Output, new_checkpoint
+from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -73,7 +73,9 @@ COMPLETE = {"end": "all", **{f"part{number}": f"content of part{number}" for num
 
 
 def test_the_output_appears_when_it_is_complete(tmp_path: Path) -> None:
-    notes = convert(Lines(tmp_path / "log"), Output(tmp_path / "out"), "a", show_progress=False)
+    notes = convert(
+        Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+    )
     assert content(tmp_path / "out") == COMPLETE
     assert notes == [f"note of part{number}" for number in range(6)]
     assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
@@ -110,9 +112,9 @@ def in_a_child(action: Callable[[], Any]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def interrupted(tmp_path: Path, identity: str = "a") -> Output:
+def interrupted(tmp_path: Path, identity: str = "a") -> OutputDirectory:
     """Two parts are done, the third was begun."""
-    output = Output(tmp_path / "out")
+    output = OutputDirectory(tmp_path / "out")
 
     def work() -> None:
         target = Lines(tmp_path / "log", fails=killed_after(2))
@@ -143,10 +145,12 @@ def test_another_conversion_begins_anew(tmp_path: Path) -> None:
 def test_a_conversion_killed_while_it_is_published_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = Output(tmp_path / "out")
+    output = OutputDirectory(tmp_path / "out")
 
     def work() -> None:
-        monkeypatch.setattr(Output, "publish", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+        monkeypatch.setattr(
+            OutputDirectory, "publish", lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        )
         convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
 
     in_a_child(work)
@@ -177,7 +181,9 @@ def test_a_failure_at_the_end_leaves_nothing(
 
     monkeypatch.setattr(Lines, "finish", finish)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(Lines(tmp_path / "log"), Output(tmp_path / "out"), "a", show_progress=False)
+        convert(
+            Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"log"}
 
 
@@ -205,7 +211,7 @@ def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], st
     path = Path(root)
     target = Lines(path / "log", fails=lambda name: fails_on == dist.get_rank())
     try:
-        return convert(target, Output(path / "out"), "a", show_progress=False), ""
+        return convert(target, OutputDirectory(path / "out"), "a", show_progress=False), ""
     except ConversionError as error:
         return [], str(error)
 
@@ -249,7 +255,9 @@ def fail_before(root: str, failing: int) -> str:
     def action() -> None:
         if dist.get_rank() == failing:
             raise OSError("this rank cannot read the source")
-        convert(Lines(Path(root) / "log"), Output(Path(root) / "out"), "a", show_progress=False)
+        convert(
+            Lines(Path(root) / "log"), OutputDirectory(Path(root) / "out"), "a", show_progress=False
+        )
 
     try:
         conversion.agreed(action, str)
@@ -314,7 +322,7 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
         return LazyTensor((8, 4), torch.float32, read_rows)
 
     entries = [whole(f"t{number}", lazy(number)) for number in range(20)]
-    convert(DcpTarget(entries), Output(tmp_path / "out"), "a", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(tmp_path / "out"), "a", show_progress=False)
     assert sorted(reads) == list(range(20))
     stored = StoredCheckpoint(tmp_path / "out")
     assert all(
@@ -330,7 +338,7 @@ def test_parts_are_closed_when_they_are_large(
     target = DcpTarget([whole(f"t{number}", in_memory(torch.zeros(32))) for number in range(5)])
     assert [part.num_bytes for part in target.parts] == [256, 256, 128]
     assert len({part.name for part in target.parts}) == 3
-    convert(target, Output(tmp_path / "out"), "a", show_progress=False)
+    convert(target, OutputDirectory(tmp_path / "out"), "a", show_progress=False)
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
 
 
@@ -345,7 +353,7 @@ def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
     ]
     convert(
         DcpTarget(entries, extra_files={"beside": lambda: b"x"}),
-        Output(tmp_path / "out"),
+        OutputDirectory(tmp_path / "out"),
         "a",
         show_progress=False,
     )
@@ -363,7 +371,7 @@ def test_notes_of_what_was_read_are_returned(tmp_path: Path) -> None:
     )
     assert convert(
         DcpTarget([whole("t", lazy)], notes=notes),
-        Output(tmp_path / "out"),
+        OutputDirectory(tmp_path / "out"),
         "a",
         show_progress=False,
     ) == ["seen"]

@@ -21,7 +21,7 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core import dcp_target, directory, param_groups, safe_pickle
 from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, whole
-from megatron.checkpoint.core.directory import Output, new_checkpoint
+from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
@@ -58,7 +58,7 @@ def rewritten(iteration: Path, target: Path, change: Callable[[dict[str, Any]], 
     )
 
 
-def write_entries(content: dict[str, Any], output: Output, **options: Any) -> Path:
+def write_entries(content: dict[str, Any], output: OutputDirectory, **options: Any) -> Path:
     entries = [
         whole(key, in_memory(value)) if isinstance(value, torch.Tensor) else ObjectEntry(key, value)
         for key, value in content.items()
@@ -294,8 +294,12 @@ def test_a_conversion_in_parts_of_another_size_begins_anew(
         )
 
     with pytest.raises(KeyboardInterrupt):
-        conversion.convert(target(256, True), Output(tmp_path / "out"), "a", show_progress=False)
-    conversion.convert(target(384, False), Output(tmp_path / "out"), "a", show_progress=False)
+        conversion.convert(
+            target(256, True), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+        )
+    conversion.convert(
+        target(384, False), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+    )
     stored = StoredCheckpoint(tmp_path / "out")
     assert [stored.lazy(f"t{n}").read().tolist() for n in range(8)] == [
         [float(n)] * 32 for n in range(8)
@@ -461,12 +465,14 @@ def test_a_file_that_contradicts_itself_says_what_its_right_conversion_says(tmp_
     ids=["bytes of a file", "an array with NaN"],
 )
 def test_an_object_is_the_same_as_itself(value: Any, tmp_path: Path) -> None:
-    path = write_entries({"tensor": torch.ones(2), "object": [value]}, Output(tmp_path / "plain"))
+    path = write_entries(
+        {"tensor": torch.ones(2), "object": [value]}, OutputDirectory(tmp_path / "plain")
+    )
     other = (
         io.BytesIO(b"abd") if isinstance(value, io.BytesIO) else numpy.array([2.0, float("nan")])
     )
     changed = write_entries(
-        {"tensor": torch.ones(2), "object": [other]}, Output(tmp_path / "changed")
+        {"tensor": torch.ones(2), "object": [other]}, OutputDirectory(tmp_path / "changed")
     )
     assert run("compare-two-checkpoint", path, path)["equal"] == 2
     assert len(run("compare-two-checkpoint", path, changed, code=1)["objects"]) == 1
@@ -489,7 +495,7 @@ def test_an_edited_file_of_an_old_release_can_still_be_read(tmp_path: Path) -> N
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_tensors_of_eight_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(4, 3).to(dtype)
-    path = write_entries({"key": value}, Output(tmp_path / "plain"))
+    path = write_entries({"key": value}, OutputDirectory(tmp_path / "plain"))
     lazy = StoredCheckpoint(path).lazy("key")
     assert lazy.dtype == dtype and torch.equal(lazy.read().float(), value.float())
     assert torch.equal(lazy.read_rows(1, 3).float(), value[1:3].float())

@@ -3,7 +3,8 @@
 
 import pytest
 
-from megatron.checkpoint.core.key_rules import entry_names, is_gated, plain_name
+from megatron.checkpoint.core.key_rules import entry_names, is_gated
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, wrapper_prefix
 
 GATED = [

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS, Sizes, expected_shape
+from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face import checkpoint as hugging_face
 from megatron.checkpoint.hugging_face.checkpoint import INDEX, SINGLE_FILE, HuggingFaceTarget, read

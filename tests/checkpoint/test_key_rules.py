@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.core import key_rules
-from megatron.checkpoint.core.key_rules import (
-    Sizes,
+from megatron.checkpoint.core.key_rules import rule_of
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.spelling import (
+    INNER_LAYER,
+    OTHER_INNER_LAYER,
     Spelling,
     canonical_name,
-    expected_shape,
     layer_kinds,
-    row_of,
     unstacked,
 )
 from tests.checkpoint import samples, small_models
@@ -57,10 +58,10 @@ def spelling(
     engine: bool,
     grouped: bool,
     stacked: bool = False,
-    inner: str = key_rules.INNER_LAYER,
+    inner: str = INNER_LAYER,
 ) -> Spelling:
     return Spelling(
-        engine=engine,
+        transformer_engine=engine,
         grouped_experts=grouped,
         stacked=stacked,
         layers=layer_kinds(names),
@@ -68,7 +69,7 @@ def spelling(
     )
 
 
-@pytest.mark.parametrize("inner", [key_rules.INNER_LAYER, key_rules.OTHER_INNER_LAYER])
+@pytest.mark.parametrize("inner", [INNER_LAYER, OTHER_INNER_LAYER])
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
 @pytest.mark.parametrize("engine", [True, False], ids=["engine", "local"])
 @pytest.mark.parametrize("model", MODELS)
@@ -91,7 +92,7 @@ def test_every_place_in_a_torch_dist_file_leads_back(
 ) -> None:
     names = MODELS[model]
     rules = spelling(names, engine, grouped=False, stacked=stacked and model != "mixed")
-    places = {name: rules.stacked_place(name) for name in names}
+    places = {name: rules.stacked_key(name) for name in names}
     assert len(set(places.values())) == len(names)
     shapes: dict[str, tuple[int, ...]] = {}
     for key, index in places.values():
@@ -125,7 +126,7 @@ def test_norms_are_called_in_files_as_megatron_core_calls_them(
     model: str, engine: bool, name: str, expected: str
 ) -> None:
     rules = spelling(MODELS[model], engine, grouped=False, stacked=True)
-    assert rules.stacked_place(f"decoder.layers.0.{name}") == (f"decoder.layers.{expected}", (0,))
+    assert rules.stacked_key(f"decoder.layers.0.{name}") == (f"decoder.layers.{expected}", (0,))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +192,7 @@ def test_every_row_is_found_by_its_own_names_and_no_other() -> None:
         for row in rows:
             for leaf in row.leaves:
                 name = f"{prefix}{row.module}.{leaf}".format(number=12, expert=345)
-                assert row_of(name) is row
+                assert rule_of(name) is row
                 assert canonical_name(name) == name
                 names.add(name)
     assert len(names) > 80
@@ -203,7 +204,7 @@ def test_every_row_is_found_by_its_own_names_and_no_other() -> None:
         "decoder.layers.0.mlp.router.bias2",
         "decoder.layers.0.mlp.experts.linear_fc1.weight",
     ):
-        assert row_of(name) is None, name
+        assert rule_of(name) is None, name
 
 
 def test_names_are_ordered_as_modules_register_them() -> None:

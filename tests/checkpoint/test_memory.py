@@ -13,7 +13,7 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.training_state import MOMENTS, ParamGroup, TrainingState
+from megatron.checkpoint.core.training_state import MOMENTS, OptimizerParamGroup, TrainingState
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
@@ -56,7 +56,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weights, args=args, iteration=1, compute_dtype=dict.fromkeys(weights, torch.bfloat16)
     )
     state.moments = {name: dict.fromkeys(MOMENTS, tensor) for name, tensor in weights.items()}
-    state.groups = [ParamGroup(for_any_optimizer({"wd_mult": 1.0}, step=1.0), list(weights))]
+    state.groups = [
+        OptimizerParamGroup(for_any_optimizer({"wd_mult": 1.0}, step=1.0), list(weights))
+    ]
     root = tmp_path_factory.mktemp("large") / "torch_dist"
     conversion.convert(
         torch_dist.target(state, choose_spelling(state)),

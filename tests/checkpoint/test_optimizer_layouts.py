@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.module import Float16Module
 
-from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core import key_rules, spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -71,17 +71,17 @@ class File:
             name: self.stored.lazy(key, index)
             for key in self.stored.tensors
             if "optimizer." not in key
-            for name, index in key_rules.unstacked(key, self.stored.shape(key))
+            for name, index in spelling.unstacked(key, self.stored.shape(key))
         }
         self.boxes: list[int] = []
         """Elements of every read."""
-        read_box = self.stored.read_box
+        read_region = self.stored.read_region
 
         def recording(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
             self.boxes.append(math.prod(sizes))
-            return read_box(key, offsets, sizes)
+            return read_region(key, offsets, sizes)
 
-        self.stored.read_box = recording
+        self.stored.read_region = recording
 
     def read(self) -> OptimizerTensors:
         return read_optimizer(self.stored, self.common, self.weights)
@@ -386,7 +386,7 @@ def test_pieces_of_any_grid_are_put_together(data):
         dtype = staticmethod(lambda key: pieces.dtype)
 
         @staticmethod
-        def read_box(key: str, offsets: list[int], sizes: list[int]) -> torch.Tensor:
+        def read_region(key: str, offsets: list[int], sizes: list[int]) -> torch.Tensor:
             return pieces[
                 tuple(
                     slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
@@ -496,13 +496,13 @@ def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders):
 @pytest.mark.parametrize("slot", ["param", "exp_avg_sq"])
 def test_copies_of_tied_embeddings_must_agree(slot, folders):
     file = File(folders["buckets"])
-    read_box = file.stored.read_box
+    read_region = file.stored.read_region
 
     def with_another_copy(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
-        box = read_box(key, offsets, sizes)
+        box = read_region(key, offsets, sizes)
         return box + 1 if "dp_group_idx_1" in key and key.endswith(f".{slot}") else box
 
-    file.stored.read_box = with_another_copy
+    file.stored.read_region = with_another_copy
     found = file.read()
     name = "embedding.word_embeddings.weight"
     tensor = found.main[name] if slot == "param" else found.moments[name][slot]

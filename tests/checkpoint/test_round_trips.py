@@ -367,7 +367,7 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     target = torch_dist.target(state, choose_spelling(state))
     for position, entry in enumerate(target._entries):
         for name in shifted:
-            key, index = choose_spelling(state).stacked_place(name)
+            key, index = choose_spelling(state).stacked_key(name)
             if (
                 entry.key.startswith("optimizer.state.")
                 and entry.key.endswith(key)

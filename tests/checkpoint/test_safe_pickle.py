@@ -25,7 +25,7 @@ from megatron.core.transformer.enums import AttnBackend
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.safe_pickle import RefusedPickle
+from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from tests.checkpoint import samples
 from tests.checkpoint.crafted_files import (
     Call,
@@ -168,7 +168,7 @@ def test_nothing_that_a_pickle_names_is_run(kind: str, wrap: str, marker: Path) 
             else safe_pickle.load(pickled)
         )
     if kind != "extension registry":
-        assert isinstance(error.value, RefusedPickle), error.value
+        assert isinstance(error.value, RefusedPickleError), error.value
         assert str(error.value).startswith("the pickle ")
     assert not marker.exists()
     assert (dict(vars(argparse.Namespace)), dict(vars(torch._utils._rebuild_tensor_v2))) == before
@@ -225,7 +225,7 @@ def test_torch_script_is_refused_even_in_an_archive_that_shows_data_to_python() 
             name.endswith("constants.pkl") for name in file.namelist()
         )
     for data in (program, crafted):
-        with pytest.raises(RefusedPickle, match="TorchScript"):
+        with pytest.raises(RefusedPickleError, match="TorchScript"):
             safe_pickle.load_torch(data)
 
 
@@ -395,7 +395,7 @@ def test_stand_ins_need_no_megatron_core(tmp_path: Path) -> None:
     source, target = tmp_path / "in.pt", tmp_path / "out.pt"
     torch.save({"backend": AttnBackend.fused}, source)
     program = (
-        BLOCKED + "from megatron.checkpoint import safe_pickle\n"
+        BLOCKED + "from megatron.checkpoint.core import safe_pickle\n"
         f"value = safe_pickle.load_torch(open({str(source)!r}, 'rb').read())\n"
         f"open({str(target)!r}, 'wb').write(safe_pickle.save_torch(value))\n"
     )

@@ -22,11 +22,13 @@ from megatron.checkpoint.commands.conversion import convert
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, TensorEntry
-from megatron.checkpoint.core.directory import Output, locate
+from megatron.checkpoint.core.directory import OutputDirectory, locate
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.safe_pickle import RefusedPickle
-from megatron.checkpoint.core.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint, overlap
+from megatron.checkpoint.core.safe_pickle import RefusedPickleError
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
 from tests.checkpoint import samples, small_models
 from tests.checkpoint.crafted_files import archive, touch
@@ -77,7 +79,7 @@ def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCh
         entries.append(
             TensorEntry("tensor", tuple(tensor.shape), tuple(a for a, _ in cell), in_memory(box))
         )
-    convert(DcpTarget(entries), Output(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
     return StoredCheckpoint(path)
 
 
@@ -93,23 +95,25 @@ def test_every_box_of_every_chunking_is_read(cuts: list[list[int]], tmp_path: Pa
     for box in itertools.product(*ranges):
         offsets, sizes = zip(*box)
         expected = tensor[tuple(slice(a, a + n) for a, n in box)]
-        assert torch.equal(stored.read_box("tensor", offsets, sizes), expected), box
+        assert torch.equal(stored.read_region("tensor", offsets, sizes), expected), box
     assert torch.equal(stored.lazy("tensor", (2,)).rows(1, 3).read(), tensor[2, 1:3])
     assert torch.equal(stored.lazy("tensor", (2, 1, 3)).read(), tensor[2, 1, 3])
-    assert torch.equal(stored.lazy_box("tensor", (1, 0, 2), (3, 3, 1)).read(), tensor[1:4, :, 2:3])
+    assert torch.equal(
+        stored.lazy_region("tensor", (1, 0, 2), (3, 3, 1)).read(), tensor[1:4, :, 2:3]
+    )
 
 
 def test_what_is_asked_for_is_read_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = chunked(tmp_path / "out", torch.zeros(64, 1024), [[], []])
-    stored.read_box("tensor", (0, 0), (1, 1024))  # compares the checksum of the whole
+    stored.read_region("tensor", (0, 0), (1, 1024))  # compares the checksum of the whole
     lengths = []
     original = StoredCheckpoint._read_bytes
     monkeypatch.setattr(
         StoredCheckpoint, "_read_bytes", lambda *args: lengths.append(args[-1]) or original(*args)
     )
-    stored.read_box("tensor", (5, 0), (2, 1024))
+    stored.read_region("tensor", (5, 0), (2, 1024))
     assert lengths == [2 * 1024 * 4]
 
 
@@ -191,10 +195,10 @@ def test_metadata_that_does_not_fit_the_files_never_gives_a_tensor(
     path = tmp_path / "out"
     chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
     edit(path, WRONG[kind])
-    with pytest.raises(DamagedCheckpoint):
+    with pytest.raises(DamagedCheckpointError):
         stored = StoredCheckpoint(path)
         stored.lazy("tensor").read()
-    with contextlib.suppress(DamagedCheckpoint):
+    with contextlib.suppress(DamagedCheckpointError):
         assert find_problems(open_checkpoint(path))
 
 
@@ -235,7 +239,7 @@ def test_metadata_of_another_form_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "out"
     chunked(path, torch.arange(24.0).reshape(6, 4), [[3], []])
     edit(path, MALFORMED[kind])
-    with pytest.raises(DamagedCheckpoint, match="metadata"):
+    with pytest.raises(DamagedCheckpointError, match="metadata"):
         StoredCheckpoint(path)
 
 
@@ -254,7 +258,7 @@ def test_files_outside_of_the_checkpoint_are_not_read(name: str, tmp_path: Path)
     shutil.copy(path / "__0_0.distcp", tmp_path / "secret")
     (path / "sub").mkdir()
     edit(path, point_outside(name))
-    with pytest.raises(DamagedCheckpoint, match="outside"):
+    with pytest.raises(DamagedCheckpointError, match="outside"):
         StoredCheckpoint(path)
 
 
@@ -268,7 +272,7 @@ def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     assert torch.equal(StoredCheckpoint(tmp_path / "link").lazy("tensor").read(), tensor)
     (tmp_path / "elsewhere").unlink()
-    with pytest.raises(DamagedCheckpoint, match="missing"):
+    with pytest.raises(DamagedCheckpointError, match="missing"):
         StoredCheckpoint(path)
 
 
@@ -282,7 +286,8 @@ def test_all_missing_and_short_files_are_listed(tmp_path: Path) -> None:
     (source / names[0]).unlink()
     (source / names[1]).write_bytes((source / names[1]).read_bytes()[:1000])
     with pytest.raises(
-        DamagedCheckpoint, match=f"(?s){names[0]} is missing.*{names[1]} is cut off: 1000 bytes of"
+        DamagedCheckpointError,
+        match=f"(?s){names[0]} is missing.*{names[1]} is cut off: 1000 bytes of",
     ):
         StoredCheckpoint(source)
     assert StoredCheckpoint(path).tensors
@@ -355,7 +360,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
         TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4))),
         ObjectEntry("object", [1]),
     ]
-    convert(DcpTarget(entries), Output(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
     if place == ".metadata":
         (path / ".metadata").write_bytes(touch(marker))
     else:
@@ -365,7 +370,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
         (path / "crafted").write_bytes(hostile)
         info.relative_path, info.offset, info.length = "crafted", 0, len(hostile)
         (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RefusedPickle, match=r"posix\.system") as refused:
+    with pytest.raises(RefusedPickleError, match=r"posix\.system") as refused:
         stored = StoredCheckpoint(path)
         stored.read_object("object")
         stored.lazy("tensor").read()
@@ -373,7 +378,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
     assert not marker.exists()
     try:
         assert find_problems(open_checkpoint(path))
-    except RefusedPickle:
+    except RefusedPickleError:
         assert place == ".metadata"
     assert not marker.exists()
 
@@ -383,7 +388,7 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out"
     convert(
         DcpTarget([TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4)))]),
-        Output(path),
+        OutputDirectory(path),
         "test",
         show_progress=False,
     )
@@ -398,7 +403,7 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
         info.relative_path, info.offset, info.length = "crafted", 0, len(crafted)
 
     edit(path, change)
-    with pytest.raises(DamagedCheckpoint, match="not enough"):
+    with pytest.raises(DamagedCheckpointError, match="not enough"):
         StoredCheckpoint(path).lazy("tensor").read()
 
 
@@ -479,9 +484,9 @@ def test_every_bit_of_a_tensor_is_under_its_checksum(
         data[at] ^= 1
         (copy / "__0_0.distcp").write_bytes(data)
         index = (0,) if form == "torch_dist" else ()  # its first layer
-        with pytest.raises(DamagedCheckpoint, match="checksum"):
+        with pytest.raises(DamagedCheckpointError, match="checksum"):
             StoredCheckpoint(copy).lazy(key).read()
-        with pytest.raises(DamagedCheckpoint, match="checksum"):
+        with pytest.raises(DamagedCheckpointError, match="checksum"):
             StoredCheckpoint(copy).lazy(key, index).rows(2, 3).read()
         data[at] ^= 1
 
@@ -548,7 +553,11 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
             for cell in itertools.product(range(a, a + n), range(b, b + m))
         ]
         expected = len(cells) != len(set(cells))
-        assert overlap(boxes) == expected, boxes
+        assert chunks_overlap(boxes) == expected, boxes
         seen.add(expected)
     assert seen == {True, False}
-    assert overlap([((), ()), ((), ())]) and not overlap([((), ())]) and math.prod(()) == 1
+    assert (
+        chunks_overlap([((), ()), ((), ())])
+        and not chunks_overlap([((), ())])
+        and math.prod(()) == 1
+    )

@@ -808,7 +808,7 @@ def test_it_runs_anywhere_without_megatron_core_and_without_arguments_of_its_pla
 
 
 def _args_payload(path: Path) -> Any:
-    info = StoredCheckpoint(path)._places["args", ()]
+    info = StoredCheckpoint(path)._storage["args", ()]
     with open(path / info.relative_path, "rb") as file:
         file.seek(info.offset)
         return io.BytesIO(file.read(info.length))

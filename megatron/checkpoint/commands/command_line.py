@@ -470,7 +470,7 @@ def _report(found: comparison.Comparison, printer: Printer, rows: int) -> None:
 def _convert(
     opened: Opened,
     target: Any,
-    output: directory.Output,
+    output: directory.OutputDirectory,
     printer: Printer,
     said: Mapping[str, Any],
     options: Mapping[str, Any],
@@ -603,7 +603,7 @@ def convert_torch_dist_to_fsdp_dtensor(
     asked = {
         **options,
         "map": group_numbers,
-        "layers": spelling.engine,
+        "layers": spelling.transformer_engine,
         "unknown": allow_unknown_keys,
         "to": FSDP_DTENSOR,
     }
@@ -658,7 +658,7 @@ def convert_fsdp_dtensor_to_torch_dist(
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
     target = torch_dist.target(state, spelling)
     asked = {
-        "layers": spelling.engine,
+        "layers": spelling.transformer_engine,
         "mtp": rename_mtp_keys,
         "unknown": allow_unknown_keys,
         "to": TORCH_DIST,
@@ -791,7 +791,12 @@ def convert_from_hf(
     flags = hugging_face.model_flags(state.args)
     lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
     said = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
-    asked = {"to": to, "dtype": params_dtype, "multiple": vocab_multiple, "layers": spelling.engine}
+    asked = {
+        "to": to,
+        "dtype": params_dtype,
+        "multiple": vocab_multiple,
+        "layers": spelling.transformer_engine,
+    }
     _convert(
         opened,
         target,

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.checkpoint.core.directory import Output
+from megatron.checkpoint.core.directory import OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.fsdp.engine.collectives import agree
 
@@ -35,7 +35,7 @@ def fingerprint(*facts: Any) -> str:
 
 def convert(
     target: Target,
-    output: Output,
+    output: OutputDirectory,
     identity: str,
     show_progress: bool = True,
     oom_traceback: bool = False,
@@ -97,7 +97,7 @@ def _prepare(staging: Path, identity: str) -> None:
     known.write_text(identity)
 
 
-def _finish(target: Target, output: Output) -> list[str]:
+def _finish(target: Target, output: OutputDirectory) -> list[str]:
     journal = output.staging / _JOURNAL
     results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)

@@ -111,7 +111,7 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
                     new,
                     stored.shape(key),
                     tuple(chunk.offsets),
-                    stored.lazy_box(key, chunk.offsets, chunk.sizes),
+                    stored.lazy_region(key, chunk.offsets, chunk.sizes),
                 )
             )
     files = {

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.stored_checkpoint import METADATA, StoredCheckpoint
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
 from megatron.checkpoint.hugging_face import checkpoint as hugging_face

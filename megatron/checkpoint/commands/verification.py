@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
-from megatron.checkpoint.core import key_rules
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint, overlap
+from megatron.checkpoint.core import parameter_shapes
+from megatron.checkpoint.core.chunk_index import chunks_overlap
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 
 _BLOCK_BYTES = 64 << 20
@@ -77,7 +78,7 @@ def _holes(stored: StoredCheckpoint) -> Iterator[str]:
                 f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"
                 f" {math.prod(entry.size)}"
             )
-        elif overlap(boxes):
+        elif chunks_overlap(boxes):
             yield f"{key}: two of its chunks overlap"
 
 
@@ -100,9 +101,9 @@ def _shapes(state: TrainingState) -> Iterator[str]:
     """Tensors that do not fit the model that the arguments describe."""
     if state.args is None:
         return
-    sizes = key_rules.Sizes(state.args)
+    sizes = parameter_shapes.Sizes(state.args)
     for name, tensor in [*state.weights.items(), *state.buffers.items()]:
-        expected = key_rules.expected_shape(name, sizes)
+        expected = parameter_shapes.expected_shape(name, sizes)
         if expected is None:
             continue
         if len(expected) != len(tensor.shape) or any(

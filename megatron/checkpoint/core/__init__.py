@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every checkpoint format shares."""
+"""The core that all checkpoint formats share; it imports none of them."""

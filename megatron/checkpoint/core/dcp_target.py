@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a directory of torch.distributed.checkpoint (DCP) from tensors that are read on the way.
+"""A DCP directory that is written from tensors while they are read.
 
-DCP's own writer makes the files and ``.metadata``; here they are asked for part by part, each with
-few tensors in memory.
+The writer of torch.distributed.checkpoint (DCP) makes the files and ``.metadata``. It is called for
+one part of the entries after another, each with few tensors in memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -32,18 +36,18 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.parts import Part, Progress
 
 PART_BYTES = 256 << 20
-"""A part that has more is closed. DCP's writer keeps the tensors of a file until it is written."""
+"""Size of a part. DCP's writer keeps the tensors of a file in memory until it is written."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One box of a tensor in the file.
+    """One chunk of a tensor in the file.
 
     Attributes:
         key: of the tensor.
-        shape: of all of it.
-        offsets: of the box; as long as ``shape``.
-        tensor: the box, of as many elements; leading dims of size 1 may be left out.
+        shape: of the whole tensor.
+        offsets: of the chunk; as long as ``shape``.
+        tensor: elements of the chunk; leading dims of size 1 may be left out.
     """
 
     key: str
@@ -53,12 +57,19 @@ class TensorEntry:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return (1,) * (len(self.shape) - len(self.tensor.shape)) + self.tensor.shape
+        """Sizes of the chunk; as long as ``shape``."""
+        num_left_out = len(self.shape) - len(self.tensor.shape)
+        return (1,) * num_left_out + self.tensor.shape
 
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """Anything else, or a function that makes it when it is written."""
+    """An object in the file.
+
+    Attributes:
+        key: of the object.
+        value: the object, or a function that makes it when it is written.
+    """
 
     key: str
     value: Any
@@ -68,7 +79,7 @@ Entry = TensorEntry | ObjectEntry
 
 
 def whole(key: str, tensor: LazyTensor) -> TensorEntry:
-    """A tensor in one box."""
+    """Return the entry of a tensor in one chunk."""
     return TensorEntry(key, tensor.shape, (0,) * len(tensor.shape), tensor)
 
 
@@ -76,12 +87,15 @@ class DcpTarget:
     """A DCP directory with the given entries.
 
     Args:
-        entries: boxes of tensors and objects. Those that stand together are written together.
+        entries: chunks of tensors, and objects. Those that stand together are written together.
         paths: key -> path in the nested dict that a loader fills; None for flat keys.
-        extra_files: name -> content, of files beside DCP's; they are written last.
-        notes: a list that reading appends to; what is appended during a part is a part of its
-            result.
+        extra_files: name -> function that makes the content, of files beside DCP's; they are
+            written last.
+        notes: a list that reading appends to; notes of a part are in its result.
         more: fields of ``.metadata`` beside those of torch, by name.
+
+    Attributes:
+        parts: of the directory, which can be written in any order.
     """
 
     def __init__(
@@ -111,19 +125,20 @@ class DcpTarget:
                 storage_data=_StoragePrefix(f"__{number}_"),
             )
             results = FileSystemWriter(staging).write_data(plan, planner).wait()
-            places = [
-                [*_index_to_list(result.index), *_place(result.storage_data)] for result in results
-            ]
-            return {"places": places, "notes": self._notes[known:]}
+            return {"places": list(map(_to_json, results)), "notes": self._notes[known:]}
 
         return write
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
-        written = [
-            WriteResult(_index(key, offset), length, _StorageInfo(file, start, length))
-            for part in self.parts
-            for key, offset, file, start, length in results[part.name]["places"]
-        ]
+        """Write ``.metadata`` and the extra files, when all parts are there; called on one rank.
+
+        Args:
+            staging: the directory.
+            results: what the parts returned, by name.
+        """
+        written: list[WriteResult] = []
+        for part in self.parts:
+            written += map(_from_json, results[part.name]["places"])
         metadata = Metadata(self._described(), self._paths)
         vars(metadata).update(self._more)
         FileSystemWriter(staging).finish(metadata, [written])
@@ -132,20 +147,22 @@ class DcpTarget:
 
     def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
         for entry in self._entries:
             if isinstance(entry, ObjectEntry):
                 described[entry.key] = BytesStorageMetadata()
                 continue
             properties = TensorProperties(dtype=entry.tensor.dtype)
-            tensor = described.setdefault(
+            tensor = tensors.setdefault(
                 entry.key, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
             )
             tensor.chunks.append(_chunk(entry))
+            described[entry.key] = tensor
         return described
 
 
 class _Planner(DefaultSavePlanner):
-    """Reads an entry when DCP's writer has come to it."""
+    """A planner that reads an entry when DCP's writer asks for it."""
 
     def __init__(self, entries: list[Entry], progress: Progress):
         super().__init__()
@@ -156,9 +173,8 @@ class _Planner(DefaultSavePlanner):
         entry = self._entries[write_item.index]
         self._progress(_num_bytes(entry))
         if isinstance(entry, ObjectEntry):
-            return io.BytesIO(
-                safe_pickle.save_torch(entry.value() if callable(entry.value) else entry.value)
-            )
+            value = entry.value() if callable(entry.value) else entry.value
+            return io.BytesIO(safe_pickle.save_torch(value))
         return entry.tensor.read().reshape(entry.sizes)
 
 
@@ -179,12 +195,16 @@ def _index(key: str, offset: Iterable[int] | None) -> MetadataIndex:
     return MetadataIndex(key, None if offset is None else torch.Size(offset))
 
 
-def _index_to_list(index: MetadataIndex) -> list[Any]:
-    return [index.fqn, None if index.offset is None else list(index.offset)]
+def _to_json(result: WriteResult) -> list[Any]:
+    """Return key, offsets, file, position in the file and length of an entry, as JSON has them."""
+    index, info = result.index, result.storage_data
+    offsets = None if index.offset is None else list(index.offset)
+    return [index.fqn, offsets, info.relative_path, info.offset, info.length]
 
 
-def _place(info: _StorageInfo) -> list[Any]:
-    return [info.relative_path, info.offset, info.length]
+def _from_json(content: list[Any]) -> WriteResult:
+    key, offsets, file, start, length = content
+    return WriteResult(_index(key, offsets), length, _StorageInfo(file, start, length))
 
 
 def _num_bytes(entry: Entry) -> int:
@@ -192,6 +212,7 @@ def _num_bytes(entry: Entry) -> int:
 
 
 def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Cut the entries into parts of at most ``PART_BYTES``, or of one larger entry."""
     part: list[Entry] = []
     size = 0
     for entry in entries:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories of checkpoints: one folder per iteration, and a tracker file that names the newest complete one."""
+"""Directories of checkpoints.
+
+They have a folder for each iteration, and a tracker file that names the newest complete one.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,27 @@ from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Stands in the place of an iteration where a model was converted from elsewhere: weights to begin with."""
+"""Takes the part of an iteration for weights to begin with, converted from elsewhere."""
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 
 
 def iteration_directory(root: str | Path, iteration: int | str) -> Path:
+    """Return the directory of a complete iteration, or of a release."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
 
 
 def find(root: str | Path, iteration: int | str) -> Path | None:
-    """The directory of a complete iteration; None where there is none.
+    """Find the directory of a complete iteration; None where there is none.
 
     A save that replaces an iteration and is killed between its two renames leaves the old one under
-    another name.
+    another name, which is then found.
     """
     final = iteration_directory(root, iteration)
-    return next((path for path in (final, _replaced(final)) if path.is_dir()), None)
+    for path in (final, _replaced(final)):
+        if path.is_dir():
+            return path
+    return None
 
 
 def _replaced(final: Path) -> Path:
@@ -35,12 +42,15 @@ def _replaced(final: Path) -> Path:
 
 
 def staging_directory(root: str | Path, iteration: int | str) -> Path:
-    """Where an iteration is written before it is published. No reader looks there."""
+    """Return the directory in which an iteration is written before it is published.
+
+    No reader looks there.
+    """
     return Path(root) / f".writing_{iteration_directory('', iteration).name}"
 
 
 def read_tracker(root: str | Path) -> int | str | None:
-    """The newest complete iteration, or ``RELEASE``; None without a tracker file.
+    """Read the newest complete iteration, or ``RELEASE``; None without a tracker file.
 
     Raises:
         ValueError: where the tracker names no iteration.
@@ -57,7 +67,7 @@ def read_tracker(root: str | Path) -> int | str | None:
 
 
 def locate(path: str | Path) -> Path:
-    """The directory of one iteration: ``path``, or the one that the tracker in ``path`` names.
+    """Return the directory of one iteration: ``path``, or the one that its tracker names.
 
     Raises:
         ValueError: where there is no checkpoint, with what there is instead.
@@ -88,13 +98,13 @@ def locate(path: str | Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Output:
-    """Where something new appears when it is complete.
+class OutputDirectory:
+    """A directory that appears when it is complete.
 
     Attributes:
-        final: the directory.
+        final: path of the directory.
         tracked: its iteration, which the tracker beside it then names; None for a directory without
-            one.
+            a tracker.
     """
 
     final: Path
@@ -102,11 +112,11 @@ class Output:
 
     @property
     def staging(self) -> Path:
-        """Where it is written before. No reader looks there."""
+        """Directory in which it is written before; no reader looks there."""
         return self.final.with_name(f".writing_{self.final.name}")
 
     def publish(self) -> None:
-        """Called on one rank."""
+        """Make the directory visible; called on one rank."""
         if self.tracked is not None:
             publish(self.final.parent, self.tracked)
             return
@@ -115,8 +125,10 @@ class Output:
         self.staging.rename(self.final)
 
 
-def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
-    """A checkpoint of ``iteration`` in the directory ``path``, or at ``path`` itself if that is the name of an iteration.
+def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
+    """Return the directory for a new checkpoint of ``iteration``.
+
+    It is in the directory ``path``, or ``path`` itself if that is the name of an iteration.
 
     Raises:
         ValueError: where something is there already.
@@ -124,18 +136,20 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> Output:
     path = Path(path)
     if not (_ITERATION.match(path.name) or path.name == RELEASE):
         _refuse_existing(path)
-        return Output(iteration_directory(path, iteration), iteration)
+        return OutputDirectory(iteration_directory(path, iteration), iteration)
     if path.name != iteration_directory("", iteration).name:
         raise ValueError(
             f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}"
         )
     _refuse_existing(path)
     _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
-    return Output(path, iteration)
+    return OutputDirectory(path, iteration)
 
 
-def same_iteration(source: Path, path: str | Path) -> Output:
-    """A changed copy of ``source`` in ``path``: of the same iteration, where the name of ``source`` is one.
+def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
+    """Return the directory for a changed copy of ``source``.
+
+    It is of the same iteration, where the name of ``source`` is one.
 
     Raises:
         ValueError: where something is there already.
@@ -146,27 +160,27 @@ def same_iteration(source: Path, path: str | Path) -> Output:
     return new_checkpoint(path, int(number[1]) if number is not None else RELEASE)
 
 
-def new_directory(path: str | Path) -> Output:
-    """A directory without iterations.
+def new_directory(path: str | Path) -> OutputDirectory:
+    """Return a new directory without iterations.
 
     Raises:
         ValueError: where something is there already.
     """
     _refuse_existing(Path(path))
-    return Output(Path(os.path.abspath(path)))
+    return OutputDirectory(Path(os.path.abspath(path)))
 
 
 def _refuse_existing(path: Path) -> None:
-    if path.is_file() or (
-        path.is_dir() and any(not each.name.startswith(".writing_") for each in path.iterdir())
-    ):
+    content = path.iterdir() if path.is_dir() else []
+    has_content = any(not each.name.startswith(".writing_") for each in content)
+    if path.is_file() or has_content:
         raise ValueError(
             f"{path} exists; nothing is overwritten: name a new directory, or remove it"
         )
 
 
 def prepare(root: str | Path, iteration: int | str) -> Path:
-    """An empty staging directory. Called on one rank."""
+    """Return an empty staging directory; called on one rank."""
     staging = staging_directory(root, iteration)
     if staging.exists():  # left by a save that was interrupted
         shutil.rmtree(staging)
@@ -198,7 +212,7 @@ def publish(root: str | Path, iteration: int | str) -> Path:
 
 
 def discard(root: str | Path, iteration: int) -> None:
-    """Remove what a failed save has written. Called on one rank."""
+    """Remove the files of a failed save; called on one rank."""
     shutil.rmtree(staging_directory(root, iteration), ignore_errors=True)
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are read when they are needed: a conversion is planned over them, and holds one of them at a time."""
+"""Tensors that are read when they are needed.
+
+A conversion is planned over them and has one of them in memory at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ import torch
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that some file can give, row by row.
+    """A tensor that some file has, which is read by rows.
 
     Attributes:
         shape: of the whole tensor.
-        dtype: of what is read.
-        read_rows: rows ``[start, stop)`` of dim 0, new memory at every call; a 0-d tensor is row 0
-            of one.
+        dtype: of the rows that are read.
+        read_rows: reads the rows ``[start, stop)`` of dim 0 into new memory. A 0-d tensor has one
+            row, the tensor itself.
     """
 
     shape: tuple[int, ...]
@@ -26,18 +29,20 @@ class LazyTensor:
 
     @property
     def num_rows(self) -> int:
+        """Length of dim 0; 1 for a 0-d tensor."""
         return self.shape[0] if self.shape else 1
 
     @property
     def num_bytes(self) -> int:
+        """Size of the whole tensor in memory."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def read(self) -> torch.Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self.read_rows(0, self.num_rows)
 
     def rows(self, start: int, stop: int) -> LazyTensor:
-        """Rows ``[start, stop)`` of dim 0; nothing else is read for them.
+        """Return the rows ``[start, stop)`` of dim 0; nothing else is read for them.
 
         Raises:
             ValueError: for rows that it does not have.
@@ -51,7 +56,7 @@ class LazyTensor:
         )
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
-        """The same values in another dtype."""
+        """Return the tensor in another dtype."""
         if dtype == self.dtype:
             return self
         return LazyTensor(
@@ -61,7 +66,12 @@ class LazyTensor:
     def map(
         self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
     ) -> LazyTensor:
-        """``function`` of the whole tensor, a tensor of ``shape``; every read reads the whole."""
+        """Return a function of the whole tensor; reading any rows of it reads the whole.
+
+        Args:
+            shape: of the function's result.
+            function: keeps the dtype.
+        """
         return LazyTensor(
             tuple(shape),
             self.dtype,
@@ -70,14 +80,14 @@ class LazyTensor:
 
 
 def in_memory(tensor: torch.Tensor) -> LazyTensor:
-    """A tensor that is there already."""
+    """Return a tensor that is in memory already in the form of those that are not."""
     return LazyTensor(
         tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone()
     )
 
 
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
-    """One after another along dim 0.
+    """Concatenate tensors along dim 0.
 
     Raises:
         ValueError: where their dtypes or other dims differ.
@@ -89,19 +99,20 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
         )
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        pieces, offset = [], 0
+        # Rows 1 to 5 of parts of 3 and 4 rows are rows 1 to 3 of the first and, because the second
+        # begins at row 3, rows 0 to 2 of the second.
+        found, offset = [], 0
         for part in parts:
-            lowest, highest = max(start - offset, 0), min(stop - offset, part.num_rows)
-            if lowest < highest:
-                pieces.append(part.read_rows(lowest, highest))
+            part_start, part_stop = max(start - offset, 0), min(stop - offset, part.num_rows)
+            if part_start < part_stop:
+                found.append(part.read_rows(part_start, part_stop))
             offset += part.num_rows
-        return (
-            torch.cat(pieces) if pieces else torch.empty((0, *first.shape[1:]), dtype=first.dtype)
-        )
+        if not found:
+            return torch.empty((0, *first.shape[1:]), dtype=first.dtype)
+        return torch.cat(found)
 
-    return LazyTensor(
-        (sum(part.num_rows for part in parts), *first.shape[1:]), first.dtype, read_rows
-    )
+    num_rows = sum(part.num_rows for part in parts)
+    return LazyTensor((num_rows, *first.shape[1:]), first.dtype, read_rows)
 
 
 def _rows_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter is in which param group.
+"""Assignment of parameters to the optimizer's param groups.
 
-torch_dist files do not say; it follows from Megatron-Core's rules.
+torch_dist files do not say which parameter is in which group. It follows from Megatron-Core's
+rules.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 
 from megatron.checkpoint.core.key_rules import VOCABULARY, canonical_name, is_expert
 from megatron.checkpoint.core.listing import listed, some
-from megatron.checkpoint.core.training_state import ParamGroup
+from megatron.checkpoint.core.training_state import OptimizerParamGroup
 
-_OF_TORCH = {
+_FIELDS_OF_TORCH = {
     "amsgrad": False,
     "maximize": False,
     "foreach": None,
@@ -23,7 +24,7 @@ _OF_TORCH = {
     "fused": None,
     "decoupled_weight_decay": True,
 }
-_OF_ENGINE = {"bias_correction": True}
+_FIELDS_OF_TRANSFORMER_ENGINE = {"bias_correction": True}
 
 
 def assign(
@@ -31,29 +32,30 @@ def assign(
     groups: list[dict[str, Any]],
     args: argparse.Namespace | None,
     numbers: Mapping[str, int] | None = None,
-) -> list[ParamGroup]:
-    """Give every parameter to one of ``groups``, the fields of the optimizer's param groups.
+) -> list[OptimizerParamGroup]:
+    """Assign every parameter to one of ``groups``.
 
-    Biases and what has one dim do not decay; experts are apart where a group is for them; embedding
-    and output layer are where they have a learning rate of their own.
+    Biases and parameters with one dim have no weight decay. Experts are in groups of their own if
+    there are such groups, and so are embedding and output layer if they have their own learning
+    rate.
 
     Args:
         shapes: of the parameters that the optimizer has, by canonical name.
+        groups: fields of the optimizer's param groups.
         args: of the run.
         numbers: canonical name -> position in ``groups``, for the parameters of which it is known.
 
     Raises:
         ValueError: listing the parameters that no group fits, or a number without a group.
     """
-    result = [ParamGroup(dict(fields), []) for fields in groups]
+    result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
     problems = []
     for name, shape in shapes.items():
         number = (numbers or {}).get(name)
         fitting = _fitting(name, shape, groups, args) if number is None else [number]
         if not fitting or fitting[0] >= len(groups):
-            problems.append(
-                f"{name}: " + ("none fits" if number is None else f"the map says {number}")
-            )
+            reason = "none fits" if number is None else f"the map says {number}"
+            problems.append(f"{name}: {reason}")
         elif any(groups[other] != groups[fitting[0]] for other in fitting):
             problems.append(f"{name}: groups {', '.join(map(str, fitting))} fit, and they differ")
         else:
@@ -70,30 +72,33 @@ def assign(
 def _fitting(
     name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], args: argparse.Namespace | None
 ) -> list[int]:
-    """Numbers of the groups that the rules allow for a parameter."""
-    decays = len(shape) > 1 and not name.endswith(".bias")
-    if getattr(args, "apply_wd_to_qk_layernorm", False) and any(
-        norm in name for norm in (".q_layernorm.", ".k_layernorm.")
-    ):
-        decays = True
-    wanted = {
-        "wd_mult": lambda value: (value != 0.0) == decays,
-        "is_expert_parallel": lambda value: value == is_expert(name),
-        "is_decoupled_lr": lambda value: value == (name in VOCABULARY),
-    }
+    """Return the numbers of the groups that the rules allow for a parameter.
+
+    A rule counts only if the groups differ in its field.
+    """
+    decays = [group.get("wd_mult") for group in groups]
+    of_experts = [group.get("is_expert_parallel") for group in groups]
+    with_own_rate = [_has_own_rate(group, groups) for group in groups]
+    should_decay = _has_weight_decay(name, shape, args)
     fitting = list(range(len(groups)))
-    for field, is_right in wanted.items():
-        values = [
-            _has_own_rate(group, groups) if field == "is_decoupled_lr" else group.get(field)
-            for group in groups
-        ]
-        if len(set(values)) > 1:  # the groups differ in it
-            fitting = [number for number in fitting if is_right(values[number])]
+    if len(set(decays)) > 1:
+        fitting = [number for number in fitting if (decays[number] != 0.0) == should_decay]
+    if len(set(of_experts)) > 1:
+        fitting = [number for number in fitting if of_experts[number] == is_expert(name)]
+    if len(set(with_own_rate)) > 1:
+        fitting = [number for number in fitting if with_own_rate[number] == (name in VOCABULARY)]
     return fitting
 
 
+def _has_weight_decay(name: str, shape: tuple[int, ...], args: argparse.Namespace | None) -> bool:
+    is_query_key_norm = ".q_layernorm." in name or ".k_layernorm." in name
+    if is_query_key_norm and getattr(args, "apply_wd_to_qk_layernorm", False):
+        return True
+    return len(shape) > 1 and not name.endswith(".bias")
+
+
 def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """Whether a group is that of a run's --decoupled-lr.
+    """Tell whether a group is that of a run's --decoupled-lr.
 
     From 0.16 on ``is_decoupled_lr`` is False in all groups.
     """
@@ -107,40 +112,52 @@ def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> boo
     return bool(group.get("is_decoupled_lr")) or is_other
 
 
-def gather(fields_of: Mapping[str, dict[str, Any]]) -> list[ParamGroup]:
-    """The param groups of parameters whose fields are known: one for all that agree, experts last."""
-    groups: list[ParamGroup] = []
+def group_by_fields(fields_of: Mapping[str, dict[str, Any]]) -> list[OptimizerParamGroup]:
+    """Return one param group for all parameters with the same fields, groups of experts last.
+
+    Args:
+        fields_of: name of each parameter -> fields of its group.
+    """
+    groups: list[OptimizerParamGroup] = []
     for name, fields in fields_of.items():
         group = next((group for group in groups if group.fields == fields), None)
         if group is None:
-            group = ParamGroup(dict(fields), [])
+            group = OptimizerParamGroup(dict(fields), [])
             groups.append(group)
         group.names.append(name)
-    return sorted(
-        groups,
-        key=lambda group: (
-            bool(group.fields.get("is_expert_parallel")),
-            group.fields.get("wd_mult") == 0.0,
-        ),
-    )
+    return sorted(groups, key=_order_of_group)
+
+
+def _order_of_group(group: OptimizerParamGroup) -> tuple[bool, bool]:
+    is_without_decay = group.fields.get("wd_mult") == 0.0
+    return bool(group.fields.get("is_expert_parallel")), is_without_decay
 
 
 def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str, Any]:
-    """``fields`` with those that torch's AdamW and Transformer Engine's ask for, at their defaults."""
-    complete = {**_OF_TORCH, **_OF_ENGINE, **fields}
+    """Complete the fields of a group for both torch's AdamW and Transformer Engine's.
+
+    Args:
+        fields: of the group.
+        step: number of steps done; None where it is not known.
+    """
+    complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
     if step is not None:
         complete.setdefault("step", step)
     return complete
 
 
-def map_of_run(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
-    """Numbers of param groups by canonical name, from a map that a run has dumped.
+def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
+    """Return the numbers of param groups by canonical name, from a map that a run has dumped.
 
     A run of several pipeline stages counts layers anew in each, so that its map may lack the later
-    ones: those are left out.
+    ones. Those are left out.
+
+    Args:
+        content: of the file: name in the run -> number.
+        names: of the parameters that are looked for.
 
     Raises:
-        ValueError: where it has none of ``names``, or numbers that are none.
+        ValueError: where it has none of ``names``, or values that are no numbers of groups.
     """
     numbers = {
         canonical_name(name.removeprefix("model.")): number for name, number in content.items()

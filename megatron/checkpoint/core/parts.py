@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of an output that can be written one by one, in any order, by any process."""
+"""Parts of an output that can be written one by one, in any order, by any process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Part:
-    """One piece of what a conversion writes.
+    """One part of the output of a conversion.
 
     Attributes:
-        name: of the piece, unlike that of any other; the same in every run of the same conversion,
-            and fit for a file name.
-        num_bytes: of tensors that it writes, which is what it reports while it goes.
-        write: writes it into a directory, reports its progress, and returns what the end of the
-            conversion has to know of it, as JSON can hold it.
+        name: unlike that of any other part, the same in every run of the same conversion, and fit
+            for a file name.
+        num_bytes: of tensors that it writes, which it reports while it does.
+        write: writes the part into a directory, reports its progress, and returns what the end of
+            the conversion needs to know of it, in a form that JSON has.
     """
 
     name: str
@@ -35,7 +35,9 @@ class Target(Protocol):
     parts: Sequence[Part]
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
-        """Write what needs all parts to be there. ``results`` are what they returned, by name.
+        """Write what needs all parts to be there; called on one rank.
 
-        Called on one rank.
+        Args:
+            staging: the directory.
+            results: what the parts returned, by name.
         """

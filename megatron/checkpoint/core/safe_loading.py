@@ -1,32 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.distributed.checkpoint without its trust in pickles: the reader and the planner to give to ``load``."""
+"""Reader and planner for ``torch.distributed.checkpoint.load`` that unpickle data only."""
 
 from __future__ import annotations
 
 import io
+from pathlib import Path
 
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.stored_checkpoint import read_metadata
+from megatron.checkpoint.core.stored_metadata import read_metadata
 
 
 class SafeReader(FileSystemReader):
-    """Reads ``.metadata`` as data.
+    """A reader that reads ``.metadata`` as data.
 
     Raises:
-        RefusedPickle, DamagedCheckpoint: both a ValueError.
+        RefusedPickleError, DamagedCheckpointError: both a ValueError.
     """
 
     def read_metadata(self, *args: object, **options: object) -> Metadata:
-        return read_metadata(self.path)
+        """Read ``.metadata``."""
+        metadata: Metadata = read_metadata(Path(self.path))
+        return metadata
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Reads objects as data.
+    """A planner that reads objects as data.
 
     Raises:
         ValueError: for an object that is damaged or names a class that checkpoints do not hold,
@@ -34,6 +38,7 @@ class SafePlanner(DefaultLoadPlanner):
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle one object and put it into the state dict that is loaded."""
         key = read_item.dest_index.fqn
         try:
             content = safe_pickle.load_torch(value.getvalue())

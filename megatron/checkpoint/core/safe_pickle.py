@@ -18,18 +18,34 @@ import re
 import signal
 import types
 import zipfile
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 import numpy
 import torch
 
-_NUMPY = {
-    name: getattr(
-        numpy._core.multiarray if hasattr(numpy, "_core") else numpy.core.multiarray, name
-    )
-    for name in ("_reconstruct", "scalar")
-}
-_NUMERIC = numpy._core.numeric if hasattr(numpy, "_core") else numpy.core.numeric
+if TYPE_CHECKING:
+    # The base classes below are those in Python, not those in C, which typeshed describes.
+    class _PythonUnpickler(pickle.Unpickler):
+        stack: list[Any]
+
+        def load_build(self) -> None: ...
+
+    class _PythonPickler(pickle.Pickler):
+        memo: dict[int, Any]  # type: ignore[assignment]  # typeshed has the memo of the one in C
+
+        def write(self, data: bytes) -> None: ...
+        def memoize(self, obj: object) -> None: ...
+        def save(self, obj: object, save_persistent_id: bool = True) -> None: ...
+        def save_global(self, obj: object, name: str | None = None) -> None: ...
+        def save_type(self, obj: type) -> None: ...
+        def save_reduce(self, function: Any, args: Any, *, obj: object = None) -> None: ...
+
+else:
+    _PythonUnpickler, _PythonPickler = pickle._Unpickler, pickle._Pickler
+
+_NUMPY_CORE: Any = numpy._core if hasattr(numpy, "_core") else numpy.core
+_NUMPY = {name: getattr(_NUMPY_CORE.multiarray, name) for name in ("_reconstruct", "scalar")}
 _STORAGES = tuple(name for name in vars(torch) if name.endswith("Storage"))
 _CLASSES: dict[str, tuple[str, ...]] = {
     "_io": ("BytesIO",),
@@ -77,16 +93,20 @@ _BUILTINS = (
     "tuple",
 )
 _NAMES_OF_PYTHON_2 = {"xrange": "range", "unicode": "str", "long": "int"}
-"""Which `torch.save` still writes."""
+"""Names that `torch.save` still writes."""
 _STAND_INS = re.compile(
-    r"^megatron\.core\.((\w+\.)*enums|rerun_state_machine|dist_checkpointing\.(mapping|strategies\.\w+)|inference\.\w+)$"
+    r"^megatron\.core\.((\w+\.)*enums|rerun_state_machine"
+    r"|dist_checkpointing\.(mapping|strategies\.\w+)|inference\.\w+)$"
 )
 _CLASS_NAME = re.compile(r"^_?[A-Z]\w*(\._?[A-Z]\w*)*$")
-"""Functions and modules have no stand-ins: whoever reads a converted copy with Megatron-Core would call them."""
+"""Functions and modules have no stand-ins.
+
+Megatron-Core would call the originals when it reads a converted copy.
+"""
 
 
-class RefusedPickle(ValueError):
-    """A file names something that is not on the list; nothing of it was run."""
+class RefusedPickleError(ValueError):
+    """The error for a file that names something that is not on the list; nothing of it was run."""
 
 
 class StandIn:
@@ -117,12 +137,15 @@ class StandIn:
 
 @functools.cache
 def stand_in(module: str, name: str) -> type[StandIn]:
-    """The inert class for a class of Megatron-Core."""
+    """Return the inert class for a class of Megatron-Core."""
     return type(name.rpartition(".")[2], (StandIn,), {"__module__": module, "__qualname__": name})
 
 
 class _Member(StandIn):
-    """A member of an enum by its name, as early releases of Python 3.11 pickle it: ``getattr(AttnBackend, "auto")``."""
+    """A member of an enum by its name: ``getattr(AttnBackend, "auto")``.
+
+    Early releases of Python 3.11 pickle it so.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, self.args
@@ -132,7 +155,7 @@ class _Member(StandIn):
 
 
 def _member(owner: Any, name: Any) -> Any:
-    """What stands in for ``getattr``: members of enums and nothing else."""
+    """Stand in for ``getattr``, for members of enums and nothing else."""
     if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
         return owner[name]  # signals, and what torch says of memory formats
     if (
@@ -142,19 +165,21 @@ def _member(owner: Any, name: Any) -> Any:
         and name.isidentifier()
     ):
         return _Member(owner, name)
-    raise RefusedPickle(f"the pickle asks for the attribute {name!r} of {owner!r}")
+    raise RefusedPickleError(f"the pickle asks for the attribute {name!r} of {owner!r}")
 
 
-class Unpickler(
-    pickle._Unpickler
-):  # the one in Python: the other sets any attribute of anything, of classes too
-    """Finds the classes on the list and stand-ins.
+class Unpickler(_PythonUnpickler):
+    """An unpickler that finds the classes on the list, stand-ins, and nothing else.
 
-    Raises:
-        RefusedPickle: for anything else.
+    It is the one in Python: the one in C sets any attribute of anything, of classes too.
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class, or the stand-in, that a pickle names.
+
+        Raises:
+            RefusedPickleError: for anything that is not on the list.
+        """
         if module in ("builtins", "__builtin__"):
             name = _NAMES_OF_PYTHON_2.get(name, name) if module == "__builtin__" else name
             if name == "getattr":
@@ -163,10 +188,9 @@ class Unpickler(
                 return super().find_class("builtins", name)
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name in _NUMPY:
             return _NUMPY[name]
-        if (
-            module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer"
-        ):  # of pickle protocol 5
-            return _NUMERIC._frombuffer
+        # Pickle protocol 5 has arrays so.
+        if module in ("numpy.core.numeric", "numpy._core.numeric") and name == "_frombuffer":
+            return _NUMPY_CORE.numeric._frombuffer
         if module == "_codecs" and name == "encode":
             return _encode
         if module in ("pathlib", "pathlib._local") and name in (
@@ -178,44 +202,56 @@ class Unpickler(
             return getattr(pathlib, "Pure" + name.removeprefix("Pure"))
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (
-            module == "signal" and name in signal.Signals.__members__
-        ):  # so by early releases of Python 3.11
+        # Early releases of Python 3.11 have signals so.
+        if module == "signal" and name in signal.Signals.__members__:
             return signal.Signals[name]
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if _STAND_INS.match(module) and _CLASS_NAME.match(name):
             return stand_in(module, name)
-        raise RefusedPickle(
+        raise RefusedPickleError(
             f"the pickle asks for {module}.{name}, which is not among the classes that checkpoints"
             " hold"
         )
 
     def load_build(self) -> None:
-        """Gives an object its state: fields of instances, never of a class or function, which all of the process shares."""
+        """Give an object its state, a dict of fields.
+
+        Raises:
+            RefusedPickleError: for a class or a function, which all of the process shares, and for
+                special attributes.
+        """
         owner, state = self.stack[-2], self.stack[-1]
         if isinstance(owner, (type, types.FunctionType, types.BuiltinFunctionType)):
-            raise RefusedPickle(
+            raise RefusedPickleError(
                 f"the pickle changes {owner.__module__}.{owner.__qualname__}, which is not its own"
             )
         plain = isinstance(state, dict) and not any(str(name).startswith("__") for name in state)
         if not plain and (isinstance(owner, StandIn) or not hasattr(owner, "__setstate__")):
-            raise RefusedPickle(
+            raise RefusedPickleError(
                 f"the pickle sets special attributes of a {type(owner).__qualname__}"
             )
         super().load_build()
 
-    dispatch = {**pickle._Unpickler.dispatch, pickle.BUILD[0]: load_build}
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **_PythonUnpickler.dispatch,
+        pickle.BUILD[0]: load_build,
+    }
 
 
 def _encode(text: str, encoding: str = "latin1") -> bytes:
-    """``codecs.encode`` as pickles of bytes use it."""
+    """Stand in for ``codecs.encode``, in the form that pickles of bytes use."""
     if encoding != "latin1":
-        raise RefusedPickle(f"the pickle asks for the codec {encoding!r}")
+        raise RefusedPickleError(f"the pickle asks for the codec {encoding!r}")
     return text.encode("latin1")
 
 
-class _Pickler(pickle._Pickler):  # the one in Python: the other checks that a class can be imported
+class _Pickler(_PythonPickler):
+    """A pickler that can write stand-ins.
+
+    It is the one in Python: the one in C checks that a class can be imported.
+    """
+
     def save_global(self, obj: Any, name: str | None = None) -> None:
         if isinstance(obj, type) and issubclass(obj, StandIn):
             self.write(pickle.GLOBAL + f"{obj.__module__}\n{obj.__qualname__}\n".encode())
@@ -231,7 +267,10 @@ class _Pickler(pickle._Pickler):  # the one in Python: the other checks that a c
         else:
             super().save(obj, save_persistent_id)
 
-    dispatch = {**pickle._Pickler.dispatch, type: lambda self, obj: self.save_type(obj)}
+    dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+        **_PythonPickler.dispatch,
+        type: lambda self, obj: self.save_type(obj),
+    }
 
     def save_type(self, obj: Any) -> None:
         if issubclass(obj, StandIn):
@@ -244,7 +283,7 @@ def _load(file: IO[bytes], **options: Any) -> Any:
     return Unpickler(file, **options).load()
 
 
-# What `torch.load` and `torch.save` take as a pickle module.
+# The pickle module to give to `torch.load` and `torch.save`.
 _MODULE = types.SimpleNamespace(
     Unpickler=Unpickler,
     Pickler=_Pickler,
@@ -255,27 +294,26 @@ _MODULE = types.SimpleNamespace(
 
 
 def load(data: bytes) -> Any:
-    """A plain pickle.
+    """Unpickle a plain pickle.
 
     Raises:
-        RefusedPickle: for a class that is not on the list.
+        RefusedPickleError: for a class that is not on the list.
         ValueError: for bytes that are no pickle.
     """
     return _guarded(lambda: _load(io.BytesIO(data)))
 
 
 def load_torch(data: bytes) -> Any:
-    """What ``torch.save`` wrote: tensors come to the CPU.
+    """Unpickle what ``torch.save`` wrote, with tensors on the CPU.
 
     Raises:
-        RefusedPickle: for a class that is not on the list, and for TorchScript.
+        RefusedPickleError: for a class that is not on the list, and for TorchScript.
         ValueError: for bytes that were not written so, or have changed since.
     """
 
     def read() -> Any:
-        if not data.startswith(
-            b"PK\x03\x04"
-        ):  # `torch.load` would take it for a file of torch before 1.6
+        # `torch.load` would take anything else for a file of torch before 1.6.
+        if not data.startswith(b"PK\x03\x04"):
             raise ValueError("it is no archive of torch.save")
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             changed = archive.testzip()
@@ -285,7 +323,7 @@ def load_torch(data: bytes) -> Any:
                 )
         # By the reader that `torch.load` uses: a crafted archive is another one to Python's.
         if "constants.pkl" in torch._C.PyTorchFileReader(io.BytesIO(data)).get_all_records():
-            raise RefusedPickle("it is a TorchScript program, not data")
+            raise RefusedPickleError("it is a TorchScript program, not data")
         return torch.load(
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
         )
@@ -294,7 +332,7 @@ def load_torch(data: bytes) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether it is a number, a text, or a tuple of such: small, and nothing that anybody can change."""
+    """Tell whether a value is a number, a text, or a tuple of such: small, and immutable."""
     return type(value) in (bool, int, float, str, type(None)) or (
         type(value) is tuple and all(map(is_scalar, value))
     )
@@ -304,13 +342,11 @@ _written: dict[tuple[type, str], bytes] = {}
 
 
 def save_torch(value: Any) -> bytes:
-    """``torch.save`` that can write stand-ins, under the names of what they stand for."""
+    """Pickle a value with ``torch.save``, with stand-ins under the names of their originals."""
     if not is_scalar(value):
         return _save(value)
-    key = (
-        type(value),
-        repr(value),
-    )  # fields of param groups are written thousands of times, once for each parameter
+    # Fields of param groups are written thousands of times, once for each parameter.
+    key = (type(value), repr(value))
     if key not in _written:
         _written[key] = _save(value)
     return _written[key]
@@ -322,10 +358,11 @@ def _save(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _guarded(read: Any) -> Any:
+def _guarded(read: Callable[[], Any]) -> Any:
+    """Call ``read``, and raise a ValueError for anything that fails but a refusal."""
     try:
         return read()
-    except RefusedPickle:
+    except RefusedPickleError:
         raise
     except Exception as error:  # damaged pickles fail in every possible way
         raise ValueError(

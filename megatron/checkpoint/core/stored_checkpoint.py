@@ -1,153 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of torch.distributed.checkpoint (DCP), opened by one process: any box of any tensor, any object, nothing else.
+"""A directory of torch.distributed.checkpoint (DCP), opened by one process.
 
 DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
-bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows that are
-asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
+bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows
+that are asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
 """
 
 from __future__ import annotations
 
-import io
 import math
-import os
-import warnings
-import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.chunk_index import ChunkIndex, ChunkOverlap, chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.stored_metadata import (
+    METADATA,
+    DamagedCheckpointError,
+    read_metadata,
+)
+from megatron.checkpoint.core.tensor_payload import TensorPayload, read_header
 
-METADATA = ".metadata"
 _BLOCK = 1 << 22
-
-
-class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing, cut off or changed."""
-
-
-def read_metadata(directory: Path) -> Any:
-    """``.metadata``: DCP's, or what stands in for Megatron-Core's own.
-
-    Raises:
-        DamagedCheckpoint: where it is missing or damaged.
-        RefusedPickle: where it names a class that checkpoints do not hold.
-    """
-    path = Path(directory) / METADATA
-    if not path.is_file():
-        raise DamagedCheckpoint(f"{directory} has no {METADATA}: it is no complete checkpoint")
-    try:
-        metadata = safe_pickle.load(path.read_bytes())
-        _check_form(metadata)
-    except safe_pickle.RefusedPickle as error:
-        raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
-    except (ValueError, AttributeError, TypeError) as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    return metadata
-
-
-def _check_form(metadata: Any) -> None:
-    """Nothing vouches for ``.metadata``, no checksum and no type: all that is used of it has the type that it should."""
-    paths = getattr(metadata, "planner_data", None)
-    if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(
-        metadata.storage_data, dict
-    ):
-        raise ValueError("it has no tables of entries and their places")
-    if not isinstance(getattr(metadata, "mcore_data", {}), dict) or not isinstance(
-        paths, (dict, type(None))
-    ):
-        raise ValueError("its tables beside the entries are none")
-    for key, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata):
-            boxes = [(chunk.offsets, chunk.sizes) for chunk in entry.chunks]
-            is_good = isinstance(entry.properties.dtype, torch.dtype) and _are_sizes(
-                len(entry.size), entry.size
-            )
-            is_good = is_good and all(_are_sizes(len(entry.size), *box) for box in boxes)
-        else:
-            is_good = isinstance(entry, BytesStorageMetadata)
-        if not is_good or not isinstance(key, str):
-            raise ValueError(f"its entry {key!r} is neither a tensor nor an object")
-        if paths and not isinstance(paths.get(key), tuple):
-            raise ValueError(f"it has no path for the entry {key!r}")
-    for index, info in metadata.storage_data.items():
-        is_good = (
-            isinstance(index, MetadataIndex)
-            and isinstance(info, _StorageInfo)
-            and isinstance(info.relative_path, str)
-        )
-        if not is_good or not _are_sizes(2, (info.offset, info.length)):
-            raise ValueError(f"its place of {getattr(index, 'fqn', index)!r} is none")
-
-
-def _are_sizes(length: int, *rows: Sequence[int]) -> bool:
-    """Whether these are tuples of so many integers, none of them negative."""
-    return all(
-        isinstance(row, tuple)
-        and len(row) == length
-        and all(type(number) is int and number >= 0 for number in row)
-        for row in rows
-    )
-
-
-@dataclass(frozen=True)
-class _Payload:
-    """Where the elements of one chunk lie.
-
-    Attributes:
-        file: that holds them.
-        offset, num_bytes: of the storage in it.
-        checksum: crc32 of the storage; None where the writer left it out.
-        dtype, size, stride, start: of the tensor in the storage, in elements.
-    """
-
-    file: Path
-    offset: int
-    num_bytes: int
-    checksum: int | None
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the storage is the tensor, row after row."""
-        return (
-            self.start == 0
-            and self.num_bytes == math.prod(self.size) * self.dtype.itemsize
-            and all(
-                stride == math.prod(self.size[dim + 1 :])
-                for dim, stride in enumerate(self.stride)
-                if self.size[dim] > 1
-            )
-        )
+"""Bytes that are read at once to compute a checksum."""
 
 
 class StoredCheckpoint:
-    """A DCP directory.
+    """A DCP directory, for reading.
 
     Attributes:
-        metadata: of :func:`read_metadata`.
+        directory: path of it.
+        metadata: result of :func:`read_metadata`.
         tensors: key -> shape, dtype and chunks.
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpoint: listing the files that are missing or shorter than the metadata says.
-        RefusedPickle: where ``.metadata`` names a class that checkpoints do not hold.
+        DamagedCheckpointError: listing the files that are missing or shorter than the metadata
+            says.
+        RefusedPickleError: where ``.metadata`` names a class that checkpoints do not hold.
     """
 
     def __init__(self, directory: str | Path):
@@ -158,25 +55,23 @@ class StoredCheckpoint:
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = [key for key in entries if key not in self.tensors]
-        self._places: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
+        self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
             (index.fqn, tuple(index.offset or ())): info
             for index, info in self.metadata.storage_data.items()
         }
-        self._chunks: dict[str, _Spans] = {}
-        self._scalars: dict[
-            bytes, Any
-        ] = {}  # the fields of param groups: a few values, thousands of times
-        self._payloads: dict[tuple[str, int], _Payload] = {}
+        self._chunk_indices: dict[str, ChunkIndex] = {}
+        self._payloads: dict[tuple[str, int], TensorPayload] = {}
         self._unchanged: set[tuple[str, int]] = set()
+        # Fields of param groups are a few values that are stored thousands of times.
+        self._scalars: dict[bytes, Any] = {}
         self._check_files()
 
     def _check_files(self) -> None:
         needed: dict[str, int] = {}
-        problems = []
         for info in self.metadata.storage_data.values():
-            needed[info.relative_path] = max(
-                needed.get(info.relative_path, 0), info.offset + info.length
-            )
+            end = info.offset + info.length
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+        problems = []
         for name, length in sorted(needed.items()):
             path = self.directory / name
             if Path(name).is_absolute() or ".." in Path(name).parts:
@@ -186,162 +81,132 @@ class StoredCheckpoint:
             elif path.stat().st_size < length:
                 problems.append(f"{name} is cut off: {path.stat().st_size} bytes of {length}")
         for key, entry in self.tensors.items():
-            absent = [
-                tuple(chunk.offsets)
-                for chunk in entry.chunks
-                if (key, tuple(chunk.offsets)) not in self._places
-            ]
-            problems += (
-                [f"{key}: its chunks at {absent[:3]} are nowhere"]
-                if absent and entry.size.numel()
-                else []
-            )
-        problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._places]
+            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+            absent = [each for each in offsets if (key, each) not in self._storage]
+            if absent and entry.size.numel():
+                problems.append(f"{key}: its chunks at {absent[:3]} are nowhere")
+        problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._storage]
         if problems:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 "\n  ".join([f"{self.directory} is damaged or not complete:", *problems])
             )
 
-    # ---- tensors
-    # ------------------------------------------------------------------------------------------------
-
     def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self.tensors[key].size)
 
     def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
         return self.tensors[key].properties.dtype
 
+    def num_bytes(self, key: str) -> int:
+        """Return the number of bytes that a tensor or an object takes up in the files."""
+        if key not in self.tensors:
+            return self._storage[key, ()].length
+        chunks = self.tensors[key].chunks
+        return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
+
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
-        """The tensor ``key``, or what lies at ``index`` of its leading axes."""
-        shape, index = self.shape(key), tuple(index)
-        rest = shape[len(index) :]
+        """Return the tensor ``key``, or what is at ``index`` of its leading axes, to read later."""
+        index = tuple(index)
+        shape = self.shape(key)[len(index) :]
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            if not rest:
-                return self.read_box(key, index, (1,) * len(index)).reshape(())
-            offsets, sizes = (
-                (*index, start, *(0,) * (len(rest) - 1)),
-                (*(1,) * len(index), stop - start, *rest[1:]),
-            )
-            return self.read_box(key, offsets, sizes).reshape(stop - start, *rest[1:])
+            ones = (1,) * len(index)
+            if not shape:
+                return self.read_region(key, index, ones).reshape(())
+            # At index (3,) of a shape (8, 5, 4), rows 1 to 3 have the offsets (3, 1, 0) and the
+            # sizes (1, 2, 4).
+            offsets = (*index, start, *(0,) * (len(shape) - 1))
+            sizes = (*ones, stop - start, *shape[1:])
+            return self.read_region(key, offsets, sizes).reshape(stop - start, *shape[1:])
 
-        return LazyTensor(rest, self.dtype(key), read_rows)
+        return LazyTensor(shape, self.dtype(key), read_rows)
 
-    def lazy_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
-        """The elements ``[offset, offset + size)`` along every dim."""
+    def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
+        """Return the elements ``[offset, offset + size)`` along every dim, to read later."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not sizes:
-                return self.read_box(key, (), ())
-            return self.read_box(
+                return self.read_region(key, (), ())
+            return self.read_region(
                 key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:])
             )
 
         return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
 
-    def read_box(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The elements ``[offset, offset + size)`` along every dim.
+    def read_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Read the elements ``[offset, offset + size)`` along every dim, a tensor of ``sizes``.
 
         Raises:
-            DamagedCheckpoint: where no chunk has some of them, or what is stored has changed.
+            DamagedCheckpointError: where no chunk has some of them, or what is stored has changed.
         """
-        found = list(self._chunks_in(key, offsets, sizes))
-        missing = math.prod(sizes) - sum(math.prod(extent) for _, _, extent in found)
+        if key not in self._chunk_indices:
+            self._chunk_indices[key] = ChunkIndex(self.tensors[key].chunks)
+        overlaps = list(self._chunk_indices[key].overlaps(offsets, sizes))
+        missing = math.prod(sizes) - sum(math.prod(overlap.sizes) for overlap in overlaps)
         if missing > 0:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{self.directory}: no chunk of {key} has {missing} of its elements"
             )
-        if missing < 0 or overlap([(low, extent) for _, low, extent in found]):
-            raise DamagedCheckpoint(f"{self.directory}: two chunks of {key} overlap")
-        out = None
-        for chunk, lowest, extent in found:
-            part = self._read_chunk(
-                key, chunk, [low - first for low, first in zip(lowest, chunk.offsets)], extent
-            )
-            if len(found) == 1:
-                return part
-            if out is None:
-                out = torch.empty(tuple(sizes), dtype=self.dtype(key))
-            out[
-                tuple(
-                    slice(low - first, low - first + length)
-                    for low, first, length in zip(lowest, offsets, extent)
-                )
-            ] = part
-        return out if out is not None else torch.empty(tuple(sizes), dtype=self.dtype(key))
+        if missing < 0 or chunks_overlap((each.offsets, each.sizes) for each in overlaps):
+            raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
+        if len(overlaps) == 1:
+            return self._read_chunk(key, overlaps[0])
+        out = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        for overlap in overlaps:
+            target = []
+            for first, start, size in zip(offsets, overlap.offsets, overlap.sizes):
+                target.append(slice(start - first, start - first + size))
+            out[tuple(target)] = self._read_chunk(key, overlap)
+        return out
 
-    def _chunks_in(
-        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[tuple[ChunkStorageMetadata, tuple[int, ...], list[int]]]:
-        """The chunks that have some of a box, with offset and size of what they have, in the tensor."""
-        for chunk in self._chunks_near(key, offsets, sizes):
-            lowest = tuple(max(a, b) for a, b in zip(offsets, chunk.offsets))
-            highest = [
-                min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes)
-            ]
-            extent = [high - low for low, high in zip(lowest, highest)]
-            if all(length > 0 for length in extent):
-                yield chunk, lowest, extent
-
-    def _chunks_near(
-        self, key: str, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> Iterator[ChunkStorageMetadata]:
-        """All chunks that overlap a box in the first two dims: of stacked layers and experts, thousands do not."""
-        if key not in self._chunks:
-            spans: _Spans = {}
-            for chunk in self.tensors[key].chunks:
-                spans.setdefault(_span(chunk, 0), {}).setdefault(_span(chunk, 1), []).append(chunk)
-            self._chunks[key] = spans
-        first, second = ((a, a + n) for a, n in zip((*offsets, 0, 0)[:2], (*sizes, 1, 1)[:2]))
-        for span, rest in self._chunks[key].items():
-            if span[0] < first[1] and first[0] < span[1]:
-                for inner, chunks in rest.items():
-                    if inner[0] < second[1] and second[0] < inner[1]:
-                        yield from chunks
-
-    def _read_chunk(
-        self, key: str, chunk: ChunkStorageMetadata, offsets: list[int], sizes: list[int]
-    ) -> torch.Tensor:
-        """A box of one chunk, by offsets in the chunk."""
+    def _read_chunk(self, key: str, overlap: ChunkOverlap) -> torch.Tensor:
+        """Read the elements that a region has in one chunk."""
+        chunk, sizes = overlap.chunk, overlap.sizes
         payload = self._payload(key, chunk)
+        starts = [offset - first for offset, first in zip(overlap.offsets, chunk.offsets)]
+        region = [slice(start, start + size) for start, size in zip(starts, sizes)]
         if not payload.is_plain:
             storage = self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype)
             whole = storage.as_strided(payload.size, payload.stride, payload.start)
-            return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].contiguous()
+            return whole[tuple(region)].contiguous()
         if not sizes:
             return self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
-        # The rows of one dim, where all dims before it are at one index: one run of bytes.
-        dim = next((d for d, n in enumerate(sizes) if n > 1), len(sizes) - 1)
-        strides = [
-            math.prod(payload.size[d + 1 :]) * payload.dtype.itemsize for d in range(len(sizes))
-        ]
-        start = sum(a * stride for a, stride in zip(offsets[: dim + 1], strides))
-        run = self._read_bytes(payload, start, sizes[dim] * strides[dim]).view(payload.dtype)
-        run = run.reshape(*(1,) * dim, sizes[dim], *payload.size[dim + 1 :])
-        box = (slice(None),) * (dim + 1) + tuple(
-            slice(a, a + n) for a, n in zip(offsets[dim + 1 :], sizes[dim + 1 :])
-        )
-        return run[box].contiguous()
+        # One contiguous range of bytes is read: the rows along the first dim that has several.
+        # In an fp32 chunk of shape (4, 3, 5), the region at (2, 1, 0) of sizes (1, 2, 3) has two
+        # rows along dim 1. Strides are 60, 20 and 4 bytes, so the range starts at 2 * 60 + 1 * 20 =
+        # 140 and has 2 * 20 = 40 bytes, of shape (1, 2, 5), of which columns 0 to 3 are taken.
+        several = [dim for dim, size in enumerate(sizes) if size > 1]
+        rows_dim = several[0] if several else len(sizes) - 1
+        itemsize = payload.dtype.itemsize
+        strides = [math.prod(payload.size[dim + 1 :]) * itemsize for dim in range(len(sizes))]
+        first_byte = sum(starts[dim] * strides[dim] for dim in range(rows_dim + 1))
+        data = self._read_bytes(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
+        shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
+        rows = data.view(payload.dtype).reshape(shape)
+        return rows[(..., *region[rows_dim + 1 :])].contiguous()
 
-    def _read_bytes(self, payload: _Payload, start: int, length: int) -> torch.Tensor:
+    def _read_bytes(self, payload: TensorPayload, start: int, length: int) -> torch.Tensor:
+        """Read some bytes of a storage, after its checksum was compared, as uint8."""
         if start or length != payload.num_bytes:
             self._check_unchanged(payload)
         data = torch.empty(length, dtype=torch.uint8)
-        view = memoryview(data.numpy())
+        view: memoryview = data.numpy().data
         with open(payload.file, "rb", buffering=0) as file:
             file.seek(payload.offset + start)
             done = 0
             while done < length:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise DamagedCheckpoint(f"{payload.file} is cut off")
+                    raise DamagedCheckpointError(f"{payload.file} is cut off")
                 done += count
         if length == payload.num_bytes:
             self._compare(payload, zlib.crc32(view))
         return data
 
-    def _check_unchanged(self, payload: _Payload) -> None:
-        """Read all of a payload once, before parts of it are taken."""
+    def _check_unchanged(self, payload: TensorPayload) -> None:
+        """Read all of a storage once, before parts of it are used."""
         if (str(payload.file), payload.offset) in self._unchanged:
             return
         checksum, left = 0, payload.num_bytes
@@ -351,46 +216,36 @@ class StoredCheckpoint:
                 checksum, left = zlib.crc32(block, checksum), left - len(block)
         self._compare(payload, checksum)
 
-    def _compare(self, payload: _Payload, checksum: int) -> None:
+    def _compare(self, payload: TensorPayload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{payload.file} has changed since it was written: the checksum of the tensor at"
                 f" {payload.offset} differs"
             )
         self._unchanged.add((str(payload.file), payload.offset))
 
-    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> _Payload:
-        info = self._places[key, tuple(chunk.offsets)]
-        place = (info.relative_path, info.offset)
-        if place not in self._payloads:
-            payload = _read_header(self.directory / info.relative_path, info)
+    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> TensorPayload:
+        info = self._storage[key, tuple(chunk.offsets)]
+        position = (info.relative_path, info.offset)
+        if position not in self._payloads:
+            payload = read_header(self.directory / info.relative_path, info)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
-                raise DamagedCheckpoint(
+                raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
                     f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
                     f" {METADATA}"
                 )
-            self._payloads[place] = payload
-        return self._payloads[place]
-
-    # ---- everything else
-    # ----------------------------------------------------------------------------------------
-
-    def num_bytes(self, key: str) -> int:
-        """Of an entry in the files."""
-        chunks = self.tensors[key].chunks if key in self.tensors else [None]
-        return sum(
-            self._places[key, tuple(chunk.offsets) if chunk else ()].length for chunk in chunks
-        )
+            self._payloads[position] = payload
+        return self._payloads[position]
 
     def read_object(self, key: str) -> Any:
-        """What is stored under the key of an object.
+        """Read the object that is stored under a key.
 
         Raises:
-            DamagedCheckpoint: where it cannot be read.
-            RefusedPickle: where it names a class that checkpoints do not hold.
+            DamagedCheckpointError: where it cannot be read.
+            RefusedPickleError: where it names a class that checkpoints do not hold.
         """
-        info = self._places[key, ()]
+        info = self._storage[key, ()]
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
@@ -398,156 +253,12 @@ class StoredCheckpoint:
             return self._scalars[data]
         try:
             value = safe_pickle.load_torch(data)
-            if safe_pickle.is_scalar(value):
-                self._scalars[data] = value
-            return value
-        except safe_pickle.RefusedPickle as error:
-            raise safe_pickle.RefusedPickle(f"{self.directory}, {key}: {error}") from None
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
-            raise DamagedCheckpoint(
+            raise DamagedCheckpointError(
                 f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
             ) from error
-
-
-_Spans = dict[tuple[int, int], dict[tuple[int, int], list[ChunkStorageMetadata]]]
-"""Chunks by what they take up of dim 0, and of dim 1."""
-
-
-def _span(chunk: ChunkStorageMetadata, dim: int) -> tuple[int, int]:
-    return (
-        (chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim])
-        if dim < len(chunk.offsets)
-        else (0, 1)
-    )
-
-
-def _read_header(path: Path, info: _StorageInfo) -> _Payload:
-    """Where a tensor that ``torch.save`` wrote at ``info`` lies in the file."""
-    if getattr(info, "transform_descriptors", None):
-        raise NotImplementedError(
-            f"{path} is encoded with {info.transform_descriptors}, which is not read here"
-        )
-    try:
-        with (
-            open(path, "rb") as file,
-            zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive,
-        ):
-            names = {name.partition("/")[2]: name for name in archive.namelist()}
-            tensor = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
-            record = archive.getinfo(names[f"data/{tensor.storage.key}"])
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("its data is compressed")
-            file.seek(
-                info.offset + record.header_offset + 26
-            )  # past the fixed part of the local header
-            lengths = file.read(4)
-            skip = int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            start = info.offset + record.header_offset + 30 + skip
-            if start + record.file_size > info.offset + info.length:
-                raise ValueError("its data is longer than the file")
-            if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
-                raise ValueError(
-                    f"its {record.file_size} bytes are not enough for the shape {tensor.size}"
-                )
-    except safe_pickle.RefusedPickle as error:
-        raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
-    except Exception as error:  # bytes that were changed or cut off fail in every possible way
-        raise DamagedCheckpoint(
-            f"{path} is damaged at byte {info.offset}: {type(error).__name__}: {error}"
-        ) from error
-    # `torch.serialization.set_crc32_options(False)` writes no checksum.
-    checksum = record.CRC or (None if record.file_size else 0)
-    return _Payload(
-        path,
-        start,
-        record.file_size,
-        checksum,
-        tensor.storage.dtype,
-        tensor.size,
-        tensor.stride,
-        tensor.start,
-    )
-
-
-class _Window(io.RawIOBase):
-    """Some bytes of a file as a file of its own."""
-
-    def __init__(self, file: IO[bytes], offset: int, length: int):
-        self._file, self._offset, self._length, self._position = file, offset, length, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = (
-            offset
-            + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        )
-        if position < 0:
-            raise OSError("seek before the start")
-        self._position = position
-        return position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._position, 0)
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(left if size < 0 else min(size, left))
-        self._position += len(data)
-        return data
-
-
-@dataclass(frozen=True)
-class _Storage:
-    dtype: torch.dtype
-    key: str
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    storage: _Storage
-    start: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-
-class _TensorUnpickler(safe_pickle.Unpickler):
-    """Reads what ``torch.save`` says about one tensor, and not its elements."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, start, size, stride, *_: _Tensor(
-                storage, start, tuple(size), tuple(stride)
-            )
-        if (module, name) == (
-            "torch._utils",
-            "_rebuild_tensor_v3",
-        ):  # of dtypes without a class of storages, such as FP8
-            return lambda storage, start, size, stride, grad, hooks, dtype, *_: _Tensor(
-                _Storage(dtype, storage.key), start, tuple(size), tuple(stride)
-            )
-        if (module, name) == ("torch._utils", "_rebuild_parameter"):
-            return lambda tensor, *_: tensor
-        return super().find_class(module, name)
-
-    def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
-        _, kind, key, _, _ = reference
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
-            return _Storage(getattr(kind, "dtype", torch.uint8), key)
-
-
-def overlap(boxes: Sequence[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Whether two of some boxes, by offset and size, have an element in common.
-
-    Swept along dim 0.
-    """
-    active: list[tuple[Sequence[int], Sequence[int]]] = []
-    for offsets, sizes in sorted(boxes):
-        active = [
-            other for other in active if not offsets or other[0][0] + other[1][0] > offsets[0]
-        ]
-        for start, extent in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(offsets, sizes, start, extent)):
-                return True
-        active.append((offsets, sizes))
-    return False
+        if safe_pickle.is_scalar(value):
+            self._scalars[data] = value
+        return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint says about a run, free of any format: every reader makes it and every writer takes it."""
+"""The state of a run, free of any checkpoint format: readers return it, writers take it."""
 
 from __future__ import annotations
 
@@ -16,41 +16,45 @@ SCHEDULE = (
     *("max_lr", "lr_warmup_steps", "num_steps", "lr_decay_style", "lr_decay_steps", "min_lr"),
     *("start_wd", "end_wd", "wd_incr_style", "wd_incr_steps"),
 )
-"""What Megatron-Core's scheduler keeps of itself."""
+"""Fields in the state of Megatron-Core's scheduler."""
 
 
 @dataclass
-class ParamGroup:
-    """Parameters that the optimizer treats alike."""
+class OptimizerParamGroup:
+    """Parameters that the optimizer treats alike.
+
+    Attributes:
+        fields: of the optimizer's group, such as ``lr`` and ``wd_mult``, without ``params``;
+            ``step`` where it counts per group.
+        names: of the parameters, canonical.
+    """
 
     fields: dict[str, Any]
-    """``lr``, ``wd_mult`` and so on, as the optimizer keeps them, without ``params``; ``step`` where it counts per group."""
     names: list[str]
 
     @functools.cached_property
     def members(self) -> frozenset[str]:
-        """``names``, which are not changed any more, to look for one of many."""
+        """The names as a set; they do not change once this was read."""
         return frozenset(self.names)
 
 
 @dataclass
 class TrainingState:
-    """A run at one iteration.
+    """The state of a run after one of its iterations.
 
-    Names are canonical (:mod:`megatron.checkpoint.core.key_rules`): one entry for each parameter of each
-    layer and expert, counted over the whole model, with gated weights whole.
+    Names are canonical (:mod:`megatron.checkpoint.core.spelling`): one entry for each parameter of
+    each layer and expert, counted over the whole model, with gated weights whole.
 
     Attributes:
         weights: name -> the most exact value there is, the fp32 main weight where the file has one.
-        compute_dtype: of name, where the model in the file computes in another dtype than
-            ``weights`` has.
-        buffers: name -> what the model stores beside parameters, without optimizer state.
+        compute_dtype: name -> dtype in which the model computes, where that is known.
+        buffers: name -> tensor that the model stores beside parameters, without optimizer state.
         moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for
             weights without state.
-        steps: name -> how many steps its moments have seen, where the file says so for each
+        steps: name -> number of steps that its moments have seen, where the file says so for each
             parameter.
-        is_fresh: name -> whether its moments had to be dropped and begin anew, which is known when
-            the parameter is read.
+        is_fresh: name -> function that tells whether its moments were dropped and begin anew. It
+            reads the parameter.
         groups: of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
         random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each
@@ -60,10 +64,10 @@ class TrainingState:
         operations: floating-point operations so far.
         grad_scaler: of fp16 runs.
         version: of the checkpoint, 3.0 today.
-        module_names: name -> what the model's modules call it, where the file shows that.
-        others: what no conversion needs and a writer of the same format may keep, by its key.
-        unknown: keys of a file whose format has no others than those that are read.
-        notes: what a reader noticed and its user should know, each by name.
+        module_names: name -> name in the model's modules, where the file shows that.
+        others: key -> value that no conversion needs and a writer of the same format may keep.
+        unknown: keys of a file whose format does not have them.
+        notes: messages to the user about what was read; each begins with a name or key.
     """
 
     weights: dict[str, LazyTensor]
@@ -72,7 +76,7 @@ class TrainingState:
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
     is_fresh: dict[str, Callable[[], bool]] = field(default_factory=dict)
-    groups: list[ParamGroup] | None = None
+    groups: list[OptimizerParamGroup] | None = None
     scheduler: dict[str, Any] | None = None
     random_states: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
     args: argparse.Namespace | None = None
@@ -86,15 +90,20 @@ class TrainingState:
     notes: list[str] = field(default_factory=list)
 
     def step_of(self, name: str) -> float | None:
-        """How many steps the moments of a parameter have seen: its own count, or that of its group."""
+        """Return the number of steps that a parameter's moments have seen.
+
+        It is the parameter's own count or that of its group; None where neither is known.
+        """
         if name in self.steps:
             return self.steps[name]
-        return next(
-            (group.fields.get("step") for group in self.groups or [] if name in group.members), None
-        )
+        for group in self.groups or []:
+            if name in group.members:
+                step: float | None = group.fields.get("step")
+                return step
+        return None
 
     def tensors(self) -> Iterator[tuple[str, str, LazyTensor]]:
-        """``weight``, ``buffer`` or a moment's slot, with name and tensor."""
+        """Yield slot, name and tensor: slots are ``weight``, ``buffer`` and those of moments."""
         for name, tensor in self.weights.items():
             yield "weight", name, tensor
         for name, tensor in self.buffers.items():

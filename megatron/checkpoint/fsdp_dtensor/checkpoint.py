@@ -20,9 +20,9 @@ import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, whole
-from megatron.checkpoint.core.key_rules import HALVES, Spelling, canonical_name, plain_name
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate, in_memory
 from megatron.checkpoint.core.listing import listed, some
+from megatron.checkpoint.core.spelling import HALVES, Spelling, canonical_name, plain_name
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
 
@@ -82,11 +82,11 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
 
     Raises:
         ValueError: for keys that the format does not have, all at once.
-        DamagedCheckpoint: where files are missing or changed.
+        DamagedCheckpointError: where files are missing or changed.
     """
     parameters, others = _tensors_and_others(stored)
     names = {name: canonical_name(name) for name in parameters}
-    unknown = [name for name in names if key_rules.row_of(names[name]) is None]
+    unknown = [name for name in names if key_rules.rule_of(names[name]) is None]
     if unknown and not allow_unknown:
         raise ValueError(
             listed(
@@ -120,7 +120,9 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
         moments={names[name]: slots for name, slots in state_of.items()},
         steps={names[name]: step for name, step in step_of.items()},
         groups=(
-            param_groups.gather({names[name]: meta.get(name, {}) for name in sorted(of_optimizer)})
+            param_groups.group_by_fields(
+                {names[name]: meta.get(name, {}) for name in sorted(of_optimizer)}
+            )
             if has_optimizer
             else None
         ),

@@ -7,14 +7,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.checkpoint.core.key_rules import (
-    INNER_LAYER,
-    OTHER_INNER_LAYER,
-    Spelling,
-    is_expert,
-    layer_kinds,
-)
+from megatron.checkpoint.core.key_rules import is_expert
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.spelling import INNER_LAYER, OTHER_INNER_LAYER, Spelling, layer_kinds
 from megatron.checkpoint.core.training_state import TrainingState
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
@@ -37,7 +32,7 @@ def choose_spelling(
     args = state.args or argparse.Namespace()
     names = [*state.weights, *state.buffers]
     kinds = layer_kinds(names)
-    local = Spelling(engine=False, grouped_experts=False, stacked=True, layers=kinds)
+    local = Spelling(transformer_engine=False, grouped_experts=False, stacked=True, layers=kinds)
     engine = _is_engine(
         state,
         local,
@@ -46,7 +41,7 @@ def choose_spelling(
     )
     return replace(
         local,
-        engine=engine,
+        transformer_engine=engine,
         grouped_experts=_has_grouped_experts(state, args, engine),
         stacked=_is_stacked({**state.weights, **state.buffers}, args),
         inner_layer=INNER_LAYER if rename_mtp else OTHER_INNER_LAYER,
@@ -57,7 +52,7 @@ def _is_engine(
     state: TrainingState, local: Spelling, implementation: str | None, chosen: bool
 ) -> bool:
     """Transformer Engine's layers have other names than local ones, wherever a norm is inside a linear layer."""
-    engine = replace(local, engine=True)
+    engine = replace(local, transformer_engine=True)
     telling = [
         name for name in state.module_names if local.module_name(name) != engine.module_name(name)
     ]

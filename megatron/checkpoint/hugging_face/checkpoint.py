@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Part
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, Config, Family, Pairing

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch_dist format: what Megatron-Core's ``dist_checkpointing`` writes in runs without FSDP, read and written.
+"""The torch_dist format, read and written: checkpoints of Megatron-Core's ``dist_checkpointing``.
 
-A DCP directory with flat keys, one for each tensor of the model without regard to any parallelism,
-with layers and experts stacked along leading axes. What is not sharded is in ``common.pt``, or from
-0.19 on in an object of the directory. The optimizer's tensors have several layouts
-(:mod:`megatron.checkpoint.torch_dist.optimizer_layouts`); written is ``fully_reshardable``.
+Runs without FSDP write it. It is a DCP directory with flat keys, one for each tensor of the model
+without regard to any parallelism, with layers and experts stacked along leading axes. What is not
+sharded is in the common state (:mod:`megatron.checkpoint.torch_dist.common_state`). The optimizer's
+tensors have several layouts (:mod:`megatron.checkpoint.torch_dist.optimizer_layouts`), of which
+``fully_reshardable`` is written.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import json
 import math
 import re
@@ -21,31 +20,40 @@ import torch
 
 from megatron.checkpoint.core import key_rules, param_groups, safe_pickle
 from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
-from megatron.checkpoint.core.key_rules import Spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
-from megatron.checkpoint.core.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint
+from megatron.checkpoint.core.spelling import Spelling, unstacked
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer
+from megatron.checkpoint.torch_dist.common_state import (
+    COMMON_FILE,
+    COMMON_OBJECT,
+    KNOWN_FIELDS,
+    common_of,
+    grad_scaler_in,
+    notes_on_steps,
+    read_common,
+)
+from megatron.checkpoint.torch_dist.main_weights import add_optimizer_state
+from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
+from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 
-COMMON_FILE, COMMON_OBJECT, MARKER = "common.pt", "common_state/shard_0_1", "metadata.json"
-_OF_OPTIMIZER = re.compile(r"^(chained_\d+\.)?optimizer\.")
+__all__ = ["COMMON_FILE", "COMMON_OBJECT", "MARKER", "read", "read_common", "target"]
+
+MARKER = "metadata.json"
+"""File that marks a complete checkpoint of this format."""
+
+_MARKER_CONTENT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _RANDOM_STATE = re.compile(r"^rng_state/shard_(\d+)\.(\d+)(?:\.(\d+))?_")
 _EXTRA_STATE = re.compile(r"\._extra_state(/shard_|$)")
-_KNOWN_COMMON = (
-    *(
-        "args",
-        "checkpoint_version",
-        "iteration",
-        "num_floating_point_operations_so_far",
-        "optimizer",
-        "opt_param_scheduler",
-    ),
-    "content_metadata",
-)
 
-# ---- reading
-# ---------------------------------------------------------------------------------------------------------
+_StackedKey = tuple[str, tuple[int, ...]]
+"""Key of a tensor and index of a parameter along its leading axes, of layers and experts."""
 
 
 def read(
@@ -53,19 +61,20 @@ def read(
     group_numbers: Mapping[str, Any] | None = None,
     allow_unknown: bool = False,
 ) -> TrainingState:
-    """What a torch_dist checkpoint says.
+    """Read a torch_dist checkpoint; tensors are read when they are needed.
 
     Args:
+        stored: the checkpoint.
         group_numbers: a map of param groups that the run has dumped
-            (``--dump-param-to-param-group-map``). Needed by nobody: the rules say the same, but for
-            groups that a run has made otherwise.
+            (``--dump-param-to-param-group-map``). It is needed only for groups that a run has made
+            by other rules than Megatron-Core's.
         allow_unknown: carry over parameters that no key rule knows under their own names, with a
-            note, not an error.
+            note, instead of an error.
 
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
             contradict each other.
-        DamagedCheckpoint: where files are missing or changed.
+        DamagedCheckpointError: where files are missing or changed.
     """
     common = read_common(stored)
     weights, unknown = _weights(stored)
@@ -79,7 +88,7 @@ def read(
         iteration=common.get("iteration"),
         operations=common.get("num_floating_point_operations_so_far"),
         version=common.get("checkpoint_version", 3.0),
-        others={key: value for key, value in common.items() if key not in _KNOWN_COMMON},
+        others={key: value for key, value in common.items() if key not in KNOWN_FIELDS},
     )
     state.compute_dtype = {name: tensor.dtype for name, tensor in state.weights.items()}
     if unknown and not allow_unknown:
@@ -95,77 +104,58 @@ def read(
         for key in _left_out(stored, optimizer.used_keys)
     ]
     if optimizer.layout is not None:
-        shapes = {
-            name: tensor.shape
-            for name, tensor in state.weights.items()
-            if name in optimizer.moments
-        }
-        numbers = (
-            param_groups.map_of_run(group_numbers, shapes) if group_numbers is not None else None
-        )
-        state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
-        state.grad_scaler = optimizer.grad_scaler or _grad_scaler(common)
-        _put_exact_values(state, optimizer.main, optimizer.moments)
+        _add_optimizer(state, optimizer, group_numbers)
+        state.grad_scaler = optimizer.grad_scaler or grad_scaler_in(common)
     return state
 
 
-def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
-    """Everything that is not sharded, from the file of its own or the object that has it from 0.19 on."""
-    path = stored.directory / COMMON_FILE
-    if path.is_file():
-        try:
-            common = safe_pickle.load_torch(path.read_bytes())
-        except safe_pickle.RefusedPickle as error:
-            raise safe_pickle.RefusedPickle(f"{path}: {error}") from None
-        except ValueError as error:
-            raise DamagedCheckpoint(f"{path} is damaged: {error}") from error
-    elif COMMON_OBJECT in stored.objects:
-        common = stored.read_object(COMMON_OBJECT)
-        common = common[0] if isinstance(common, list) and len(common) == 1 else common
-    else:
-        raise DamagedCheckpoint(
-            f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}"
-        )
-    if not isinstance(common, dict):
-        raise DamagedCheckpoint(
-            f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
-        )
-    return common
+def _add_optimizer(
+    state: TrainingState, optimizer: OptimizerTensors, group_numbers: Mapping[str, Any] | None
+) -> None:
+    """Add the param groups and the tensors of the optimizer to the state of the model."""
+    shapes = {
+        name: tensor.shape for name, tensor in state.weights.items() if name in optimizer.moments
+    }
+    numbers = None
+    if group_numbers is not None:
+        numbers = param_groups.parse_group_map(group_numbers, shapes)
+    state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
+    add_optimizer_state(state, optimizer.main, optimizer.moments)
 
 
 def _weights(stored: StoredCheckpoint) -> tuple[dict[str, LazyTensor], list[str]]:
-    """All tensors of the model by canonical name, and the keys that no row of the rules fits."""
+    """Return all tensors of the model by canonical name, and the keys that no rule fits."""
     weights: dict[str, LazyTensor] = {}
     unknown: dict[str, None] = {}
     for key in stored.tensors:
-        if _OF_OPTIMIZER.match(key) or _EXTRA_STATE.search(key):
+        if is_optimizer_key(key) or _EXTRA_STATE.search(key):
             continue
-        for name, index in key_rules.unstacked(key, stored.shape(key)):
+        for name, index in unstacked(key, stored.shape(key)):
             if name in weights:
                 raise ValueError(f"{stored.directory}: two keys hold {name}, one of them is {key}")
             weights[name] = stored.lazy(key, index)
-            if key_rules.row_of(name) is None:
+            if key_rules.rule_of(name) is None:
                 unknown[key] = None
     return weights, list(unknown)
 
 
 def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[str, Any]]]:
+    """Return the generators' states by pipeline stage and tensor-parallel rank."""
     found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
     for key in stored.objects:
-        place = _RANDOM_STATE.match(key)
-        if place is not None:
+        ranks = _RANDOM_STATE.match(key)
+        if ranks is not None:
             value = stored.read_object(key)[0]
-            found[int(place[1]), int(place[2]), int(place[3] or 0)] = (
-                value if isinstance(value, list) else [value]
-            )
+            states_of_ranks = value if isinstance(value, list) else [value]
+            found[int(ranks[1]), int(ranks[2]), int(ranks[3] or 0)] = states_of_ranks
     states: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    for stage, slice_, data_rank in sorted(found):
-        states.setdefault((stage, slice_), []).extend(found[stage, slice_, data_rank])
+    for stage, tensor_rank, data_rank in sorted(found):
+        states.setdefault((stage, tensor_rank), []).extend(found[stage, tensor_rank, data_rank])
     return states
 
 
 def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
-    """Objects that mean nothing to any conversion."""
+    """List the objects that mean nothing to any conversion."""
     return [
         key
         for key in stored.objects
@@ -176,140 +166,52 @@ def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
     ]
 
 
-def _grad_scaler(common: Mapping[str, Any]) -> dict[str, Any] | None:
-    optimizer = common.get("optimizer")
-    if not isinstance(optimizer, dict):
-        return None
-    parts = [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]
-    return next((part["grad_scaler"] for part in parts if part.get("grad_scaler")), None)
-
-
-def _put_exact_values(
-    state: TrainingState,
-    main: Mapping[str, LazyTensor],
-    moments: Mapping[str, Mapping[str, LazyTensor]],
-) -> None:
-    """Main weights for the model's, and moments beside them, wherever both say the same about the weight.
-
-    Megatron-Core 0.16.1 to 0.19 can write a parameter's main weight and moments from the wrong
-    place in the buffer. Its weight in the model is right then. Which is known when the parameter is
-    read.
-    """
-    for name, slots in moments.items():
-        if name not in state.weights:
-            raise ValueError(f"the optimizer has state for {name}, which the model does not have")
-        checked = _Checked(name, state.weights[name], main.get(name), state.notes)
-        state.weights[name] = checked.weight()
-        state.moments[name] = {slot: checked.moment(tensor) for slot, tensor in slots.items()}
-        state.is_fresh[name] = checked.contradicts
-
-
-class _Checked:
-    """A parameter whose main weight is believed when, cast, it is the model's weight."""
-
-    def __init__(self, name: str, model: LazyTensor, main: LazyTensor | None, notes: list[str]):
-        if main is not None and main.shape != model.shape:
-            raise ValueError(
-                f"{name} has the shape {model.shape} in the model and {main.shape} in the optimizer"
-            )
-        self._name, self._model, self._main, self._notes = name, model, main, notes
-        self._contradicts: bool | None = False if main is None else None
-
-    def contradicts(self) -> bool:
-        """Whether main weight and model differ; the first call reads both."""
-        if self._contradicts is None:
-            self._compare(self._main.read())
-        return bool(self._contradicts)
-
-    def _compare(self, main: torch.Tensor) -> None:
-        cast, model = main.to(self._model.dtype), self._model.read()
-        same = torch.equal(cast, model) or torch.allclose(
-            cast, model, rtol=0, atol=0, equal_nan=True
-        )  # NaN is NaN
-        self._contradicts = not same
-        if not same:
-            self._notes.append(
-                f"{self._name}: its main weight in the optimizer is not its weight in the model."
-                " The model's is kept, and the moments are dropped: they begin at zero, at step 0"
-            )
-
-    def weight(self) -> LazyTensor:
-        if self._main is None:
-            return self._model
-
-        def read_rows(start: int, stop: int) -> torch.Tensor:
-            if self._contradicts is None and (start, stop) == (0, self._main.num_rows):
-                main = self._main.read()
-                self._compare(main)
-                if not self._contradicts:
-                    return main
-            source = self._model if self.contradicts() else self._main
-            return source.read_rows(start, stop).to(self._main.dtype)
-
-        return LazyTensor(self._main.shape, self._main.dtype, read_rows)
-
-    def moment(self, stored: LazyTensor) -> LazyTensor:
-        def read_rows(start: int, stop: int) -> torch.Tensor:
-            if self.contradicts():
-                shape = (stop - start, *stored.shape[1:]) if stored.shape else ()
-                return torch.zeros(shape, dtype=stored.dtype)
-            return stored.read_rows(start, stop)
-
-        return LazyTensor(stored.shape, stored.dtype, read_rows)
-
-
-# ---- writing
-# ---------------------------------------------------------------------------------------------------------
-
-
 def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
-    """A torch_dist checkpoint of ``state`` in the layout fully_reshardable, as 0.15 to 0.18 write and later ones read it."""
+    """Plan a checkpoint of ``state``, with the optimizer in the layout ``fully_reshardable``.
+
+    Megatron-Core 0.15 to 0.18 write it so, and later releases read it.
+
+    Args:
+        state: to write; its ``notes`` get what the format cannot keep.
+        spelling: of the model that will load the checkpoint.
+
+    Raises:
+        ValueError: where some layers or experts have a parameter that others lack.
+    """
     names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
-    places = {name: spelling.stacked_place(name) for name in names}
-    axes = _leading_axes(places)
-    with_optimizer = state.groups is not None
-    state.notes += _other_steps(state)
-    moments = {**_moments_of_frozen(state, places), **state.moments}
+    keys = {name: spelling.stacked_key(name) for name in names}
+    axes = _leading_axes(keys)
+    state.notes += notes_on_steps(state)
+    moments = {**_zero_moments(state, keys), **state.moments}
     entries: list[Entry] = [
         *_random_state_objects(state),
         *_extra_state_objects(names, spelling, axes),
     ]
     for name in names:
-        key, index = places[name]
+        key, index = keys[name]
         tensor = state.buffers[name] if name in state.buffers else state.weights[name]
-        entries.append(
-            _at(key, index, axes[key], tensor.to(state.compute_dtype.get(name, tensor.dtype)))
-        )
-        slots = {"param": tensor.to(torch.float32), **moments[name]} if name in moments else {}
-        entries += [
-            _at(f"optimizer.state.{slot}.{key}", index, axes[key], value)
-            for slot, value in slots.items()
-        ]
+        in_model = tensor.to(state.compute_dtype.get(name, tensor.dtype))
+        entries.append(_stacked_entry(key, index, axes[key], in_model))
+        if name in moments:
+            for slot, value in {"param": tensor.to(torch.float32), **moments[name]}.items():
+                slot_key = f"optimizer.state.{slot}.{key}"
+                entries.append(_stacked_entry(slot_key, index, axes[key], value))
     files = {
-        COMMON_FILE: lambda: safe_pickle.save_torch(_common(state, with_optimizer)),
-        MARKER: (
-            lambda: json.dumps(_MARKER_CONTENT).encode()
-        ),  # last: it says that all the rest is there
+        COMMON_FILE: lambda: safe_pickle.save_torch(common_of(state)),
+        # The marker comes last: it says that all the rest is there.
+        MARKER: lambda: json.dumps(_MARKER_CONTENT).encode(),
     }
     return DcpTarget(entries, extra_files=files, notes=state.notes)
 
 
-_MARKER_CONTENT = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
-
-
-def _leading_axes(places: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Lengths of the axes of layers and experts of every key.
+def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]:
+    """Return the lengths of the axes of layers and experts of every key.
 
     Raises:
         ValueError: where a layer or an expert lacks what others have.
     """
     indices: dict[str, set[tuple[int, ...]]] = {}
-    for key, index in places.values():
+    for key, index in keys.values():
         indices.setdefault(key, set()).add(index)
     axes = {key: tuple(max(axis) + 1 for axis in zip(*found)) for key, found in indices.items()}
     holes = [key for key, found in indices.items() if len(found) != math.prod(axes[key])]
@@ -323,142 +225,73 @@ def _leading_axes(places: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str
     return axes
 
 
-def _at(key: str, index: tuple[int, ...], axes: tuple[int, ...], tensor: LazyTensor) -> TensorEntry:
+def _stacked_entry(
+    key: str, index: tuple[int, ...], axes: tuple[int, ...], tensor: LazyTensor
+) -> TensorEntry:
+    """Return the entry of one parameter in the tensor that stacks it with others."""
     return TensorEntry(key, axes + tensor.shape, index + (0,) * len(tensor.shape), tensor)
 
 
-def _moments_of_frozen(
-    state: TrainingState, places: Mapping[str, tuple[str, tuple[int, ...]]]
+def _zero_moments(
+    state: TrainingState, keys: Mapping[str, _StackedKey]
 ) -> dict[str, dict[str, LazyTensor]]:
-    """Zeros for parameters without state where others in the same stacked tensor have some: it can have no holes."""
-    slots_of = {places[name][0]: slots for name, slots in state.moments.items()}
-    frozen = [
-        name for name in state.weights if name not in state.moments and places[name][0] in slots_of
-    ]
-    state.notes += [
-        f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros are"
-        " written"
-        for name in frozen
-    ]
-    return {
-        name: {
-            slot: _zeros(state.weights[name].shape, each.dtype)
-            for slot, each in slots_of[places[name][0]].items()
-        }
-        for name in frozen
-    }
+    """Return zeros for frozen parameters that are stacked with others that have moments.
+
+    A stacked tensor can have no holes.
+    """
+    slots_of_key = {keys[name][0]: slots for name, slots in state.moments.items()}
+    zeros: dict[str, dict[str, LazyTensor]] = {}
+    for name, weight in state.weights.items():
+        slots = slots_of_key.get(keys[name][0])
+        if name not in state.moments and slots is not None:
+            state.notes.append(
+                f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros"
+                " are written"
+            )
+            zeros[name] = {slot: _zeros(weight.shape, each.dtype) for slot, each in slots.items()}
+    return zeros
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    return LazyTensor(
-        shape,
-        dtype,
-        lambda start, stop: torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype),
-    )
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+
+    return LazyTensor(shape, dtype, read_rows)
 
 
 def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
     if not state.random_states:
         return
-    stages, slices = (max(axis) + 1 for axis in zip(*state.random_states))
-    # Megatron-Core has one entry for each data rank where experts are divided; else one list of
-    # them all.
+    num_stages, num_tensor_ranks = (max(axis) + 1 for axis in zip(*state.random_states))
+    # Megatron-Core has an object for each data-parallel rank where experts are divided, else one
+    # list of them all.
     are_apart = (getattr(state.args, "expert_model_parallel_size", None) or 1) > 1
-    for (stage, slice_), states in state.random_states.items():
+    for (stage, tensor_rank), states in state.random_states.items():
+        ranks, sizes = (stage, tensor_rank), (num_stages, num_tensor_ranks)
         if not are_apart:
-            yield ObjectEntry(f"rng_state/shard_{stage}.{slice_}_{stages}.{slices}", [states])
+            yield ObjectEntry(_object_key("rng_state", ranks, sizes), [states])
             continue
-        for rank, each in enumerate(states):
-            yield ObjectEntry(
-                f"rng_state/shard_{stage}.{slice_}.{rank}_{stages}.{slices}.{len(states)}", [[each]]
-            )
+        for data_rank, each in enumerate(states):
+            key = _object_key("rng_state", (*ranks, data_rank), (*sizes, len(states)))
+            yield ObjectEntry(key, [[each]])
 
 
 def _extra_state_objects(
     names: list[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[ObjectEntry]:
-    """What modules save beside their weights, which is nothing outside of FP8, but is asked for."""
+    """Yield the extra states of modules: they are None without FP8, but loaders ask for them."""
     seen = set()
     for name in names:
-        if not key_rules.has_extra_state(name, spelling.engine):
+        if not key_rules.has_extra_state(name, spelling.transformer_engine):
             continue
-        key, index = spelling.stacked_place(name)
+        key, index = spelling.stacked_key(name)
         module = key.rpartition(".")[0]
-        shape = axes[key]
-        place = f"{module}._extra_state/shard_{_dotted(index) or '0'}_{_dotted(shape) or '1'}"
-        if place not in seen:
-            seen.add(place)
-            yield ObjectEntry(place, [None])
+        object_key = _object_key(f"{module}._extra_state", index or (0,), axes[key] or (1,))
+        if object_key not in seen:
+            seen.add(object_key)
+            yield ObjectEntry(object_key, [None])
 
 
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))
-
-
-def _common(state: TrainingState, with_optimizer: bool) -> dict[str, Any]:
-    content: dict[str, Any] = dict(state.others)
-    if state.args is not None:
-        content["args"] = args_of_format(state.args)
-    content |= {"checkpoint_version": state.version, "iteration": state.iteration or 0}
-    if state.operations is not None:
-        content["num_floating_point_operations_so_far"] = state.operations
-    content["content_metadata"] = {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-    }
-    if with_optimizer:
-        content["optimizer"] = _optimizer(state)
-        content["content_metadata"] |= {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-        }
-    if state.scheduler is not None:
-        content["opt_param_scheduler"] = dict(state.scheduler)
-    return content
-
-
-def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
-    """``args`` as a run has them that writes this format."""
-    args = copy.copy(args)
-    args.ckpt_format = "torch_dist"
-    args.use_megatron_fsdp = False
-    args.use_distributed_optimizer = True
-    args.dist_ckpt_optim_fully_reshardable = True
-    return args
-
-
-def _optimizer(state: TrainingState) -> dict[Any, Any]:
-    """The param groups as Megatron-Core has them: in two optimizers where experts have one of their own."""
-    parts: dict[bool, list[dict[str, Any]]] = {}
-    last = max(_steps(state).values(), default=None)
-    for group in state.groups or []:
-        fields = dict(group.fields)
-        if last is not None:
-            fields["step"] = last
-        parts.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
-    scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
-    optimizers = [
-        {
-            "optimizer": {"param_groups": groups},
-            "param_state_sharding_type": "fully_reshardable",
-            **scaler,
-        }
-        for _, groups in sorted(parts.items())
-    ]
-    return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
-
-
-def _steps(state: TrainingState) -> dict[str, float]:
-    steps = {name: state.step_of(name) for group in state.groups or [] for name in group.names}
-    return {name: step for name, step in steps.items() if step is not None}
-
-
-def _other_steps(state: TrainingState) -> Iterator[str]:
-    """Megatron-Core has one step for all parameters, and refuses a file with several."""
-    steps = _steps(state)
-    last = max(steps.values(), default=None)
-    return (
-        f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
-        for name, step in steps.items()
-        if step != last
-    )
+def _object_key(name: str, index: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """Return the key of an object at an index of a grid: ``name/shard_1.0_2.4`` for (1, 0)."""
+    return f"{name}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, shape))}"

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spellings of parameter names, and the way from each to the canonical name and back.
+
+A parameter has one *canonical* name: that in a GPTModel of local layers on one rank, with layers
+and experts counted over the whole model and gated weights whole, such as
+``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight``. Files and modules spell it in
+other ways:
+
+- Transformer Engine's layers keep some norms inside the linear layer that follows
+  (``FUSED_NORMS``), and all experts of a layer in one module, ``mlp.experts.linear_fc1.weight3``;
+- fsdp_dtensor files have the spelling of the model's modules, and the two halves of gated weights
+  apart (``HALVES``);
+- torch_dist files stack layers and experts:
+  ``decoder.layers.mlp.experts.experts.linear_fc1.weight``, with two leading axes. They name norms
+  nearly as Transformer Engine does (``FUSED_NORMS`` again).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Properties of a layer that the spelling of its parameters depends on.
+
+    Attributes:
+        has_experts: its MLP is a mixture of experts.
+        is_latent: it has multi-latent attention.
+    """
+
+    has_experts: bool
+    is_latent: bool
+
+
+@dataclass(frozen=True)
+class FusedNorm:
+    """A norm whose parameters can be called ``<linear>.layer_norm_weight`` and ``_bias``.
+
+    Attributes:
+        norm: path of the norm in the layer.
+        linear: path of the linear layer that follows it.
+        in_transformer_engine: tells for which layers of Transformer Engine this is so, in the model
+            and in files.
+        in_files_of_local_layers: tells for which layers torch_dist files call it so although the
+            model is made of local layers.
+    """
+
+    norm: str
+    linear: str
+    in_transformer_engine: Callable[[LayerKind], bool]
+    in_files_of_local_layers: Callable[[LayerKind], bool]
+
+
+FUSED_NORMS = (
+    FusedNorm(
+        "input_layernorm",
+        "self_attention.linear_qkv",
+        in_transformer_engine=lambda kind: not kind.is_latent,
+        in_files_of_local_layers=lambda kind: not kind.is_latent,
+    ),
+    FusedNorm(
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        in_transformer_engine=lambda kind: not kind.has_experts,
+        in_files_of_local_layers=lambda kind: not kind.is_latent,
+    ),
+    FusedNorm(
+        "self_attention.q_layernorm",
+        "self_attention.linear_q_up_proj",
+        in_transformer_engine=lambda kind: kind.is_latent,
+        in_files_of_local_layers=lambda kind: False,
+    ),
+    FusedNorm(
+        "self_attention.kv_layernorm",
+        "self_attention.linear_kv_up_proj",
+        in_transformer_engine=lambda kind: True,
+        in_files_of_local_layers=lambda kind: False,
+    ),
+    # Releases after 0.16 can join both down projections of latent attention, and then the norm
+    # before them.
+    FusedNorm(
+        "input_layernorm",
+        "self_attention.linear_qkv_down_proj",
+        in_transformer_engine=lambda kind: False,
+        in_files_of_local_layers=lambda kind: False,
+    ),
+)
+HALVES = ("_w", "_v")
+"""Endings of the gate and of what it multiplies.
+
+A rank's fused tensor is no contiguous slice of the global one.
+"""
+
+INNER_LAYER = "transformer_layer."
+"""Name of the layer inside a multi-token prediction layer."""
+OTHER_INNER_LAYER = "mtp_model_layer."
+"""Name of the same from Megatron-Core 0.17 on."""
+
+_WRAPPERS = re.compile(r"^(?:module\.)+")
+_GROUPED = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_EXPERT = re.compile(r"\.mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))$")
+_STACKED_EXPERTS = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.(?:weight|bias))$")
+_LAYER = re.compile(r"^((?:decoder|mtp)\.layers\.\d+\.(?:transformer_layer\.)?)(.+)$")
+_STACKED_LAYERS = re.compile(r"^decoder\.layers\.(?!\d)")
+_NUMBER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FUSED = re.compile(r"\.layer_norm_(weight|bias)$")
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name without the wrappers around the model."""
+    return _WRAPPERS.sub("", name)
+
+
+def canonical_name(name: str) -> str:
+    """Return the canonical name of a parameter that a module or a file calls ``name``."""
+    name = plain_name(name).replace(f".{OTHER_INNER_LAYER}", f".{INNER_LAYER}")
+    name = _GROUPED.sub(r".mlp.experts.local_experts.\3.\1.\2", name)
+    if _FUSED.search(name):
+        for fused in FUSED_NORMS:
+            in_linear = rf"\.{re.escape(fused.linear)}\.layer_norm_(weight|bias)$"
+            name = re.sub(in_linear, rf".{fused.norm}.\1", name)
+    return name
+
+
+def layer_number(name: str) -> int | None:
+    """Return the number of the decoder layer that has a parameter; None for one outside."""
+    found = _NUMBER.match(name)
+    return int(found[1]) if found is not None else None
+
+
+def expert_number(name: str) -> int | None:
+    """Return the number of the expert that has a parameter; None for one outside of experts."""
+    found = _EXPERT.search(name)
+    return int(found[1]) if found is not None else None
+
+
+def is_grouped(module_name: str) -> bool:
+    """Tell whether a module's name of a parameter is one of a module of all experts of a layer."""
+    return _GROUPED.search(module_name) is not None
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """Names that one model's modules and files give to parameters.
+
+    Attributes:
+        transformer_engine: the layers are Transformer Engine's.
+        grouped_experts: all experts of a layer are one module.
+        stacked: torch_dist files stack the decoder's layers, which are all alike.
+        layers: kind of each layer, by its path with a dot at the end.
+        inner_layer: name of the layer inside a multi-token prediction layer.
+    """
+
+    transformer_engine: bool
+    grouped_experts: bool
+    stacked: bool
+    layers: dict[str, LayerKind]
+    inner_layer: str = INNER_LAYER
+
+    def module_name(self, name: str) -> str:
+        """Return the name that the model's modules give to the parameter of a canonical name."""
+        if self.transformer_engine:
+            name = self._with_fused_norm(name, lambda fused: fused.in_transformer_engine)
+        if self.grouped_experts:
+            name = _EXPERT.sub(lambda found: f".mlp.experts.{found[2]}{found[1]}", name)
+        return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}")
+
+    def stacked_key(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return the key of a torch_dist file that has a parameter, and its index in that tensor.
+
+        The index is along the leading axes, of layers and experts: that of
+        ``decoder.layers.7.mlp.experts.local_experts.3.linear_fc1.weight`` is (7, 3).
+        """
+        if self.transformer_engine:
+            name = self._with_fused_norm(name, lambda fused: fused.in_transformer_engine)
+        else:
+            name = self._with_fused_norm(name, lambda fused: fused.in_files_of_local_layers)
+        index: tuple[int, ...] = ()
+        expert = _EXPERT.search(name)
+        if expert is not None:
+            index = (int(expert[1]),)
+            name = f"{name[: expert.start()]}.mlp.experts.experts.{expert[2]}"
+        number = _NUMBER.match(name) if self.stacked else None
+        if number is not None:
+            index = (int(number[1]), *index)
+            name = f"decoder.layers.{name[number.end() :]}"
+        return name.replace(f".{INNER_LAYER}", f".{self.inner_layer}"), index
+
+    def _with_fused_norm(
+        self, name: str, is_fused: Callable[[FusedNorm], Callable[[LayerKind], bool]]
+    ) -> str:
+        """Return the name of a norm's parameter inside the linear layer, where it is fused."""
+        layer = _LAYER.match(name)
+        if layer is None:
+            return name
+        path, inside = layer[1], layer[2]
+        module, _, leaf = inside.rpartition(".")
+        for fused in FUSED_NORMS:
+            if module == fused.norm and is_fused(fused)(self.layers[path]):
+                return f"{path}{fused.linear}.layer_norm_{leaf}"
+        return name
+
+
+def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
+    """Return the kind of every layer, by its path, of a model with these canonical names."""
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        layer = _LAYER.match(name)
+        if layer is not None:
+            inside.setdefault(layer[1], []).append(layer[2])
+    return {
+        path: LayerKind(
+            has_experts=any(part.startswith(("mlp.router.", "mlp.experts.")) for part in parts),
+            is_latent=any(part.startswith("self_attention.linear_kv_down_proj.") for part in parts),
+        )
+        for path, parts in inside.items()
+    }
+
+
+def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield canonical name and index of every parameter that a key of a torch_dist file has.
+
+    The index is along the leading axes. A key of stacked layers with the shape (2, 8, 4) has the
+    layers 0 and 1 at (0,) and (1,), of the shape (8, 4).
+
+    Raises:
+        ValueError: where the tensor has fewer axes than its key says.
+    """
+    layers = _STACKED_LAYERS.match(key)
+    experts = _STACKED_EXPERTS.search(key)
+    num_axes = (layers is not None) + (experts is not None)
+    if len(shape) < num_axes:
+        raise ValueError(f"{key} has the shape {shape}: an axis of layers or experts is missing")
+    for index in itertools.product(*(range(length) for length in shape[:num_axes])):
+        name = key
+        if experts is not None:
+            name = f"{key[: experts.start()]}.mlp.experts.local_experts.{index[-1]}.{experts[1]}"
+        if layers is not None:
+            name = f"decoder.layers.{index[0]}.{name[layers.end() :]}"
+        yield canonical_name(name), index

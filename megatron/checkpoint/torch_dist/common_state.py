@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common state of a torch_dist checkpoint: everything that is not sharded over ranks.
+
+It is a dict in the file ``common.pt``, or from Megatron-Core 0.19 on in an object of the directory:
+the run's arguments, counters, the schedule of rates and the optimizer's param groups.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.torch_dist.sharded_objects import read_sharded_object
+
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+
+KNOWN_FIELDS = (
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "num_floating_point_operations_so_far",
+    "optimizer",
+    "opt_param_scheduler",
+    "content_metadata",
+)
+"""Fields that have a place in :class:`TrainingState`, or that follow from the layout."""
+
+
+def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Read the common state, from its file or from its object.
+
+    Raises:
+        DamagedCheckpointError: where there is none, or it cannot be read.
+        RefusedPickleError: where it names a class that checkpoints do not hold.
+    """
+    path = stored.directory / COMMON_FILE
+    if path.is_file():
+        try:
+            common = safe_pickle.load_torch(path.read_bytes())
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    elif COMMON_OBJECT in stored.objects:
+        common = read_sharded_object(stored, COMMON_OBJECT)
+    else:
+        raise DamagedCheckpointError(
+            f"{stored.directory} has neither {COMMON_FILE} nor the object {COMMON_OBJECT}"
+        )
+    if not isinstance(common, dict):
+        raise DamagedCheckpointError(
+            f"{stored.directory}: the common state is a {type(common).__name__}, not a dict"
+        )
+    return common
+
+
+def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the state of the gradient scaler, which is in one of the optimizers; None without."""
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return None
+    chained = [inner for inner in optimizer.values() if isinstance(inner, dict)]
+    for state in [optimizer, *chained]:
+        scaler: dict[str, Any] | None = state.get("grad_scaler")
+        if scaler:
+            return scaler
+    return None
+
+
+def common_of(state: TrainingState) -> dict[str, Any]:
+    """Return the common state to write, for the optimizer layout ``fully_reshardable``."""
+    content: dict[str, Any] = dict(state.others)
+    if state.args is not None:
+        content["args"] = _args_of_format(state.args)
+    content |= {"checkpoint_version": state.version, "iteration": state.iteration or 0}
+    if state.operations is not None:
+        content["num_floating_point_operations_so_far"] = state.operations
+    content["content_metadata"] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    if state.groups is not None:
+        content["optimizer"] = _optimizer(state)
+        content["content_metadata"] |= {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+        }
+    if state.scheduler is not None:
+        content["opt_param_scheduler"] = dict(state.scheduler)
+    return content
+
+
+def notes_on_steps(state: TrainingState) -> Iterator[str]:
+    """Yield a note for each parameter whose step count the format cannot keep.
+
+    Megatron-Core has one count for all parameters, and refuses a file with several.
+    """
+    steps = _steps(state)
+    last = max(steps.values(), default=None)
+    for name, step in steps.items():
+        if step != last:
+            yield f"{name}: its moments have seen {step:g} steps; torch_dist has {last:g} for all"
+
+
+def _args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments that a run has that writes this format."""
+    args = copy.copy(args)
+    args.ckpt_format = "torch_dist"
+    args.use_megatron_fsdp = False
+    args.use_distributed_optimizer = True
+    args.dist_ckpt_optim_fully_reshardable = True
+    return args
+
+
+def _optimizer(state: TrainingState) -> dict[Any, Any]:
+    """Return the param groups in Megatron-Core's form: two optimizers if experts have their own."""
+    last = max(_steps(state).values(), default=None)
+    groups_of: dict[bool, list[dict[str, Any]]] = {}
+    for group in state.groups or []:
+        fields = dict(group.fields)
+        if last is not None:
+            fields["step"] = last
+        groups_of.setdefault(bool(fields.get("is_expert_parallel")), []).append(fields)
+    scaler = {"grad_scaler": state.grad_scaler} if state.grad_scaler else {}
+    optimizers = [
+        {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            **scaler,
+        }
+        for _, groups in sorted(groups_of.items())
+    ]
+    return optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers))
+
+
+def _steps(state: TrainingState) -> dict[str, float]:
+    """Return the number of steps that each parameter's moments have seen, where that is known."""
+    steps: dict[str, float] = {}
+    for group in state.groups or []:
+        for name in group.names:
+            step = state.step_of(name)
+            if step is not None:
+                steps[name] = step
+    return steps

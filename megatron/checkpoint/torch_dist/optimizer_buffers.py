@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers of Megatron-Core's distributed optimizer, as two layouts of torch_dist files store them.
+
+:mod:`megatron.checkpoint.torch_dist.optimizer_buckets` explains what a buffer is, with a picture.
+A :class:`ShardedBuffer` (``dp_reshardable``) is a tensor per bucket and optimizer slot. A
+:class:`GatheredBuffer` (``dp_zero_gather_scatter``) is a tensor per slot, with all buckets in it.
+Both find where the parameters are that a layout puts into them, and read ranges of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+
+PARAMETER_ALIGNMENT = 64
+"""Parameters begin at multiples of this number of elements, counted from their bucket's start."""
+
+
+class LayoutMismatchError(ValueError):
+    """A layout of the model over ranks is not the one that the file was written with."""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One rank's shard of a parameter under tensor parallelism.
+
+    Attributes:
+        name: canonical name of the parameter.
+        shape: of the shard.
+        has_own_bucket: no other parameter is in its bucket. Word embeddings that two pipeline
+            stages share are stored so.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    has_own_bucket: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the shard."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BufferLocation:
+    """Position of a shard in a stored buffer.
+
+    Attributes:
+        bucket: number of the stored tensor; 0 where all buckets are in one tensor.
+        offset: of the shard's first element in that tensor.
+    """
+
+    bucket: int
+    offset: int
+
+
+class OptimizerBuffer(Protocol):
+    """All parameters of one dtype that a rank has in one model chunk.
+
+    Attributes:
+        dtype: of the parameters in the model, as ``torch.bfloat16`` prints.
+        slots: slot of the optimizer, such as ``exp_avg``, -> dtype of its tensors.
+        numel: number of stored elements.
+        shows_order: the file shows where parameters begin, not only how many elements there are.
+    """
+
+    dtype: str
+    slots: Mapping[str, torch.dtype]
+    numel: int
+    shows_order: bool
+
+    def locate(self, shards: Sequence[ParameterShard]) -> list[BufferLocation]:
+        """Find where each of the shards begins, if these are the ones in the buffer.
+
+        Args:
+            shards: all shards of the buffer, in the order in which the model registers them.
+
+        Raises:
+            LayoutMismatchError: where they do not fill the buffer.
+        """
+        ...
+
+    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
+        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        ...
+
+
+def _aligned(position: int) -> int:
+    """Round up to the next position at which a parameter may begin: 0 -> 0, 1 -> 64, 65 -> 128."""
+    return math.ceil(position / PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+
+
+class ShardedBuffer:
+    """A buffer whose buckets are tensors of their own: the layout ``dp_reshardable``.
+
+    Data-parallel ranks wrote their shards as chunks of these tensors. Chunks begin and end where
+    parameters and gaps do, and where the shard of a data-parallel rank does. So they show where
+    parameters begin.
+
+    Args:
+        stored: the checkpoint.
+        dtype: of the parameters in the model.
+        keys: of each bucket, slot -> key.
+
+    Attributes:
+        lengths: number of elements of each bucket, without the padding at its end.
+
+    Raises:
+        ValueError: where slots of a bucket differ in length.
+    """
+
+    shows_order = True
+
+    def __init__(self, stored: StoredCheckpoint, dtype: str, keys: Sequence[Mapping[str, str]]):
+        self._stored, self._keys, self.dtype = stored, keys, dtype
+        self.slots: Mapping[str, torch.dtype] = {
+            slot: stored.dtype(key) for slot, key in keys[0].items()
+        }
+        self.lengths = [self._bucket_length(bucket) for bucket in keys]
+        self.numel = sum(self.lengths)
+
+    def _bucket_length(self, bucket: Mapping[str, str]) -> int:
+        shapes = {self._stored.shape(key) for key in bucket.values()}
+        shape = next(iter(shapes))
+        if bucket.keys() != self.slots.keys() or len(shapes) != 1 or len(shape) != 1:
+            found = ", ".join(f"{key} {self._stored.shape(key)}" for key in bucket.values())
+            raise ValueError(
+                f"the tensors of a bucket differ: {found}, expected one dim of the same length for"
+                f" {', '.join(self.slots)}"
+            )
+        return shape[0]
+
+    @functools.cached_property
+    def _boundaries(self) -> list[set[int]]:
+        """Positions in each bucket at which a chunk of the file begins or ends."""
+        boundaries = []
+        for bucket in self._keys:
+            key = next(iter(bucket.values()))  # the other slots are cut in the same way
+            chunks = self._stored.tensors[key].chunks
+            starts = {chunk.offsets[0] for chunk in chunks}
+            stops = {chunk.offsets[0] + chunk.sizes[0] for chunk in chunks}
+            boundaries.append(starts | stops)
+        return boundaries
+
+    def locate(self, shards: Sequence[ParameterShard]) -> list[BufferLocation]:
+        """Find where each shard begins: each must begin and end at boundaries of chunks.
+
+        With buckets of 228 and 60 elements and three shards of 100, 100 and 60 (in the order of the
+        buffer), the first is at 0 to 100 of bucket 0, the second at 128 to 228, where the bucket
+        ends, and the third at 0 to 60 of bucket 1.
+        """
+        locations: list[BufferLocation] = []
+        bucket = position = 0
+        for shard in reversed(shards):  # the order of the buffer is that of the backward pass
+            if bucket == len(self.lengths):
+                raise LayoutMismatchError(f"{shard.name} comes after the last bucket")
+            length = self.lengths[bucket]
+            start = _aligned(position)
+            end = start + shard.numel
+            if end > length or not {start, end} <= self._boundaries[bucket]:
+                raise LayoutMismatchError(
+                    f"{shard.name} is not at {start} to {end} of bucket {bucket}, which has"
+                    f" {length} elements"
+                )
+            locations.append(BufferLocation(bucket, start))
+            # A parameter with its own bucket begins at an aligned position, and the gap before it
+            # belongs to the bucket before. That bucket then ends at an aligned position, too.
+            if length in (end, _aligned(end)):
+                bucket, position = bucket + 1, 0
+            else:
+                position = end
+        if bucket < len(self.lengths):
+            raise LayoutMismatchError(
+                f"buckets from {bucket} on, of {self.lengths[bucket:]} elements, have more than the"
+                " parameters"
+            )
+        return locations[::-1]
+
+    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
+        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        key = self._keys[location.bucket][slot]
+        return self._stored.read_region(key, [location.offset + start], [stop - start])
+
+
+class GatheredBuffer:
+    """A buffer that data-parallel rank 0 has gathered and stored: ``dp_zero_gather_scatter``.
+
+    Its buckets stand one after another in one tensor per slot, without the padding at their ends.
+    The tensors are in an object of the file, so that reading any of them reads all of it.
+
+    Args:
+        load: reads the object: slot -> tensor, and ``numel_unpadded``, the number of elements.
+        dtype: of the parameters in the model.
+        bucket_size: a bucket is closed when it has as many elements; None for one bucket.
+
+    Raises:
+        ValueError: where a tensor does not have the number of elements that the object says.
+    """
+
+    shows_order = False
+
+    def __init__(self, load: Callable[[], Mapping[str, Any]], dtype: str, bucket_size: int | None):
+        self._load, self.dtype, self._bucket_size = load, dtype, bucket_size
+        content = load()
+        tensors = {
+            slot: value for slot, value in content.items() if isinstance(value, torch.Tensor)
+        }
+        self.slots: Mapping[str, torch.dtype] = {
+            slot: tensor.dtype for slot, tensor in tensors.items()
+        }
+        self.numel = int(content["numel_unpadded"])
+        sizes = {slot: tuple(tensor.shape) for slot, tensor in tensors.items()}
+        if set(sizes.values()) != {(self.numel,)}:
+            raise ValueError(
+                f"the tensors of a buffer are {sizes}, expected {self.numel} elements for each"
+            )
+
+    def locate(self, shards: Sequence[ParameterShard]) -> list[BufferLocation]:
+        """Find where each shard begins, by following Megatron-Core's rules for closing a bucket.
+
+        With a bucket size of 150 and four shards of 100, 30, 60 and 20 elements (in the order of
+        the buffer), the first two are at 0 to 100 and 128 to 158, which closes the bucket. The next
+        bucket begins at 158: its shards are at 158 to 218 and, 64 elements after its beginning, at
+        222 to 242.
+        """
+        locations: list[BufferLocation] = []
+        bucket_start = end = 0  # both from the beginning of the tensor
+        for shard in reversed(shards):  # the order of the buffer is that of the backward pass
+            start = bucket_start + _aligned(end - bucket_start)
+            end = start + shard.numel
+            locations.append(BufferLocation(0, start))
+            is_full = self._bucket_size is not None and end - bucket_start >= self._bucket_size
+            if shard.has_own_bucket or is_full:
+                bucket_start = end
+        if end != self.numel:
+            raise LayoutMismatchError(f"the parameters fill {end} of its {self.numel} elements")
+        return locations[::-1]
+
+    def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
+        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        tensor: torch.Tensor = self._load()[slot]
+        return tensor[location.offset + start : location.offset + stop].clone()

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Division of a model over the chunks of a pipeline, found from the sizes of their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron.checkpoint.torch_dist.buffer_placement import (
+    Placement,
+    add_copies,
+    dense_shards,
+    place_chunk,
+    place_experts,
+)
+from megatron.checkpoint.torch_dist.optimizer_buffers import (
+    LayoutMismatchError,
+    OptimizerBuffer,
+    ParameterShard,
+)
+from megatron.checkpoint.torch_dist.registered_model import ModelChunk, RegisteredModel
+
+BuffersOfChunk = Mapping[str, OptimizerBuffer]
+"""Dtype -> the buffer that a rank has for a model chunk."""
+
+
+def place_model(
+    model: RegisteredModel,
+    dense: Sequence[Sequence[OptimizerBuffer]],
+    experts: Sequence[Sequence[OptimizerBuffer]],
+) -> Placement:
+    """Locate all parameters, giving each model chunk as many layers as fill its buffers.
+
+    Args:
+        model: in a supposed layout.
+        dense: buffers of each rank, tensor-parallel ranks fastest, then pipeline stages.
+        experts: buffers of each rank of the experts' own optimizer; empty where they have none.
+
+    Raises:
+        LayoutMismatchError: where the parameters are not what fills the buffers.
+    """
+    num_stages, rest = divmod(len(dense), model.layout.tensor_parallel_size)
+    if rest or not num_stages:
+        raise LayoutMismatchError(f"{len(dense)} ranks have buffers")
+    pipeline = _in_order_of_layers(dense, num_stages, model.layout.tensor_parallel_size)
+    chunks = _split(model, pipeline, num_stages, experts_are_apart=bool(experts))
+    placement: Placement = {}
+    for buffers_of_ranks, shards in zip(pipeline, chunks):
+        of_dense = dense_shards(shards, experts_are_apart=bool(experts))
+        add_copies(
+            placement, [place_chunk(model, of_dense, buffers) for buffers in buffers_of_ranks]
+        )
+    if experts:
+        place_experts(model, experts, chunks, num_stages, placement)
+    return placement
+
+
+def _in_order_of_layers(
+    ranks: Sequence[Sequence[OptimizerBuffer]], num_stages: int, tensor_parallel_size: int
+) -> list[list[BuffersOfChunk]]:
+    """Return the buffers of each model chunk's tensor-parallel ranks, in the order of the layers.
+
+    All stages have a first chunk, then all have a second one. With two stages, two tensor-parallel
+    ranks and two chunks::
+
+        rank                          0 and 1   2 and 3   0 and 1   2 and 3
+        stage (rank // 2), chunk       0, 0      1, 0      0, 1      1, 1
+    """
+    chunks_of_rank = [_by_chunk(rank) for rank in ranks]
+    num_chunks = max(len(chunks) for chunks in chunks_of_rank)
+    pipeline: list[list[BuffersOfChunk]] = []
+    for chunk in range(num_chunks):
+        for stage in range(num_stages):
+            first = stage * tensor_parallel_size
+            of_stage = chunks_of_rank[first : first + tensor_parallel_size]
+            # A rank with fewer chunks has none of the parameters of this one.
+            pipeline.append([chunks[chunk] if chunk < len(chunks) else {} for chunks in of_stage])
+    return pipeline
+
+
+def _by_chunk(rank: Sequence[OptimizerBuffer]) -> list[BuffersOfChunk]:
+    """Group a rank's buffers by model chunk: a dtype that comes again begins the next chunk."""
+    chunks: list[dict[str, OptimizerBuffer]] = []
+    for buffer in rank:
+        if not chunks or buffer.dtype in chunks[-1]:
+            chunks.append({})
+        chunks[-1][buffer.dtype] = buffer
+    return [*chunks]
+
+
+@dataclass(frozen=True)
+class _Remainder:
+    """The parameters that the chunks after some chunk of the pipeline have.
+
+    Attributes:
+        first_layer: number of the first layer of the decoder that is left.
+        final_norm: the norm after the decoder is left.
+        prediction: the layers of multi-token prediction are left.
+    """
+
+    first_layer: int
+    final_norm: bool
+    prediction: bool
+
+    def after(self, chunk: ModelChunk) -> _Remainder:
+        """Return the remainder after one more chunk."""
+        return _Remainder(
+            chunk.layers.stop,
+            self.final_norm and not chunk.has_final_norm,
+            self.prediction and not chunk.has_prediction,
+        )
+
+
+def _split(
+    model: RegisteredModel,
+    pipeline: Sequence[Sequence[BuffersOfChunk]],
+    num_stages: int,
+    experts_are_apart: bool,
+) -> list[list[ParameterShard]]:
+    """Return the shards of every model chunk, those of experts included."""
+    contents: list[list[ParameterShard]] = []
+    remainder = _Remainder(0, bool(model.final_norm), bool(model.prediction))
+    for number, buffers_of_ranks in enumerate(pipeline):
+        candidates = _possible_chunks(
+            model, remainder, is_first=number == 0, is_last=number + 1 == len(pipeline)
+        )
+        reasons: list[str] = []
+        for chunk in candidates:
+            shards = model.shards(chunk, num_stages)
+            of_dense = dense_shards(shards, experts_are_apart)
+            # Other tensor-parallel ranks have buffers of the same sizes.
+            reason = _mismatch(model, of_dense, buffers_of_ranks[0])
+            if reason is None:
+                break
+            reasons.append(f"with {len(chunk.layers)} layers, {reason}")
+            if _numel(of_dense) > sum(buffer.numel for buffer in buffers_of_ranks[0].values()):
+                raise _no_chunk_fits(
+                    number, len(pipeline), remainder, reasons
+                )  # nor do larger ones
+        else:
+            raise _no_chunk_fits(number, len(pipeline), remainder, reasons)
+        contents.append(shards)
+        remainder = remainder.after(chunk)
+    return contents
+
+
+def _no_chunk_fits(
+    number: int, num_chunks: int, remainder: _Remainder, reasons: Sequence[str]
+) -> LayoutMismatchError:
+    head = (
+        f"chunk {number} of the pipeline's {num_chunks} is to begin with layer"
+        f" {remainder.first_layer}"
+    )
+    return LayoutMismatchError("; ".join([head, *reasons[-2:]]))
+
+
+def _mismatch(
+    model: RegisteredModel, shards: Sequence[ParameterShard], buffers: BuffersOfChunk
+) -> str | None:
+    """Return the reason why shards are not what fills the buffers; None where they are."""
+    try:
+        place_chunk(model, shards, buffers)
+    except LayoutMismatchError as error:
+        return str(error)
+    return None
+
+
+def _numel(shards: Sequence[ParameterShard]) -> int:
+    return sum(shard.numel for shard in shards)
+
+
+def _possible_chunks(
+    model: RegisteredModel, remainder: _Remainder, is_first: bool, is_last: bool
+) -> Iterator[ModelChunk]:
+    """Yield the chunks that can come next, the smallest first; the last one has all that is left.
+
+    In models with multi-token prediction, its layers and the final norm can be in any chunk after
+    all other layers, not only in the last one.
+    """
+    first, num_layers = remainder.first_layer, len(model.decoder)
+    if is_last:
+        layers = range(first, num_layers)
+        yield ModelChunk(layers, remainder.final_norm, remainder.prediction, is_first, is_last)
+        return
+    for stop in range(first, num_layers + 1):
+        ends_decoder = bool(model.prediction) and stop == num_layers
+        for has_prediction in (False, True):
+            if has_prediction and not (ends_decoder and remainder.prediction):
+                continue
+            for has_norm in (False, True):
+                if has_norm and not (ends_decoder and remainder.final_norm):
+                    continue
+                yield ModelChunk(range(first, stop), has_norm, has_prediction, is_first, is_last)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of the optimizer layout ``fully_sharded_model_space``, which are stored block by block.
+
+A tensor that ranks have split in a grid of equal blocks is "reformulated": the stored tensor has
+the number of blocks along each axis, and a last axis with the elements of a block, row by row. The
+metadata of the file has the original shape.
+
+A 4 x 6 matrix in a grid of 2 x 3 blocks is stored with the shape (2, 3, 4)::
+
+     0  1 |  2  3 |  4  5
+     6  7 |  8  9 | 10 11       block (0, 0) is [0 1 6 7], block (0, 1) is [2 3 8 9], ...
+    ------+-------+------
+    12 13 | 14 15 | 16 17       block (1, 0) is [12 13 18 19], ...
+    18 19 | 20 21 | 22 23
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+
+_ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
+
+
+def original_shape(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None:
+    """Return the shape of a reformulated tensor; None for a tensor stored in its own shape."""
+    shape = getattr(stored.metadata, "mcore_data", {}).get(key, {}).get(_ORIGINAL_SHAPE)
+    return None if shape is None else tuple(shape)
+
+
+def reformulated(
+    stored: StoredCheckpoint, key: str, shape: Sequence[int], index: Sequence[int] = ()
+) -> LazyTensor:
+    """Return a reformulated tensor, or what is at ``index`` of its leading axes.
+
+    Reading rows reads these rows of every block that has some of them, and nothing else.
+
+    Args:
+        stored: the checkpoint.
+        key: of the stored tensor.
+        shape: the original shape.
+        index: along the leading axes.
+
+    Raises:
+        ValueError: where the stored shape is not that of equal blocks of ``shape``.
+    """
+    *grid, block_numel = stored.shape(key)
+    is_divided = len(grid) == len(shape) and all(
+        number and size % number == 0 for size, number in zip(shape, grid)
+    )
+    block = [size // max(number, 1) for size, number in zip(shape, grid)]
+    if not is_divided or math.prod(block) != block_numel:
+        raise ValueError(
+            f"{key}: {tuple(stored.shape(key))} is not {tuple(shape)} in equal pieces: expected the"
+            " number of pieces along each axis and the elements of one piece"
+        )
+    return _Blocks(stored, key, grid, block, index).tensor()
+
+
+class _Blocks:
+    """The blocks that have what is at an index of the leading axes of a reformulated tensor.
+
+    Args:
+        stored: the checkpoint.
+        key: of the stored tensor.
+        grid: number of blocks along each axis.
+        block: size of a block along each axis.
+        index: along the leading axes.
+    """
+
+    def __init__(
+        self,
+        stored: StoredCheckpoint,
+        key: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        index: Sequence[int],
+    ):
+        self._stored, self._key = stored, key
+        num_leading = len(index)
+        self._leading = [position // size for position, size in zip(index, block)]
+        self._grid, self._block = grid[num_leading:], block[num_leading:]
+        # A block has as many elements at every index, one index after another. With leading sizes
+        # of (2, 3), those at the index (1, 2) come after those at 1 * 3 + 2 = 5 other indices.
+        before = 0
+        for position, size in zip(index, block):
+            before = before * size + position % size
+        self._start = before * math.prod(self._block)
+
+    def tensor(self) -> LazyTensor:
+        """Return the elements at the index as a tensor that is read by rows."""
+        shape = tuple(number * size for number, size in zip(self._grid, self._block))
+        read = self._read_rows if shape else self._read_scalar
+        return LazyTensor(shape, self._stored.dtype(self._key), read)
+
+    def _read_scalar(self, start: int, stop: int) -> torch.Tensor:
+        return self._read_elements(self._leading, self._start, 1).reshape(())
+
+    def _read_rows(self, start: int, stop: int) -> torch.Tensor:
+        """Read the rows ``[start, stop)``.
+
+        In the example of this module, the rows 1 and 2 are in two bands of blocks. Row 1 is the
+        second row of the blocks (0, 0), (0, 1) and (0, 2): their elements 2 and 3. Row 2 is the
+        first row of the blocks (1, 0), (1, 1) and (1, 2): their elements 0 and 1.
+        """
+        rows, *sizes = self._block  # of a block, from the axis of the rows on
+        row_numel = math.prod(sizes)
+        row_shape = [number * size for number, size in zip(self._grid[1:], sizes)]
+        out = torch.empty((stop - start, *row_shape), dtype=self._stored.dtype(self._key))
+        for band in range(start // rows, math.ceil(stop / rows)):
+            first, last = max(start, band * rows), min(stop, (band + 1) * rows)
+            offset = self._start + (first - band * rows) * row_numel
+            numel = (last - first) * row_numel
+            for columns in itertools.product(*(range(number) for number in self._grid[1:])):
+                position = [*self._leading, band, *columns]
+                elements = self._read_elements(position, offset, numel)
+                target = [slice(first - start, last - start)]
+                for column, size in zip(columns, sizes):
+                    target.append(slice(column * size, (column + 1) * size))
+                out[tuple(target)] = elements.reshape(last - first, *sizes)
+        return out
+
+    def _read_elements(self, position: Sequence[int], offset: int, numel: int) -> torch.Tensor:
+        """Read elements of the block at ``position`` of the grid, a 1-d tensor."""
+        offsets, sizes = [*position, offset], [*(1 for _ in position), numel]
+        return self._stored.read_region(self._key, offsets, sizes).reshape(numel)
