@@ -3,7 +3,7 @@
 
 The loop builds a nest of dicts over the live tensors, has it rewritten by the functions below, and
 gives it to torch.distributed.checkpoint, which loads in place. They keep to the format of
-:mod:`megatron.checkpoint.fsdp_dtensor.checkpoint`. What a file has is known for the first time when the load
+:mod:`megatron.checkpoint.fsdp_dtensor.keys`. What a file has is known for the first time when the load
 planner is set up: there the keys that are asked for are compared with it.
 """
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.key_rules import entry_names, plain_name
 from megatron.checkpoint.core.listing import some
-from megatron.checkpoint.fsdp_dtensor.checkpoint import (
+from megatron.checkpoint.fsdp_dtensor.keys import (
     META_PREFIX,
     STATE_PREFIX,
     without_layout,

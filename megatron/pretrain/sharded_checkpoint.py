@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.core.key_rules import VOCABULARY, canonical_name, entry_names, plain_name
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
-from megatron.checkpoint.fsdp_dtensor.checkpoint import (
+from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
     META_PREFIX,
     MODEL_PREFIX,

@@ -4,7 +4,7 @@
 import pytest
 
 from megatron.checkpoint.core.key_rules import entry_names, is_gated, plain_name
-from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, wrapper_prefix
+from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, wrapper_prefix
 
 GATED = [
     "decoder.layers.0.mlp.linear_fc1.weight",
