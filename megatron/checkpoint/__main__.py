@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line as a module: ``python -m megatron.checkpoint``, or the same with torchrun."""
+"""Command line as a module: ``python -m megatron.checkpoint``, or the same with torchrun."""
 
 from megatron.checkpoint.commands.command_line import main
 

@@ -22,7 +22,8 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 
-from megatron.checkpoint.progress import Advance, progress_of
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import progress_of
 from megatron.pretrain.tokenizer import Tokenizer
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -187,7 +188,7 @@ def _add_documents(
     tokenizer: Tokenizer,
     json_key: str,
     append_eod: bool,
-    advance: Advance,
+    advance: Progress,
 ) -> CorpusSummary:
     documents = tokens = num_bytes = 0
     for file in files:

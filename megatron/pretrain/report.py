@@ -14,7 +14,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint.progress import terminal_bar
+from megatron.checkpoint.core.progress import terminal_bar
 from megatron.pretrain.flops import floating_point_operations
 from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.ranks import environment_rank

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.checkpoint.progress import progress_of
+from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp import MixedPrecisionPolicy
 from tests import rank_pool
 from tests.fsdp.models import MODELS

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.checkpoint import progress
 from megatron.checkpoint.commands.printer import Printer
-from megatron.checkpoint.progress import ProgressLines, progress_of, terminal_bar
+from megatron.checkpoint.core import progress
+from megatron.checkpoint.core.progress import ProgressLines, progress_of, terminal_bar
 from megatron.pretrain.corpus import write_corpus
 from megatron.pretrain.tokenizer import ByteTokenizer
 

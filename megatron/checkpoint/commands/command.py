@@ -38,7 +38,7 @@ def command(function: Callable[..., None]) -> click.Command:
 
     @click.command(name=function.__name__.replace("_", "-"))
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for machines.")
-    @click.option("--quiet", is_flag=True, help="No progress bar.")
+    @click.option("--quiet", is_flag=True, help="Show no progress.")
     @click.option(
         "--enable-msc", is_flag=True, help="Object stores by the multi-storage client: not built."
     )

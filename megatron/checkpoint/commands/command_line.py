@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of the checkpoint tools, installed as ``checkpoint-inspector``.
+"""Command line of the checkpoint tools, installed as ``checkpoint-inspector``.
 
 Started by ``python`` it is one process without a process group; started by ``torchrun`` its ranks
 share conversions. It needs no GPU and no Megatron-Core. Exit code 0: done, and nothing is wrong; 1:

@@ -15,9 +15,10 @@ import torch
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.progress import Advance, ignore_progress
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 _BLOCK_BYTES = 64 << 20
@@ -86,7 +87,7 @@ class Comparison:
 
 
 def compare_entries(
-    first: StoredCheckpoint, second: StoredCheckpoint, progress: Advance = ignore_progress
+    first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = ignore_progress
 ) -> Comparison:
     """Compare all entries by key: tensors bitwise, objects by value.
 
@@ -127,7 +128,7 @@ def compare_states(
     second: TrainingState,
     weights_only: bool = False,
     with_padding: bool = True,
-    progress: Advance = ignore_progress,
+    progress: Progress = ignore_progress,
 ) -> Comparison:
     """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
@@ -210,7 +211,7 @@ def _in_both(found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, An
 
 
 def _compare_tensors(
-    found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Advance
+    found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
 ) -> None:
     """Compare two tensors of one shape and dtype, in blocks so that tensors of any size fit."""
     row_bytes = max(first.num_bytes // max(first.num_rows, 1), 1)
@@ -297,8 +298,8 @@ def same(first: Any, second: Any) -> bool:
     return bool(first == second)
 
 
-def _both(pair: tuple[Any, Any], kind: type | tuple[type, ...]) -> bool:
-    return isinstance(pair[0], kind) and isinstance(pair[1], kind)
+def _both(pair: tuple[Any, Any], types: type | tuple[type, ...]) -> bool:
+    return isinstance(pair[0], types) and isinstance(pair[1], types)
 
 
 def _short(value: Any, limit: int = 80) -> str:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.core.directory import Output
 from megatron.checkpoint.core.parts import Part, Target
-from megatron.checkpoint.progress import progress_of
+from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")
@@ -182,7 +182,8 @@ def _on_first_rank(
     Raises:
         ConversionError: on every rank, if it fails.
     """
-    result, problem = None, None
+    result: Result | None = None
+    problem: str | None = None
     if _is_first():
         try:
             result = action()

@@ -93,11 +93,11 @@ def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
         if new is not None:
             renamed[key] = new
     problems = [f"{rule.pattern.pattern!r} fits no key" for rule in rules if rule in unused]
-    first = {new: old for old, new in reversed(renamed.items())}
-    for old, new in renamed.items():
-        if first[new] != old:
-            problems.append(f"{old} and {first[new]} would both be {new!r}")
-    problems += [f"the key of {old} would be empty" for old, new in renamed.items() if not new]
+    first = {name: old for old, name in reversed(renamed.items())}
+    for old, name in renamed.items():
+        if first[name] != old:
+            problems.append(f"{old} and {first[name]} would both be {name!r}")
+    problems += [f"the key of {old} would be empty" for old, name in renamed.items() if not name]
     if not rules:
         problems.append(
             "no operation is given: --op 'remove PATTERN' or --op 'rename PATTERN REPLACEMENT'"
@@ -125,9 +125,12 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             tensor = stored.lazy_box(key, chunk.offsets, chunk.sizes)
             entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), tensor))
     paths = stored.metadata.planner_data
-    new_paths: dict[str, tuple[Any, ...]] = {}
-    for key, new in renamed.items() if paths else ():
-        new_paths[new] = paths[key] if new == key else _path(paths.get(key, ()), new)
+    new_paths: dict[str, tuple[Any, ...]] | None = None
+    if paths:
+        new_paths = {
+            new: paths[key] if new == key else _path(paths.get(key, ()), new)
+            for key, new in renamed.items()
+        }
     files = {
         name: _file_reader(stored, name)
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
@@ -140,7 +143,7 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
         more["mcore_data"] = {
             new: mcore_data[key] for key, new in renamed.items() if key in mcore_data
         }
-    return DcpTarget(entries, paths=new_paths if paths else None, extra_files=files, more=more)
+    return DcpTarget(entries, paths=new_paths, extra_files=files, more=more)
 
 
 def _object_reader(stored: StoredCheckpoint, key: str) -> Callable[[], Any]:

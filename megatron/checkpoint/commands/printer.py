@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 import click
 
 from megatron.checkpoint.commands.conversion import ConversionError
-from megatron.checkpoint.progress import Advance, progress_of
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import progress_of
 
 
 class Printer:
@@ -49,7 +50,7 @@ class Printer:
             click.echo(f"Error: {error}", err=True)
         sys.exit(1)
 
-    def progress(self, title: str, total: int) -> AbstractContextManager[Advance]:
+    def progress(self, title: str, total: int) -> AbstractContextManager[Progress]:
         """Return a context that shows the progress of the work inside it.
 
         Args:

@@ -11,16 +11,17 @@ import torch
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint, overlap
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
-from megatron.checkpoint.progress import Advance, ignore_progress
 
 _BLOCK_BYTES = 64 << 20
 """Tensors are read in blocks of rows of about this size."""
 
 
 def find_problems(
-    opened: Opened, progress: Advance = ignore_progress, notes: list[str] | None = None
+    opened: Opened, progress: Progress = ignore_progress, notes: list[str] | None = None
 ) -> list[str]:
     """Find everything that is wrong with a checkpoint.
 
@@ -102,7 +103,7 @@ def _unreadable_objects(stored: StoredCheckpoint) -> Iterator[str]:
             yield str(error)
 
 
-def _unreadable_tensors(stored: StoredCheckpoint, progress: Advance) -> Iterator[str]:
+def _unreadable_tensors(stored: StoredCheckpoint, progress: Progress) -> Iterator[str]:
     for key in stored.tensors:
         try:
             progress(stored.lazy(key).read().nbytes)
@@ -169,7 +170,7 @@ def _incomplete_schedule(state: TrainingState) -> Iterator[str]:
         yield f"the schedule of rates lacks {', '.join(missing)}"
 
 
-def _wrong_values(state: TrainingState, progress: Advance) -> Iterator[str]:
+def _wrong_values(state: TrainingState, progress: Progress) -> Iterator[str]:
     """Report tensors with NaN, infinite values or negative second moments.
 
     Reading them also compares checksums, and main weights with the model's.
@@ -192,7 +193,7 @@ def _blocks(tensor: LazyTensor) -> Iterator[torch.Tensor]:
         yield tensor.read_rows(start, min(start + step, tensor.num_rows))
 
 
-def _count_wrong(block: torch.Tensor, kind: str, progress: Advance) -> int:
+def _count_wrong(block: torch.Tensor, kind: str, progress: Progress) -> int:
     progress(block.nbytes)
     if not block.is_floating_point():
         return 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of the fsdp_dtensor format, which runs with FSDP write.
+"""Keys of the fsdp_dtensor format, which runs with FSDP write.
 
 ============================================================ ===================================
 ``model.module.<name>``                                      the fp32 main weight of a parameter

@@ -339,7 +339,9 @@ def _incomplete_random_states(
     for position, found in states.items():
         for number, generators in enumerate(found):
             ranks[f"rng_state.{position}.{number}"] = generators
-    all_names = set().union(*ranks.values())
+    all_names: set[str] = set()
+    for generators in ranks.values():
+        all_names.update(generators)
     lacking = {rank: sorted(all_names - generators.keys()) for rank, generators in ranks.items()}
     return [
         f"{rank}: it has no {', '.join(missing)}, which other ranks have"

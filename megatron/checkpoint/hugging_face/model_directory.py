@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The directory of a Hugging Face model: config.json, and tensors in one or several files."""
+"""Directory of a Hugging Face model: config.json, and tensors in one or several files."""
 
 from __future__ import annotations
 

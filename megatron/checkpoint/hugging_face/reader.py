@@ -140,14 +140,17 @@ def _other_tensors(
     family: Family, args: argparse.Namespace, stored: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """Return notes about copies, which are not read, and problems with unknown tensors."""
-    read, copies = set(), set()
+    copies: set[str] = set()
+    expected: set[str] = set()
     for pairing in family.pairings(args):
-        (copies if pairing.is_copy else read).update(pairing.theirs)
+        names = copies if pairing.is_copy else expected
+        names.update(pairing.theirs)
     if not args.untie_embeddings_and_output_weights:
         copies.add("lm_head.weight")
-    notes, problems = [], []
+    notes: list[str] = []
+    problems: list[str] = []
     for name in stored:
-        if name in read or name.endswith(family.passed_over):
+        if name in expected or name.endswith(family.passed_over):
             continue
         if name in copies:
             notes.append(f"{name} is a copy of the embedding or the output layer: passed over")

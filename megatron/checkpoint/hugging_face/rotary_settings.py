@@ -106,7 +106,7 @@ class YarnStretching(Stretching):
                     " is rope"
                 )
             return None
-        settings = {
+        settings: Config = {
             "rope_type": "yarn",
             "factor": float(args.rotary_scaling_factor),
             "beta_fast": self.fixed["beta_fast"],

@@ -20,7 +20,7 @@ Write = Callable[[argparse.Namespace, list[str]], Config]
 
 @dataclass(frozen=True)
 class SettingRule:
-    """The meaning of some keys of config.json in Megatron-LM's arguments.
+    """Meaning of some keys of config.json in Megatron-LM's arguments.
 
     Attributes:
         keys: that it reads or writes, or that follow from those it writes.

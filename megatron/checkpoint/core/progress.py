@@ -11,17 +11,16 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from megatron.checkpoint.core.parts import Progress
+
 LINE_SECONDS = 10.0
 """Plain lines are at least this far apart, and the first comes after this much work."""
-
-Advance = Callable[[int], Any]
-"""Called with the amount of work that was done since the last call."""
 
 
 @contextmanager
 def progress_of(
     title: str, total: int, *, unit: str = "B", show: bool = True, stream: TextIO | None = None
-) -> Iterator[Advance]:
+) -> Iterator[Progress]:
     """Show the progress of the work inside this context.
 
     Args:
