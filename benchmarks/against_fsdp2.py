@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Step time and peak memory of this engine beside torch's FSDP2 and DDP, on the same model in one run.
+"""Step time of this engine, torch's FSDP2 and DDP on the same model in one run.
 
-    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/against_fsdp2.py [--layers 8] [--hidden
-    512] [--rounds 5]
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/against_fsdp2.py [--layers 8]
 
-Every round times each wrapper in turn, so that a machine whose speed drifts treats all alike.
-Printed are medians of milliseconds per step over the rounds and their ratio to FSDP2 round by
-round. Losses after the last step must agree.
+Every round times each wrapper in turn, so that a machine whose speed drifts treats all alike. The
+benchmark prints medians of milliseconds per step over the rounds, the median of the ratios to FSDP2
+of each round, and losses after the last step, which must agree.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ DEVICE = torch.accelerator.current_accelerator().type if torch.accelerator.is_av
 VOCABULARY = 512
 
 
-class Layer(nn.Module):
-    """A causal transformer layer."""
+class CausalLayer(nn.Module):
+    """A causal transformer layer, float (batch, length, hidden) to the same shape."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -50,31 +49,36 @@ class Layer(nn.Module):
 
 
 def build(layers: int, hidden: int, dtype: torch.dtype) -> nn.Module:
+    """Build the same model of tokens to logits on every call."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Embedding(VOCABULARY, hidden),
-        *[Layer(hidden) for _ in range(layers)],
+        *[CausalLayer(hidden) for _ in range(layers)],
         nn.Linear(hidden, VOCABULARY),
     ).to(DEVICE, dtype)
 
 
 def with_ours(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model with this engine, and make its optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    policy = MixedPrecisionPolicy(
-        main_params_dtype=None
-    )  # FSDP2 keeps no second copy of the weights either
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Layer], mixed_precision_policy=policy)
+    # FSDP2 keeps no second copy of the weights either.
+    policy = MixedPrecisionPolicy(main_params_dtype=None)
+    return fully_shard(
+        model, optimizer, fsdp_unit_modules=[CausalLayer], mixed_precision_policy=policy
+    )
 
 
 def with_fsdp2(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard a model with FSDP2, and make its optimizer."""
     for layer in model:
-        if isinstance(layer, Layer):
+        if isinstance(layer, CausalLayer):
             torch_fully_shard(layer)
     torch_fully_shard(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def with_ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Replicate a model with DDP, and make its optimizer."""
     model = DistributedDataParallel(model)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -82,7 +86,7 @@ def with_ddp(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 def timed_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]
 ) -> tuple[float, float]:
-    """Milliseconds per step, and the last loss."""
+    """Train on each batch and return milliseconds per step, and the last loss."""
     dist.barrier()
     begin = time.perf_counter()
     for tokens in batches:
@@ -113,22 +117,23 @@ def timed_steps(
 def main(
     layers: int, hidden: int, length: int, batch: int, steps: int, rounds: int, dtype: str
 ) -> None:
+    """Time all wrappers on the same batches and print a line for each."""
     if DEVICE == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
     wrappers: dict[str, Callable] = {"ours": with_ours, "fsdp2": with_fsdp2, "ddp": with_ddp}
-    runs = {
+    sharded = {
         name: wrap(build(layers, hidden, getattr(torch, dtype))) for name, wrap in wrappers.items()
     }
     generator = torch.Generator().manual_seed(dist.get_rank())
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in sharded}
     losses: dict[str, float] = {}
     for number in range(rounds + 1):
         batches = [
             torch.randint(VOCABULARY, (batch, length + 1), generator=generator).to(DEVICE)
             for _ in range(steps)
         ]
-        for name, (model, optimizer) in runs.items():
+        for name, (model, optimizer) in sharded.items():
             milliseconds, losses[name] = timed_steps(model, optimizer, batches)
             if number:
                 times[name].append(milliseconds)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast checkpoints are converted, beside copying the same files, and in how much memory.
+"""Time and memory of conversions between checkpoint formats, compared with copying the files.
 
-    OMP_NUM_THREADS=1 python benchmarks/convert_checkpoint.py [--gigabytes 8] [--ranks 2] [--folder
-    DIR]
+    OMP_NUM_THREADS=1 python benchmarks/convert_checkpoint.py [--gigabytes 8] [--ranks 2]
 
 Makes a synthetic torch_dist checkpoint (a Llama of the given size in bf16 with fp32 main weights
-and both moments), copies it with fsync, converts it to fsdp_dtensor and back by the command line,
-on one process and on --ranks of torchrun, and prints a
-table in Markdown: seconds, MB/s of input, the time as a multiple of the copy, peak memory of the
-largest process. Needs about four times the size on disk; everything it wrote is removed in the end.
+and both moments), copies it with fsync, and converts it to fsdp_dtensor and back by the command
+line, on one process and on --ranks of torchrun. Prints a table in Markdown: seconds, MB/s of input,
+the time as a multiple of the copy, and the peak memory of the largest process. It needs about four
+times the size on disk, and removes everything it wrote.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import click
@@ -39,33 +39,42 @@ from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 INSPECTOR = Path(__file__).parents[1] / "tools" / "checkpoint" / "checkpoint_inspector.py"
 BYTES_OF_PARAMETER = 14  # bf16 weight, fp32 main weight and two moments
+TO_FSDP_DTENSOR = "convert-torch-dist-to-fsdp-dtensor"
+TO_TORCH_DIST = "convert-fsdp-dtensor-to-torch-dist"
+MODULES_OF_LAYER = (
+    *("input_layernorm", "self_attention.linear_proj", "self_attention.linear_qkv"),
+    *("pre_mlp_layernorm", "mlp.linear_fc1", "mlp.linear_fc2"),
+)
 
 
 def arguments(num_layers: int) -> argparse.Namespace:
-    """A model of ``num_layers`` layers with the attention of Llama-3-8B and a narrower MLP."""
+    """Return a model of ``num_layers`` layers with Llama-3-8B's attention and a narrower MLP."""
     return argparse.Namespace(
-        num_layers=num_layers, hidden_size=4096, ffn_hidden_size=8192, num_attention_heads=32, num_query_groups=8,
-        group_query_attention=True, kv_channels=128, swiglu=True, padded_vocab_size=8192, multi_latent_attention=False,
-        transformer_impl="transformer_engine", params_dtype=torch.bfloat16, bf16=True, moe_layer_freq=1,
-    )  # fmt: skip
+        num_layers=num_layers,
+        hidden_size=4096,
+        ffn_hidden_size=8192,
+        num_attention_heads=32,
+        num_query_groups=8,
+        group_query_attention=True,
+        kv_channels=128,
+        swiglu=True,
+        padded_vocab_size=8192,
+        multi_latent_attention=False,
+        transformer_impl="transformer_engine",
+        params_dtype=torch.bfloat16,
+        bf16=True,
+        moe_layer_freq=1,
+    )
 
 
 def synthetic(gigabytes: float) -> TrainingState:
-    """A run whose torch_dist checkpoint has about this size."""
+    """Return the state of a run whose torch_dist checkpoint has about this size."""
     per_layer = 4096 * (4096 + 6144) + 3 * 4096 * 8192
     num_layers = math.ceil((gigabytes * 1e9 / BYTES_OF_PARAMETER - 2 * 8192 * 4096) / per_layer)
     args = arguments(num_layers)
-    layer = (
-        "input_layernorm",
-        "self_attention.linear_proj",
-        "self_attention.linear_qkv",
-        "pre_mlp_layernorm",
-    )
-    modules = [
-        f"decoder.layers.{i}.{part}"
-        for i in range(num_layers)
-        for part in (*layer, "mlp.linear_fc1", "mlp.linear_fc2")
-    ]
+    modules = []
+    for number in range(num_layers):
+        modules += [f"decoder.layers.{number}.{module}" for module in MODULES_OF_LAYER]
     modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
     names = [f"{module}.weight" for module in modules]
     shapes = {name: expected_shape(name, Sizes(args)) for name in names}
@@ -96,7 +105,7 @@ def synthetic(gigabytes: float) -> TrainingState:
 
 
 def random_tensor(shape: tuple[int, ...], seed: int) -> LazyTensor:
-    """Numbers that are not negative, the same at every read; only whole tensors are read here."""
+    """Return a tensor of numbers from 0 to 1, the same at every read."""
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed % 2**31))[start:stop]
@@ -105,7 +114,7 @@ def random_tensor(shape: tuple[int, ...], seed: int) -> LazyTensor:
 
 
 def copy(source: Path, target: Path) -> None:
-    """What ``cp`` does, until the disk has it."""
+    """Copy a directory, and wait until the disk has it."""
     shutil.copytree(source, target)
     for path in target.rglob("*"):
         if path.is_file():
@@ -114,18 +123,15 @@ def copy(source: Path, target: Path) -> None:
 
 
 def inspector(ranks: int, *words: str | Path) -> None:
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        if ranks > 1
-        else []
-    )
-    subprocess.run(
-        [sys.executable, *launcher, str(INSPECTOR), *map(str, words), "--quiet"], check=True
-    )
+    """Run a command of the checkpoint tool on so many ranks."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    subprocess.run([*command, str(INSPECTOR), *map(str, words), "--quiet"], check=True)
 
 
 def measured(action: Callable[[], None]) -> tuple[float, float]:
-    """Seconds, and the peak memory in MiB of the largest process that it started."""
+    """Return the seconds of an action, and the peak memory in MiB of its largest subprocess."""
     code = os.fork()
     if code == 0:  # a child of our own: the peak of its children is not that of earlier ones
         start = time.perf_counter()
@@ -150,6 +156,7 @@ RESULT = os.path.join(tempfile.gettempdir(), f"convert_checkpoint_{os.getpid()}"
     "--folder", type=click.Path(path_type=Path), help="Where to work. Default: a temporary folder."
 )
 def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
+    """Print the table."""
     with tempfile.TemporaryDirectory(dir=folder) as name:
         work = Path(name)
         state = synthetic(gigabytes)
@@ -158,7 +165,7 @@ def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
             torch_dist.target(state, choose_spelling(state)),
             directory.new_checkpoint(source, 1),
             "made",
-            False,
+            show_progress=False,
         )
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
         largest = max(tensor.num_bytes for tensor in state.weights.values())
@@ -166,32 +173,41 @@ def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
             f"{size / 1e9:.2f} GB, largest tensor {largest / 2**20:.0f} MiB,"
             f" {state.args.num_layers} layers"
         )
-        print(
-            "\n| | seconds | MB/s | times the copy | peak memory of a process, MiB"
-            " |\n|---|---|---|---|---|"
-        )
-        copied, _ = measured(lambda: copy(source, work / "copy"))
+        print("\n| | seconds | MB/s | times the copy | peak memory of a process, MiB |")
+        print("|---|---|---|---|---|")
+        copied, _ = measured(partial(copy, source, work / "copy"))
         shutil.rmtree(work / "copy")
         print(f"| copy, fsync | {copied:.1f} | {size / copied / 1e6:.0f} | 1 | |", flush=True)
         for count in sorted({1, ranks}):
             there, back = work / f"fsdp_dtensor_{count}", work / f"back_{count}"
-            for title, words in (
-                (
-                    "torch_dist to fsdp_dtensor",
-                    ("convert-torch-dist-to-fsdp-dtensor", source, there),
-                ),
-                ("fsdp_dtensor to torch_dist", ("convert-fsdp-dtensor-to-torch-dist", there, back)),
-            ):
-                seconds, peak = measured(lambda: inspector(count, *words))
-                line = (
-                    f"| {title}, {count} rank{'s' * (count > 1)} | {seconds:.1f} |"
-                    f" {size / seconds / 1e6:.0f}"
-                )
-                print(f"{line} | {seconds / copied:.2f} | {peak:.0f} |", flush=True)
+            print_row(TO_FSDP_DTENSOR, count, source, there, size, copied)
+            print_row(TO_TORCH_DIST, count, there, back, size, copied)
             inspector(1, "diff", source, back)  # exit code 1, and so an error, if anything differs
             shutil.rmtree(there)
             shutil.rmtree(back)
         os.unlink(RESULT)
+
+
+def print_row(
+    command: str, ranks: int, source: Path, target: Path, size: int, copied: float
+) -> None:
+    """Convert, and print the row of the table.
+
+    Args:
+        command: of the checkpoint tool.
+        ranks: processes that share the work.
+        source: the checkpoint that is converted.
+        target: the new checkpoint.
+        size: bytes of the source.
+        copied: seconds that a copy of the source took.
+    """
+    seconds, peak = measured(partial(inspector, ranks, command, source, target))
+    title = command.removeprefix("convert-")
+    print(
+        f"| {title}, {ranks} rank{'s' * (ranks > 1)} | {seconds:.1f} | {size / seconds / 1e6:.0f}"
+        f" | {seconds / copied:.2f} | {peak:.0f} |",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much padding do the layouts of known models hold, and how many parameters keep whole rows?
+"""Padding in the layouts of known models, and parameters that are cut between rows only.
 
     python benchmarks/padding_table.py [--expert-parallel 1] [--dp 8 --dp 64 ...]
 
-Plans every unit of every model with megatron.fsdp.engine.layout.plan, the planner of the engine, and
-prints two markdown tables. Exits with status 1 if a unit has more than 1 % padding. Shapes are
-those of the models' published configurations, one matrix for each projection of each expert; a
-fused projection has the same rows, only more of them.
+Plans every unit of every model with the engine's planner, megatron.fsdp.engine.layout.plan, and
+prints two markdown tables. The exit status is 1 if a unit has more than 1 % padding. Shapes are
+those of the models' published configurations, with one matrix for each projection of each expert.
+A fused projection has the same rows, only more of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,20 @@ Shapes = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Parameters that are gathered together; the expert unit holds the experts of one layer."""
+class PlannedUnit:
+    """Parameters that are all-gathered together.
+
+    Attributes:
+        name: for the table.
+        copies: how many equal units the model has.
+        shapes: of the parameters; in a unit of experts those of one expert.
+        experts: how many experts of one layer are in the unit; 0 in other units.
+    """
 
     name: str
-    copies: int  # how many equal ones the model has
+    copies: int
     shapes: Shapes
-    experts: int = 0  # `shapes` are those of one expert
+    experts: int = 0
 
 
 def grouped_query_attention(hidden: int, query: int, key_value: int) -> Shapes:
@@ -44,23 +51,23 @@ def gated_mlp(hidden: int, intermediate: int) -> Shapes:
     return [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
 
 
-def embedding_and_output(vocabulary: int, hidden: int) -> Unit:
-    return Unit(
+def embedding_and_output(vocabulary: int, hidden: int) -> PlannedUnit:
+    return PlannedUnit(
         "embedding, final norm, output", 1, [(vocabulary, hidden), (hidden,), (vocabulary, hidden)]
     )
 
 
-def llama(hidden: int, intermediate: int, layers: int) -> list[Unit]:
+def llama(hidden: int, intermediate: int, layers: int) -> list[PlannedUnit]:
     layer = [
         *grouped_query_attention(hidden, hidden, 1024),
         *gated_mlp(hidden, intermediate),
         (hidden,),
         (hidden,),
     ]
-    return [Unit("layer", layers, layer), embedding_and_output(128256, hidden)]
+    return [PlannedUnit("layer", layers, layer), embedding_and_output(128256, hidden)]
 
 
-def qwen2_5_7b() -> list[Unit]:
+def qwen2_5_7b() -> list[PlannedUnit]:
     biases = [(3584,), (512,), (512,)]
     layer = [
         *grouped_query_attention(3584, 3584, 512),
@@ -69,20 +76,20 @@ def qwen2_5_7b() -> list[Unit]:
         (3584,),
         (3584,),
     ]
-    return [Unit("layer", 28, layer), embedding_and_output(152064, 3584)]
+    return [PlannedUnit("layer", 28, layer), embedding_and_output(152064, 3584)]
 
 
-def qwen3_30b_a3b() -> list[Unit]:
+def qwen3_30b_a3b() -> list[PlannedUnit]:
     norms = [(128,), (128,), (2048,), (2048,)]
     dense = [*grouped_query_attention(2048, 4096, 512), (128, 2048), *norms]
     return [
-        Unit("dense", 48, dense),
-        Unit("experts", 48, gated_mlp(2048, 768), 128),
+        PlannedUnit("dense", 48, dense),
+        PlannedUnit("experts", 48, gated_mlp(2048, 768), 128),
         embedding_and_output(151936, 2048),
     ]
 
 
-def gpt_oss_120b() -> list[Unit]:
+def gpt_oss_120b() -> list[PlannedUnit]:
     biases = [(4096,), (512,), (512,), (2880,), (64,)]
     dense = [
         *grouped_query_attention(2880, 4096, 512),
@@ -94,13 +101,13 @@ def gpt_oss_120b() -> list[Unit]:
     ]
     expert = [(5760, 2880), (5760,), (2880, 2880), (2880,)]
     return [
-        Unit("dense", 36, dense),
-        Unit("experts", 36, expert, 128),
+        PlannedUnit("dense", 36, dense),
+        PlannedUnit("experts", 36, expert, 128),
         embedding_and_output(201088, 2880),
     ]
 
 
-def deepseek_v3() -> list[Unit]:
+def deepseek_v3() -> list[PlannedUnit]:
     latent = [
         (1536, 7168),
         (1536,),
@@ -113,18 +120,18 @@ def deepseek_v3() -> list[Unit]:
         (7168,),
     ]
     return [
-        Unit("dense layer", 3, [*latent, *gated_mlp(7168, 18432)]),
-        Unit("dense", 58, [*latent, (256, 7168), *gated_mlp(7168, 2048)]),
-        Unit("experts", 58, gated_mlp(7168, 2048), 256),
+        PlannedUnit("dense layer", 3, [*latent, *gated_mlp(7168, 18432)]),
+        PlannedUnit("dense", 58, [*latent, (256, 7168), *gated_mlp(7168, 2048)]),
+        PlannedUnit("experts", 58, gated_mlp(7168, 2048), 256),
         embedding_and_output(129280, 7168),
     ]
 
 
-def mixtral_8x22b() -> list[Unit]:
+def mixtral_8x22b() -> list[PlannedUnit]:
     dense = [*grouped_query_attention(6144, 6144, 1024), (8, 6144), (6144,), (6144,)]
     return [
-        Unit("dense", 56, dense),
-        Unit("experts", 56, gated_mlp(6144, 16384), 8),
+        PlannedUnit("dense", 56, dense),
+        PlannedUnit("experts", 56, gated_mlp(6144, 16384), 8),
         embedding_and_output(32000, 6144),
     ]
 
@@ -140,8 +147,8 @@ MODELS = {
 }
 
 
-def shapes_on_one_rank(unit: Unit, expert_parallel: int) -> Shapes:
-    """Parameters that a rank shares with its group: all of them, or its part of the experts."""
+def shapes_on_one_rank(unit: PlannedUnit, expert_parallel: int) -> Shapes:
+    """Return the parameters that a rank shards with its group: all, or those of its experts."""
     if not unit.experts:
         return unit.shapes
     if unit.experts % expert_parallel:
@@ -153,12 +160,12 @@ def shapes_on_one_rank(unit: Unit, expert_parallel: int) -> Shapes:
 
 
 def padding(layout: Layout) -> float:
-    """As a share of the elements."""
+    """Return the padding as a share of the elements."""
     return layout.padding / sum(slot.numel for slot in layout.slots)
 
 
-def seconds_to_plan(units: list[Unit], world_size: int, expert_parallel: int) -> float:
-    """Planning every layer of a model one by one, beginning with an empty cache."""
+def seconds_to_plan(units: list[PlannedUnit], world_size: int, expert_parallel: int) -> float:
+    """Time the planning of every layer of a model, beginning with an empty cache."""
     _plan.cache_clear()
     begin = time.perf_counter()
     for unit in units:
@@ -168,21 +175,22 @@ def seconds_to_plan(units: list[Unit], world_size: int, expert_parallel: int) ->
 
 
 def unit_row(
-    name: str, unit: Unit, world_sizes: list[int], expert_parallel: int
+    name: str, unit: PlannedUnit, world_sizes: list[int], expert_parallel: int
 ) -> tuple[str, float]:
-    """The markdown row, and its largest padding."""
+    """Return the markdown row of a unit, and its largest padding."""
     shapes = shapes_on_one_rank(unit, expert_parallel)
     layouts = [plan(shapes, world_size) for world_size in world_sizes]
     cells = [
         f"{padding(layout):.3%}, {sum(slot.by_rows for slot in layout.slots)}" for layout in layouts
     ]
     elements = sum(prod(shape) for shape in shapes) / 1e6
-    return f"| {name} | {unit.name} | {elements:,.1f} | {len(shapes)} | {' | '.join(cells)} |", max(
-        map(padding, layouts)
-    )
+    row = f"| {name} | {unit.name} | {elements:,.1f} | {len(shapes)} | {' | '.join(cells)} |"
+    return row, max(map(padding, layouts))
 
 
-def time_row(name: str, units: list[Unit], world_sizes: list[int], expert_parallel: int) -> str:
+def time_row(
+    name: str, units: list[PlannedUnit], world_sizes: list[int], expert_parallel: int
+) -> str:
     cells = [
         f"{seconds_to_plan(units, world_size, expert_parallel):.3f}" for world_size in world_sizes
     ]
@@ -199,7 +207,7 @@ def print_head(columns: list[str], world_sizes: list[int]) -> None:
     "--expert-parallel",
     default=1,
     show_default=True,
-    help="a rank holds one of this many parts of the experts",
+    help="a rank has one of this many shares of the experts",
 )
 @click.option(
     "--dp",
@@ -210,6 +218,7 @@ def print_head(columns: list[str], world_sizes: list[int]) -> None:
     show_default=True,
 )
 def main(expert_parallel: int, world_sizes: tuple[int, ...]) -> None:
+    """Print both tables."""
     sizes = list(world_sizes)
     print(
         "Padding, and parameters that are cut between rows only, of each unit (expert parallel"

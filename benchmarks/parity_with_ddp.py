@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same run with Megatron-Core's DDP and with every sharding strategy: how far do the losses differ?
+"""Losses of one run with every sharding strategy, compared with those of Megatron-Core's DDP.
 
-    python benchmarks/parity_with_ddp.py [--iterations 20] [--ranks 2] [-- more flags of
-    pretrain_gpt.py]
+    python benchmarks/parity_with_ddp.py [--iterations 20] [--ranks 2] [-- FLAGS]
 
-Starts pretrain_gpt.py under torchrun five times on the same data and seed and prints the largest
-relative difference.
+Starts pretrain_gpt.py under torchrun five times, with FLAGS, on the same data and seed. Prints the
+largest relative difference of each strategy.
 """
 
 from __future__ import annotations
@@ -21,45 +20,23 @@ import click
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "64",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "2e-3",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--eval-iters",
-    "0",
-    "--num-workers",
-    "0",
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--seq-length", "64", "--micro-batch-size", "2", "--global-batch-size", "8"),
+    *("--lr", "2e-3", "--attention-dropout", "0", "--hidden-dropout", "0"),
+    *("--eval-iters", "0", "--num-workers", "0"),
 ]
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def losses(ranks: int, iterations: int, flags: list[str]) -> list[float]:
-    """The losses of one run, as exactly as the program has them."""
+    """Train once and return the losses, as exactly as the program has them."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            str(ranks),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc_per_node", str(ranks), str(ROOT / "pretrain_gpt.py"), *MODEL),
+            *("--train-iters", str(iterations), *flags),
+            *("--save", directory, "--save-interval", str(iterations), "--no-save-optim"),
         ]
-        command += [str(ROOT / "pretrain_gpt.py"), *MODEL, "--train-iters", str(iterations), *flags]
-        command += ["--save", directory, "--save-interval", str(iterations), "--no-save-optim"]
         subprocess.run(
             command, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
@@ -74,7 +51,8 @@ def losses(ranks: int, iterations: int, flags: list[str]) -> list[float]:
 @click.option("--ranks", default=2, show_default=True)
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def main(iterations: int, ranks: int, flags: tuple[str, ...]) -> None:
-    reference = losses(ranks, iterations, [*flags])
+    """Print the reference and the largest difference of each strategy."""
+    reference = losses(ranks, iterations, list(flags))
     print(
         f"{'ddp':>20}: loss {reference[0]:.6f} -> {reference[-1]:.6f} in {iterations} iterations on"
         f" {ranks} ranks"

@@ -21,8 +21,8 @@ from megatron_fsdp import fully_shard
 VOCABULARY, LENGTH, WIDTH = 16, 8, 64
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward layer. The unit that is gathered and freed as a whole."""
+class ReverserBlock(nn.Module):
+    """Attention and a feed-forward layer: the unit that is gathered and resharded as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,31 +33,35 @@ class Block(nn.Module):
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(batch, length, width) to the same shape."""
+        """Map float (batch, length, width) to the same shape."""
         normed = self.attention_norm(hidden)
         hidden = hidden + self.attention(normed, normed, normed, need_weights=False)[0]
         return hidden + self.feed_forward(hidden)
 
 
 class Reverser(nn.Module):
-    """Embedding, blocks and an output layer: token numbers (batch, length) to logits (batch, length, vocabulary)."""
+    """Embedding, blocks and an output layer."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCABULARY, WIDTH)
         self.position = nn.Parameter(torch.randn(LENGTH, WIDTH))
-        self.blocks = nn.Sequential(*(Block() for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*(ReverserBlock() for _ in range(num_blocks)))
         self.output = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """int64 (batch, length) to float (batch, length, vocabulary)."""
+        """Map tokens, int64 (batch, length), to logits, float (batch, length, vocabulary)."""
         return self.output(self.blocks(self.token(tokens) + self.position))
 
 
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, steps: int
 ) -> float:
-    """Run `steps` steps, each on fresh random data of this rank; the mean loss over the ranks at the last one."""
+    """Run training steps, each on fresh random data of this rank.
+
+    Returns:
+        The mean loss over the ranks at the last step.
+    """
     for step in range(steps):
         tokens = torch.randint(VOCABULARY, (32, LENGTH), device=device)
         loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flip(1).flatten())
@@ -73,15 +77,15 @@ def train(
 
 
 def build(device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model and its optimizer, the same on every call."""
+    """Build a sharded model and its optimizer, the same on every call."""
     torch.manual_seed(0)
     model = Reverser(num_blocks=2).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    return fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    return fully_shard(model, optimizer, fsdp_unit_modules=[ReverserBlock])
 
 
 def main() -> None:
-    """Train, save, load into a freshly built model, train on."""
+    """Train, save, load into a freshly built model, and continue training."""
     parser = argparse.ArgumentParser(
         description="Train a small model that reads sequences backwards, fully sharded."
     )
@@ -120,7 +124,7 @@ def main() -> None:
         print(f"continuing from {directory[0]}")
     torch.manual_seed(1001 + dist.get_rank())
     train(model, optimizer, device, steps // 2)
-    dist.barrier()  # leave together: without it a gloo rank was now and then seen to abort at exit
+    dist.barrier()  # without it a gloo rank occasionally aborts at exit while others still work
     dist.destroy_process_group()
 
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Turn text into the indexed datasets that pretrain_gpt.py reads.
 
-python tools/preprocess_data.py --input books/ --input news.jsonl --output-prefix data/mine
-torchrun pretrain_gpt.py --data-path data/mine_text_document ...
+For example:
+
+    python tools/preprocess_data.py --input books/ --input news.jsonl --output-prefix data/mine
+    torchrun pretrain_gpt.py --data-path data/mine_text_document ...
 """
 
 import argparse

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the command line: ``python -m megatron.checkpoint`` or ``torchrun ... -m megatron.checkpoint``."""
+"""Command line as a module: ``python -m megatron.checkpoint``, or the same with torchrun."""
 
 from megatron.checkpoint.commands.command_line import main
 

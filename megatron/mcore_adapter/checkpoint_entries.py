@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.key_rules import entry_names
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, without_layout
+from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, without_layout
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 
 Settings = dict[str, Any]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.checkpoint.fsdp_dtensor.checkpoint import STATE_PREFIX, wrapper_prefix
+from megatron.checkpoint.fsdp_dtensor.keys import STATE_PREFIX, wrapper_prefix
 from megatron.mcore_adapter.checkpoint_entries import drop_absent_settings, has_loss_scaler
 from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.mcore_adapter.loop_state_dicts import ModelEntries

@@ -7,7 +7,6 @@ import os
 import platform
 import random
 import shutil
-import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,8 +21,9 @@ from megatron.core.datasets.indexed_dataset import (
     get_bin_path,
     get_idx_path,
 )
-from tqdm import tqdm
 
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import progress_of
 from megatron.pretrain.tokenizer import Tokenizer
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -72,7 +72,8 @@ def write_corpus(
             4).
         json_key: the member of a JSON line that holds the text.
         append_eod: end every document with `tokenizer.eod`.
-        progress: show a bar on stderr where that is a terminal.
+        progress: show on stderr how far the work is: a bar on a terminal, else a plain line now and
+            then.
 
     Raises:
         ValueError: an input is missing or malformed (with file and line), or there is no text in
@@ -83,16 +84,13 @@ def write_corpus(
     prefix = str(output_prefix)
     with (
         _published_together(prefix) as (bin_path, idx_path),
-        tqdm(
-            total=sum(file.stat().st_size for file in files),
-            unit="B",
-            unit_scale=True,
-            disable=not (progress and sys.stderr.isatty()),
-        ) as bar,
+        progress_of(
+            "tokenizing", sum(file.stat().st_size for file in files), show=progress
+        ) as advance,
     ):
         builder = IndexedDatasetBuilder(bin_path, dtype=DType.optimal_dtype(tokenizer.vocab_size))
         try:
-            summary = _add_documents(builder, files, tokenizer, json_key, append_eod, bar)
+            summary = _add_documents(builder, files, tokenizer, json_key, append_eod, advance)
             if not summary.documents:
                 raise ValueError(
                     f"there is no text in {', '.join(map(str, inputs))}: nothing to write"
@@ -190,7 +188,7 @@ def _add_documents(
     tokenizer: Tokenizer,
     json_key: str,
     append_eod: bool,
-    bar: tqdm,
+    advance: Progress,
 ) -> CorpusSummary:
     documents = tokens = num_bytes = 0
     for file in files:
@@ -206,7 +204,7 @@ def _add_documents(
                 documents += 1
                 tokens += ids.size
             num_bytes += size
-            bar.update(size)
+            advance(size)
     return CorpusSummary(documents, tokens, num_bytes)
 
 

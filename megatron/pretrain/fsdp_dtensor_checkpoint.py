@@ -25,7 +25,7 @@ from megatron.checkpoint.core.key_rules import canonical_name
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.checkpoint.fsdp_dtensor.checkpoint import (
+from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
     MODEL_PREFIX,
     STATE_PREFIX,

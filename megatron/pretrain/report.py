@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
+from megatron.checkpoint.core.progress import terminal_bar
 from megatron.pretrain.flops import floating_point_operations
 from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.ranks import environment_rank
@@ -55,13 +55,12 @@ class Report:
             return
         if self._args.save and self._args.iteration:
             self._history = self._read_history()
-        if sys.stderr.isatty():
-            self._bar = tqdm(
-                total=self._args.train_iters,
-                initial=self._args.iteration,
-                unit="it",
-                dynamic_ncols=True,
-            )
+        self._bar = terminal_bar(
+            total=self._args.train_iters,
+            initial=self._args.iteration,
+            unit="it",
+            dynamic_ncols=True,
+        )
         self._since = time.perf_counter()
 
     def say(self, line: str) -> None:

@@ -20,10 +20,11 @@ from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.hugging_face import checkpoint as hugging_face
-from megatron.checkpoint.hugging_face.checkpoint import HuggingFaceTarget
+from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
+from megatron.checkpoint.hugging_face.model_directory import INDEX
+from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.configs import transformer_config
@@ -381,7 +382,7 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
         if name.endswith("e_score_correction_bias"):  # in released models too
             tensor.data = tensor.data.float()
     model.save_pretrained(directory / "first", max_shard_size="20KB")
-    assert (directory / "first" / hugging_face.INDEX).is_file()
+    assert (directory / "first" / INDEX).is_file()
     state = hugging_face.read(directory / "first")
     assert state.args.params_dtype == dtype and state.iteration is None
     target = HuggingFaceTarget(state, template=directory / "first", shard_bytes=10_000)
@@ -398,7 +399,7 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     for name in first:
         assert first[name].dtype == second[name].dtype, name
         assert torch.equal(first[name], second[name]), name
-    places = json.loads((directory / "second" / hugging_face.INDEX).read_text())
+    places = json.loads((directory / "second" / INDEX).read_text())
     assert places["weight_map"].keys() == first.keys()
     num_bytes = [part.num_bytes for part in target.parts]
     assert reported == num_bytes and places["metadata"]["total_size"] == sum(num_bytes)

@@ -25,7 +25,7 @@ from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from tests.checkpoint import samples, small_models
 

@@ -5,7 +5,7 @@ import pytest
 
 from megatron.checkpoint.core.key_rules import entry_names, is_gated
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.checkpoint.fsdp_dtensor.checkpoint import META_PREFIX, wrapper_prefix
+from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, wrapper_prefix
 
 GATED = [
     "decoder.layers.0.mlp.linear_fc1.weight",

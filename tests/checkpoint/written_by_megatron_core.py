@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
+from megatron.checkpoint.core.spelling import plain_name
 
 State = dict[str, dict[str, torch.Tensor]]
 """Slot -> name -> whole tensor. Main weights have the slot `param`."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp import MixedPrecisionPolicy
 from tests import rank_pool
 from tests.fsdp.models import MODELS
@@ -127,7 +128,7 @@ def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) 
     """Run random draws on warm ranks and print what failed."""
     begin, failures, done = time.perf_counter(), [], 0
     each = -(-draws // len(world_sizes))
-    with tqdm(total=each * len(world_sizes), unit="draw") as bar:
+    with progress_of("drawing", each * len(world_sizes), unit="draws") as advance:
         for world_size in world_sizes:
             first = 0
             while first < each:
@@ -142,7 +143,7 @@ def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) 
                     if not keep_going:
                         raise SystemExit(1) from None
                     last = number_of(str(failure), first) + 1
-                bar.update(last - first)
+                advance(last - first)
                 done += last - first
                 first = last
     click.echo(

@@ -25,7 +25,7 @@ from megatron.core.utils import unwrap_model
 from torch.distributed.tensor import DTensor
 
 import megatron.mcore_adapter
-from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp import MegatronFSDP
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
 
-from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
+from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.checkpoint_entries import named_parameters

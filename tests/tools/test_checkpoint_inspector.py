@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
-from megatron.checkpoint.commands import command_line
+from megatron.checkpoint.commands import conversion_commands
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.comparison import same
 from megatron.checkpoint.commands.formats import open_checkpoint
@@ -209,7 +209,7 @@ def test_memory_that_runs_out_is_one_message(
     def exhausted(*args: Any, **options: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(command_line.fsdp_dtensor, "target", exhausted)
+    monkeypatch.setattr(conversion_commands.fsdp_dtensor, "target", exhausted)
     assert "memory" in run_json(TO_FSDP, small["torch_dist"], tmp_path / "out", code=1)["error"]
     assert (
         "Traceback"

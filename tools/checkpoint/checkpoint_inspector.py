@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inspect, verify, compare and convert checkpoints; started by python, or by torchrun to share the work.
+"""Inspect, verify, compare and convert checkpoints.
 
-python tools/checkpoint/checkpoint_inspector.py inspect checkpoints/run
-torchrun --nproc_per_node 8 tools/checkpoint/checkpoint_inspector.py
-convert-torch-dist-to-fsdp-dtensor IN OUT
+Start it with python, or with torchrun to share the work:
+
+    python tools/checkpoint/checkpoint_inspector.py inspect checkpoints/run
+    torchrun --nproc_per_node 8 tools/checkpoint/checkpoint_inspector.py COMMAND IN OUT
 """
 
 import sys

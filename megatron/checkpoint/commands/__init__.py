@@ -1,2 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `checkpoint_inspector.py`."""
+"""Commands of the checkpoint tools.
+
+``command_line`` lists them, in files named ``*_commands``. What they do is in ``formats``,
+``conversion``, ``editing``, ``comparison`` and ``verification``.
+"""

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What two checkpoints have that is not the same: entry by entry in files of one format, or what they say in any two."""
+"""Comparison of two checkpoints: entry by entry, or by content whatever their formats are."""
 
 from __future__ import annotations
 
 import argparse
 import io
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +15,26 @@ import torch
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 _BLOCK_BYTES = 64 << 20
+"""Tensors are read in blocks of rows of about this size."""
 
-Progress = Callable[[int], None]
+FORMAT_ARGUMENTS = (
+    *("ckpt_format", "use_megatron_fsdp", "use_distributed_optimizer"),
+    *("dist_ckpt_optim_fully_reshardable", "rank", "local_rank"),
+)
+"""Arguments of a run that depend on the format, or on the rank that has saved them."""
+
+_FIELDS_OF_OPTIMIZERS = ("bias_correction", "step")
+"""Fields of param groups that only some optimizers have, or that are compared by parameter."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the size of an element in bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +43,8 @@ class TensorDifference:
 
     Attributes:
         name: of the tensor.
-        count, total: how many differ, of how many.
+        count: how many elements differ.
+        total: how many there are.
         absolute: the largest difference; NaN where only one side is a number.
         relative: the largest difference over the larger magnitude.
     """
@@ -44,12 +58,15 @@ class TensorDifference:
 
 @dataclass
 class Comparison:
-    """Attributes:
-    only_first, only_second: names that one side has.
-    kinds: names with another shape, dtype or kind, with both.
-    values: tensors of other values, the largest difference first.
-    objects: everything else that differs, with both sides.
-    equal: how many are the same.
+    """Differences between two checkpoints.
+
+    Attributes:
+        only_first: names that only the first has.
+        only_second: names that only the second has.
+        kinds: names with another shape or dtype, or of a tensor and an object, with both.
+        values: tensors with other values, the largest difference first.
+        objects: all other names that differ, with both values.
+        equal: how many names are the same.
     """
 
     only_first: list[str] = field(default_factory=list)
@@ -61,19 +78,26 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
+        """True if there is any difference."""
         return any((self.only_first, self.only_second, self.kinds, self.values, self.objects))
 
     def as_dict(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the fields, and ``same``, for machines."""
         return {"same": not self.differs, **asdict(self)}
 
 
 def compare_entries(
-    first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = lambda _: None
+    first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = ignore_progress
 ) -> Comparison:
-    """All keys, tensors bitwise and objects by what they hold."""
+    """Compare all entries by key: tensors bitwise, objects by value.
+
+    Args:
+        first: a DCP directory.
+        second: another one.
+        progress: called with numbers of bytes that were compared, of both together.
+    """
     found = Comparison()
-    mine, theirs = _described(first), _described(second)
+    mine, theirs = _descriptions(first), _descriptions(second)
     for key in _in_both(found, mine, theirs):
         if mine[key] != theirs[key]:
             found.kinds.append(f"{key}: {mine[key]}, {theirs[key]}")
@@ -81,20 +105,22 @@ def compare_entries(
             _compare_tensors(found, key, first.lazy(key), second.lazy(key), progress)
         else:
             _compare_values(found, key, first.read_object(key), second.read_object(key))
-    commons = [_common(stored) for stored in (first, second)]
-    for name in _in_both(found, *commons):
-        _compare_values(found, name, commons[0][name], commons[1][name])
+    _compare_all_values(found, _common_state(first), _common_state(second))
     return _sorted(found)
 
 
-def _common(stored: StoredCheckpoint) -> dict[str, Any]:
-    """What a torch_dist checkpoint keeps in a file of its own."""
+def _descriptions(stored: StoredCheckpoint) -> dict[str, str]:
+    """Return dtype and shape of every tensor, and ``object`` for everything else, by key."""
+    tensors = {key: f"{stored.dtype(key)} {stored.shape(key)}" for key in stored.tensors}
+    return {**tensors, **dict.fromkeys(stored.objects, "object")}
+
+
+def _common_state(stored: StoredCheckpoint) -> dict[str, Any]:
+    """Return the content of the file that a torch_dist checkpoint has beside those of DCP."""
     if not (stored.directory / torch_dist.COMMON_FILE).is_file():
         return {}
-    return {
-        f"{torch_dist.COMMON_FILE}: {name}": value
-        for name, value in torch_dist.read_common(stored).items()
-    }
+    common = torch_dist.read_common(stored)
+    return {f"{torch_dist.COMMON_FILE}: {name}": value for name, value in common.items()}
 
 
 def compare_states(
@@ -102,16 +128,19 @@ def compare_states(
     second: TrainingState,
     weights_only: bool = False,
     with_padding: bool = True,
-    progress: Progress = lambda _: None,
+    progress: Progress = ignore_progress,
 ) -> Comparison:
-    """What two checkpoints say, whichever formats they are in: tensors by canonical name, and all of the rest of a run.
+    """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
-    Weights that one side has in another dtype are compared in that with less precision.
+    Tensors that one side has in another dtype are compared in that with less precision.
 
     Args:
-        weights_only: nothing but weights and buffers.
-        with_padding: more rows of vocabulary on one side are a difference; without it those that
+        first: read from any format.
+        second: read from any format.
+        weights_only: compare nothing but weights and buffers.
+        with_padding: more rows of vocabulary on one side are a difference. False: the rows that
             both have are compared.
+        progress: called with numbers of bytes that were compared, of both together.
     """
     found = Comparison()
     mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)
@@ -126,19 +155,13 @@ def compare_states(
             dtype = min((tensor.dtype for tensor in pair), key=lambda dtype: dtype.itemsize)
             _compare_tensors(found, name, pair[0].to(dtype), pair[1].to(dtype), progress)
     if not weights_only:
-        facts, other_facts = _facts(first), _facts(second)
-        for name in _in_both(found, facts, other_facts):
-            _compare_values(found, name, facts[name], other_facts[name])
+        _compare_all_values(found, _facts(first), _facts(second))
     return _sorted(found)
 
 
-def num_bytes(tensors: Iterable[LazyTensor]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors)
-
-
-def _described(stored: StoredCheckpoint) -> dict[str, str]:
-    tensors = {key: f"{stored.dtype(key)} {stored.shape(key)}" for key in stored.tensors}
-    return {**tensors, **dict.fromkeys(stored.objects, "object")}
+def num_bytes(state: TrainingState) -> int:
+    """Return the size of all tensors of a state."""
+    return sum(tensor.num_bytes for _, _, tensor in state.tensors())
 
 
 def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
@@ -149,20 +172,8 @@ def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
     }
 
 
-FORMAT_ARGUMENTS = (
-    "ckpt_format",
-    "use_megatron_fsdp",
-    "use_distributed_optimizer",
-    "dist_ckpt_optim_fully_reshardable",
-    "rank",
-    "local_rank",
-)
-"""Arguments that say how a run saves, and which rank has told them."""
-_FOR_ANOTHER_OPTIMIZER = ("bias_correction", "step")
-
-
 def _facts(state: TrainingState) -> dict[str, Any]:
-    """Everything but tensors, one by one."""
+    """Return everything but tensors, by a name for people."""
     facts: dict[str, Any] = {
         "iteration": state.iteration,
         "operations": state.operations,
@@ -175,63 +186,62 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         facts[f"schedule.{name}"] = value
     for name, value in (state.grad_scaler or {}).items():
         facts[f"loss scaler.{name}"] = value
-    for place, generators in state.random_states.items():
-        facts[f"random state of {place}"] = generators
+    for position, generators in state.random_states.items():
+        facts[f"random state of {position}"] = generators
     for group in state.groups or []:
         for name in group.names:
-            # Moments that a reader has dropped begin at step 0; their tensors have been compared by
-            # now.
-            facts[f"{name}: step"] = (
-                0.0 if name in state.is_fresh and state.is_fresh[name]() else state.step_of(name)
-            )
+            # Moments that a reader had to drop begin at step 0. Which ones is known by now, because
+            # all tensors have been read.
+            is_fresh = name in state.is_fresh and state.is_fresh[name]()
+            facts[f"{name}: step"] = 0.0 if is_fresh else state.step_of(name)
             for key, value in group.fields.items():
-                if key not in _FOR_ANOTHER_OPTIMIZER:
+                if key not in _FIELDS_OF_OPTIMIZERS:
                     facts[f"{name}: {key}"] = value
     return facts
 
 
 def _in_both(found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Record the names that one side has, and return those of both."""
     found.only_first += sorted(mine.keys() - theirs.keys())
     found.only_second += sorted(theirs.keys() - mine.keys())
     return [key for key in mine if key in theirs]
 
 
+# ---- tensors
+
+
 def _compare_tensors(
     found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
 ) -> None:
-    """Block by block, so that tensors of any size fit."""
+    """Compare two tensors of one shape and dtype, in blocks so that tensors of any size fit."""
     row_bytes = max(first.num_bytes // max(first.num_rows, 1), 1)
     step = max(_BLOCK_BYTES // row_bytes, 1)
     count, absolute, relative = 0, 0.0, 0.0
     for start in range(0, first.num_rows, step):
         stop = min(start + step, first.num_rows)
         mine, theirs = first.read_rows(start, stop), second.read_rows(start, stop)
-        progress(mine.numel() * mine.element_size() + theirs.numel() * theirs.element_size())
+        progress(mine.nbytes + theirs.nbytes)
         differs = _bits(mine) != _bits(theirs)
         if differs.any():
             mine, theirs = _numbers(mine)[differs], _numbers(theirs)[differs]
             distance = (mine - theirs).abs()
+            magnitude = torch.maximum(mine.abs(), theirs.abs())
+            magnitude = magnitude.clamp_min(torch.finfo(torch.double).tiny)
             count += distance.numel()
             absolute = _largest(absolute, distance)
-            relative = _largest(
-                relative,
-                distance
-                / torch.maximum(mine.abs(), theirs.abs()).clamp_min(torch.finfo(torch.double).tiny),
-            )
+            relative = _largest(relative, distance / magnitude)
     if count:
-        found.values.append(
-            TensorDifference(name, count, math.prod(first.shape), absolute, relative)
-        )
+        total = math.prod(first.shape)
+        found.values.append(TensorDifference(name, count, total, absolute, relative))
     else:
         found.equal += 1
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Integers that are equal where the elements are the same in every bit; NaN is NaN."""
+    """Return integers that are equal where the elements are the same in every bit."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).flatten(-2)
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.contiguous().reshape(-1).view(kinds[tensor.element_size()])
+    return tensor.contiguous().reshape(-1).view(_INTEGERS[tensor.element_size()])
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -239,8 +249,19 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(known: float, values: torch.Tensor) -> float:
-    largest = values.max().item()  # NaN if there is one
+    """Return the maximum of ``known`` and ``values``, which is NaN if one of them is NaN."""
+    largest = values.max().item()
     return largest if math.isnan(largest) or math.isnan(known) else max(known, largest)
+
+
+# ---- other values
+
+
+def _compare_all_values(
+    found: Comparison, mine: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> None:
+    for name in _in_both(found, mine, theirs):
+        _compare_values(found, name, mine[name], theirs[name])
 
 
 def _compare_values(found: Comparison, name: str, first: Any, second: Any) -> None:
@@ -251,35 +272,34 @@ def _compare_values(found: Comparison, name: str, first: Any, second: Any) -> No
 
 
 def same(first: Any, second: Any) -> bool:
-    """Whether two nests of plain objects, tensors and arrays hold the same."""
-    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
-        return (
-            first.dtype == second.dtype
-            and first.shape == second.shape
-            and torch.equal(_bits(first), _bits(second))
-        )
-    if isinstance(first, numpy.ndarray) and isinstance(second, numpy.ndarray):
-        return (
-            first.dtype == second.dtype
-            and first.shape == second.shape
-            and same(first.tolist(), second.tolist())
-        )
-    if isinstance(first, io.BytesIO) and isinstance(second, io.BytesIO):
-        return first.getvalue() == second.getvalue()
-    if isinstance(first, argparse.Namespace) and isinstance(second, argparse.Namespace):
+    """Tell whether two nests of plain objects, tensors and arrays have the same values.
+
+    NaN is the same as NaN.
+    """
+    pair = (first, second)
+    if _both(pair, torch.Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return torch.equal(_bits(first), _bits(second))
+    if _both(pair, numpy.ndarray):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return same(first.tolist(), second.tolist())
+    if _both(pair, io.BytesIO):
+        return bool(first.getvalue() == second.getvalue())
+    if _both(pair, argparse.Namespace):
         return same(vars(first), vars(second))
-    if isinstance(first, dict) and isinstance(second, dict):
+    if _both(pair, dict):
         return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
-    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+    if _both(pair, (list, tuple)):
         return len(first) == len(second) and all(map(same, first, second))
-    if (
-        isinstance(first, float)
-        and isinstance(second, float)
-        and math.isnan(first)
-        and math.isnan(second)
-    ):
+    if _both(pair, float) and math.isnan(first) and math.isnan(second):
         return True
     return bool(first == second)
+
+
+def _both(pair: tuple[Any, Any], types: type | tuple[type, ...]) -> bool:
+    return isinstance(pair[0], types) and isinstance(pair[1], types)
 
 
 def _short(value: Any, limit: int = 80) -> str:
@@ -288,5 +308,6 @@ def _short(value: Any, limit: int = 80) -> str:
 
 
 def _sorted(found: Comparison) -> Comparison:
+    """Put the largest differences first, and NaN before all others."""
     found.values.sort(key=lambda each: -math.inf if math.isnan(each.absolute) else -each.absolute)
     return found

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out a conversion: ranks share its parts, an interrupted one goes on, and the output appears when complete."""
+"""Conversions carried out: ranks share the parts, and the output appears when it is complete.
+
+A conversion that was interrupted is continued by the next one that is asked for the same.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
-from tqdm import tqdm
 
 from megatron.checkpoint.core.directory import OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
+from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp.engine.collectives import agree
 
+Result = TypeVar("Result")
+
 _JOURNAL = ".conversion"
+"""Folder in the staging directory with one file per finished part: what writing it returned."""
+
+OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
 class ConversionError(RuntimeError):
@@ -29,7 +37,11 @@ class ConversionError(RuntimeError):
 
 
 def fingerprint(*facts: Any) -> str:
-    """Tells one conversion from another: its source, as its files are on disk, and all that was asked for."""
+    """Return a digest that tells one conversion from another.
+
+    Args:
+        *facts: the source, as its files are on disk, and everything that was asked for.
+    """
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
 
 
@@ -40,54 +52,49 @@ def convert(
     show_progress: bool = True,
     oom_traceback: bool = False,
 ) -> list[str]:
-    """Write ``target`` and publish it as ``output``.
+    """Write ``target`` and publish it as ``output``. Called on all ranks with equal arguments.
 
-    Called on every rank there is, with equal arguments.
-
-    A run that was killed is taken up by the next one with the same ``identity``, on any number of
-    ranks.
+    A conversion that was killed is continued by the next one with the same ``identity``, on any
+    number of ranks.
 
     Args:
         target: what is written, the same on all ranks.
         output: where it appears.
-        identity: of :func:`fingerprint`.
-        show_progress: a bar on the first rank, of its share.
-        oom_traceback: print where it was, if memory runs out.
+        identity: the :func:`fingerprint` of the conversion.
+        show_progress: show the progress of the first rank's share.
+        oom_traceback: print where memory ran out.
 
     Returns:
-        On the first rank, what was noticed on the way.
+        On the first rank, the notes of all parts.
 
     Raises:
         ConversionError: on every rank, with what went wrong on any. What was written is removed.
     """
     journal = output.staging / _JOURNAL
-    # A part of the same name can be another one to another release of this program.
+    # Another release of this program may cut the same output into parts of other sizes.
     identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
-    is_new = (
-        not output.staging.exists()
-    )  # what an interrupted conversion has left stays for the next attempt
-    _on_first_rank(lambda: _prepare(output.staging, identity), output.staging if is_new else None)
-    left = _told_by_first_rank(
+    # If this fails, what an interrupted conversion has left stays for the next attempt.
+    removed_on_error = None if output.staging.exists() else output.staging
+    _on_first_rank(lambda: _prepare(output.staging, identity), removed_on_error)
+    unfinished = _from_first_rank(
         [part.name for part in target.parts if not (journal / part.name).exists()]
     )
-    todo = _share([part for part in target.parts if part.name in left])
+    parts = _share([part for part in target.parts if part.name in unfinished])
     problem = None
     try:
-        for part, report in _with_progress(todo, show_progress):
-            if (journal / "failed").exists():  # another rank's trouble is enough
-                break
-            _note(journal / part.name, part.write(output.staging, report))
-    except Exception as error:  # disk full, a damaged source: whatever it is, on whichever rank
+        _write_parts(parts, output.staging, show_progress and _is_first())
+    except Exception as error:  # a full disk, a damaged source: anything, on any rank
         if oom_traceback and is_out_of_memory(error):
             traceback.print_exception(error)
-        problem = _told(error)
-        _try(lambda: (journal / "failed").touch())
+        problem = _message_of_rank(error)
+        with suppress(OSError):
+            (journal / "failed").touch()
     _raise_together(problem, output.staging)
     return _on_first_rank(lambda: _finish(target, output), output.staging) or []
 
 
 def _prepare(staging: Path, identity: str) -> None:
-    """A staging directory for this conversion: that of an interrupted one, or a new one."""
+    """Make a staging directory for this conversion, or keep that of an interrupted one."""
     journal = staging / _JOURNAL
     known = journal / "identity"
     if staging.exists() and not (known.is_file() and known.read_text() == identity):
@@ -97,24 +104,36 @@ def _prepare(staging: Path, identity: str) -> None:
     known.write_text(identity)
 
 
+def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
+    """Write parts into the staging directory until all are done or another rank has failed."""
+    journal = staging / _JOURNAL
+    total = sum(part.num_bytes for part in parts)
+    with progress_of("converting", total, show=show_progress) as advance:
+        for part in parts:
+            if (journal / "failed").exists():
+                break
+            _note(journal / part.name, part.write(staging, advance))
+
+
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
+    """Write what needs all parts, publish the output and return the notes of all parts."""
     journal = output.staging / _JOURNAL
     results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)
     shutil.rmtree(journal)
     output.publish()
-    return sorted(
-        {
-            note
-            for result in results.values()
-            if isinstance(result, dict)
-            for note in result.get("notes", [])
-        }
-    )
+    notes: set[str] = set()
+    for result in results.values():
+        if isinstance(result, dict):
+            notes.update(result.get("notes", []))
+    return sorted(notes)
 
 
 def _share(parts: list[Part]) -> list[Part]:
-    """The parts of this rank: the largest first, each to the rank that has least so far."""
+    """Return the parts of this rank. The largest go first, each to the rank with the least bytes.
+
+    Parts of 5, 4, 3 and 1 bytes on two ranks: rank 0 gets 5 and 1, rank 1 gets 4 and 3.
+    """
     if not _distributed():
         return list(parts)
     loads = [0] * dist.get_world_size()
@@ -127,72 +146,70 @@ def _share(parts: list[Part]) -> list[Part]:
     return sorted(mine, key=lambda part: part.name)
 
 
-def _with_progress(parts: list[Part], show: bool) -> Iterator[tuple[Part, Any]]:
-    total = sum(part.num_bytes for part in parts)
-    with tqdm(
-        total=total,
-        unit="B",
-        unit_scale=True,
-        disable=not show or not _is_first(),
-        desc="converting",
-    ) as bar:
-        for part in parts:
-            yield part, bar.update
-
-
 def _note(path: Path, result: Any) -> None:
-    """Remember that a part is done; an interruption leaves the whole note or none."""
+    """Record that a part is done. An interruption leaves the whole record or none."""
     new = path.with_suffix(".new")
     new.write_text(json.dumps(result))
     os.replace(new, path)
 
 
-OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
+# ---- errors and ranks
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Torch's allocator raises no MemoryError."""
+    """Tell whether memory ran out. Torch's allocator raises no MemoryError."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
 
 
-def _told(error: Exception) -> str:
-    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    text = OUT_OF_MEMORY if is_out_of_memory(error) else text
-    return f"rank {dist.get_rank()}: {text}" if _distributed() else text
+def _message_of_rank(error: Exception) -> str:
+    """Return the message of an error, with the rank if there are several."""
+    if is_out_of_memory(error):
+        message = OUT_OF_MEMORY
+    elif isinstance(error, ValueError):
+        message = str(error)
+    else:
+        message = f"{type(error).__name__}: {error}"
+    return f"rank {dist.get_rank()}: {message}" if _distributed() else message
 
 
-def _try(action: Any) -> None:
-    with suppress(OSError):
-        action()
+def _on_first_rank(
+    action: Callable[[], Result], removed_on_error: Path | None = None
+) -> Result | None:
+    """Run ``action`` on rank 0 and return its result there, None on other ranks.
 
-
-def _on_first_rank(action: Callable[[], Any], staging: Path | None = None) -> Any:
-    """What it returns there; None elsewhere."""
-    result, problem = None, None
+    Raises:
+        ConversionError: on every rank, if it fails.
+    """
+    result: Result | None = None
+    problem: str | None = None
     if _is_first():
         try:
             result = action()
-        except Exception as error:  # as above
-            problem = _told(error)
-    _raise_together(problem, staging)
+        except Exception as error:  # a full disk, a damaged source: anything
+            problem = _message_of_rank(error)
+    _raise_together(problem, removed_on_error)
     return result
 
 
-def _told_by_first_rank(names: list[str]) -> set[str]:
-    """What it has found: file systems of several nodes do not show the same at once."""
-    told = [names]
+def _from_first_rank(names: list[str]) -> set[str]:
+    """Return the names that rank 0 has: nodes may see different states of a shared file system."""
+    shared = [names]
     if _distributed():
-        dist.broadcast_object_list(told)
-    return set(told[0])
+        dist.broadcast_object_list(shared)
+    return set(shared[0])
 
 
-def agreed(action: Callable[[], None], tell: Callable[[Exception], str]) -> None:
-    """Do something on every rank there is; what goes wrong on any of them is raised on all.
+def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -> None:
+    """Run ``action`` on every rank and raise the errors of any rank on all of them.
+
+    Args:
+        action: what every rank does.
+        message_of: the message of an error.
 
     Raises:
-        ConversionError: with what ``tell`` makes of the errors, each once.
+        ConversionError: with the messages, each once.
     """
     problem = None
     try:
@@ -200,19 +217,19 @@ def agreed(action: Callable[[], None], tell: Callable[[Exception], str]) -> None
     except ConversionError:  # all ranks have it
         raise
     except Exception as error:
-        problem = tell(error)
-    _raise_together(
-        problem, None
-    )  # ranks that are in a conversion meanwhile are in one of these too
+        problem = message_of(error)
+    # Ranks that are still converting meet this one at the exchange of problems after a step.
+    _raise_together(problem, None)
 
 
-def _raise_together(problem: str | None, staging: Path | None) -> None:
+def _raise_together(problem: str | None, removed_on_error: Path | None) -> None:
+    """Exchange problems, and raise one error on every rank if there is any."""
     problems = [problem] if problem else []
     if _distributed():
         problems = agree(problems)
     if problems:
-        if staging is not None and _is_first():
-            shutil.rmtree(staging, ignore_errors=True)
+        if removed_on_error is not None and _is_first():
+            shutil.rmtree(removed_on_error, ignore_errors=True)
         raise ConversionError("\n".join(problems))
 
 
@@ -226,11 +243,11 @@ def _is_first() -> bool:
 
 @contextmanager
 def ranks_of_torchrun() -> Iterator[None]:
-    """A gloo group over the ranks of torchrun, where it started this process; else nothing."""
+    """Open a gloo group over the ranks if torchrun has started this process; else do nothing."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
         yield
         return
-    # Ranks that are done wait for the slowest, which can be hours behind.
+    # Ranks that are done wait for the slowest, which may be hours behind.
     dist.init_process_group("gloo", timeout=timedelta(days=7))
     try:
         yield

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a checkpoint taken out or renamed."""
+"""Edited copies of checkpoints: entries are removed or renamed."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,31 @@ from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
+_NUM_WORDS = {"remove": 2, "rename": 3}
+
 
 @dataclass(frozen=True)
-class Rule:
-    """``remove PATTERN`` or ``rename PATTERN REPLACEMENT``, a regular expression that is searched for in keys.
+class EditRule:
+    """``remove PATTERN`` or ``rename PATTERN REPLACEMENT``.
 
-    Raises:
-        ValueError: from :meth:`parse`, for anything else.
+    Attributes:
+        pattern: a regular expression that is searched for in keys.
+        replacement: of every match, with references to groups as in :func:`re.sub`; None removes
+            the entry.
     """
 
     pattern: re.Pattern[str]
-    replacement: str | None  # None removes
+    replacement: str | None
 
     @classmethod
-    def parse(cls, text: str) -> Rule:
+    def parse(cls, text: str) -> EditRule:
+        """Parse the words of an operation.
+
+        Raises:
+            ValueError: for anything but an operation, and for a pattern that matches every key.
+        """
         words = text.split()
-        if len(words) != {"remove": 2, "rename": 3}.get(words[0] if words else ""):
+        if not words or len(words) != _NUM_WORDS.get(words[0]):
             raise ValueError(
                 f"{text!r}: an operation is 'remove PATTERN' or 'rename PATTERN REPLACEMENT'"
             )
@@ -43,7 +52,11 @@ class Rule:
         return cls(pattern, words[2] if len(words) == 3 else None)
 
     def apply(self, key: str) -> str | None:
-        """The key afterwards; None where it is removed."""
+        """Return the key after this operation, or None if its entry is removed.
+
+        Raises:
+            ValueError: for a replacement that refers to a group which the pattern does not have.
+        """
         if self.pattern.search(key) is None:
             return key
         if self.replacement is None:
@@ -57,34 +70,34 @@ class Rule:
             ) from None
 
 
-def new_keys(keys: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
-    """Old -> new key of all that stay.
+def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
+    """Apply rules, in their order, to keys.
+
+    Returns:
+        Old key -> new key of all entries that stay.
 
     Raises:
-        ValueError: for rules that change nothing, and where two keys would become one or a key
-            empty.
+        ValueError: if there is no rule or one changes nothing, if nothing stays, and if two keys
+            would become one or a key empty.
     """
     renamed: dict[str, str] = {}
-    idle = set(rules)
+    unused = set(rules)
     for key in keys:
         new: str | None = key
         for rule in rules:
-            after = rule.apply(new)
-            if after != new:
-                idle.discard(rule)
-            new = after
             if new is None:
                 break
-        else:
+            before, new = new, rule.apply(new)
+            if new != before:
+                unused.discard(rule)
+        if new is not None:
             renamed[key] = new
-    problems = [f"{rule.pattern.pattern!r} fits no key" for rule in rules if rule in idle]
-    first = {new: old for old, new in reversed(renamed.items())}
-    problems += [
-        f"{old} and {first[new]} would both be {new!r}"
-        for old, new in renamed.items()
-        if first[new] != old
-    ]
-    problems += [f"the key of {old} would be empty" for old, new in renamed.items() if not new]
+    problems = [f"{rule.pattern.pattern!r} fits no key" for rule in rules if rule in unused]
+    first = {name: old for old, name in reversed(renamed.items())}
+    for old, name in renamed.items():
+        if first[name] != old:
+            problems.append(f"{old} and {first[name]} would both be {name!r}")
+    problems += [f"the key of {old} would be empty" for old, name in renamed.items() if not name]
     if not rules:
         problems.append(
             "no operation is given: --op 'remove PATTERN' or --op 'rename PATTERN REPLACEMENT'"
@@ -95,60 +108,69 @@ def new_keys(keys: Sequence[str], rules: Sequence[Rule]) -> dict[str, str]:
 
 
 def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
-    """``stored`` with the keys of ``renamed`` only, under their new names; tensors keep their chunks."""
-    paths = stored.metadata.planner_data
+    """Return a copy of ``stored`` with some of its entries under new names.
+
+    Tensors keep their chunks, and files beside those of DCP stay as they are.
+
+    Args:
+        stored: what is copied.
+        renamed: old key -> new key of the entries that are copied.
+    """
     entries: list[Entry] = []
-    new_paths: dict[str, tuple[Any, ...]] = {}
     for key, new in renamed.items():
-        if paths:
-            new_paths[new] = paths[key] if new == key else _path(paths.get(key, ()), key, new)
         if key not in stored.tensors:
-            entries.append(ObjectEntry(new, _reader(stored, key)))
+            entries.append(ObjectEntry(new, _object_reader(stored, key)))
             continue
         for chunk in stored.tensors[key].chunks:
-            entries.append(
-                TensorEntry(
-                    new,
-                    stored.shape(key),
-                    tuple(chunk.offsets),
-                    stored.lazy_region(key, chunk.offsets, chunk.sizes),
-                )
-            )
+            tensor = stored.lazy_region(key, chunk.offsets, chunk.sizes)
+            entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), tensor))
+    paths = stored.metadata.planner_data
+    new_paths: dict[str, tuple[Any, ...]] | None = None
+    if paths:
+        new_paths = {
+            new: paths[key] if new == key else _path(paths.get(key, ()), new)
+            for key, new in renamed.items()
+        }
     files = {
-        name: _file(stored, name)
+        name: _file_reader(stored, name)
         for name in (torch_dist.COMMON_FILE, torch_dist.MARKER)
         if (stored.directory / name).is_file()
     }
-    pieces = getattr(
-        stored.metadata, "mcore_data", {}
-    )  # how releases up to 0.15 have cut tensors, by key
-    more = (
-        {"mcore_data": {new: pieces[key] for key, new in renamed.items() if key in pieces}}
-        if pieces
-        else {}
-    )
-    return DcpTarget(entries, paths=new_paths if paths else None, extra_files=files, more=more)
+    more: dict[str, Any] = {}
+    # Releases of Megatron-Core up to 0.15 keep here, by key, how they have cut tensors.
+    mcore_data = getattr(stored.metadata, "mcore_data", {})
+    if mcore_data:
+        more["mcore_data"] = {
+            new: mcore_data[key] for key, new in renamed.items() if key in mcore_data
+        }
+    return DcpTarget(entries, paths=new_paths, extra_files=files, more=more)
 
 
-def _reader(stored: StoredCheckpoint, key: str) -> Any:
+def _object_reader(stored: StoredCheckpoint, key: str) -> Callable[[], Any]:
     return lambda: stored.read_object(key)
 
 
-def _file(stored: StoredCheckpoint, name: str) -> Any:
+def _file_reader(stored: StoredCheckpoint, name: str) -> Callable[[], bytes]:
     return lambda: (stored.directory / name).read_bytes()
 
 
-def _path(path: tuple[Any, ...], key: str, new: str) -> tuple[Any, ...]:
-    """The place of a renamed key in nested dicts: what stands at its beginning and end as before stays a component."""
-    head, tail = [], []
-    for part in path[:-1]:
-        if not new.startswith(f"{part}."):
+def _path(path: tuple[Any, ...], new: str) -> tuple[Any, ...]:
+    """Return the path of a renamed key in nested dicts.
+
+    A key is the components of its path with dots between them. Components that the new key has as
+    before, at its beginning or at its end, stay components. Everything between them is one: with
+    ``a.b.c.d`` of the path ``("a", "b", "c", "d")`` renamed to ``a.x.y.d``, ``("a", "x.y", "d")``.
+    """
+    head: list[Any] = []
+    for component in path[:-1]:
+        if not new.startswith(f"{component}."):
             break
-        head.append(part)
-        new = new[len(f"{part}.") :]
-    for part in path[:0:-1][: len(path) - len(head) - 1]:
-        if not new.endswith(f".{part}"):
+        head.append(component)
+        new = new.removeprefix(f"{component}.")
+    tail: list[Any] = []
+    for component in reversed(path[1:]):
+        if len(head) + len(tail) == len(path) - 1 or not new.endswith(f".{component}"):
             break
-        tail.append(part)
-        new = new[: -len(f".{part}")]
-    return (*head, new, *tail[::-1])
+        tail.insert(0, component)
+        new = new.removesuffix(f".{component}")
+    return (*head, new, *tail)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which format a directory is in, and what it says whichever it is."""
+"""Checkpoints whose format is found out from their files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.fsdp_dtensor import checkpoint as fsdp_dtensor
-from megatron.checkpoint.hugging_face import checkpoint as hugging_face
+from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.keys import MODEL_KEY_PREFIX
+from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
-TORCH_DIST, FSDP_DTENSOR, HUGGING_FACE, PLAIN = (
-    "torch_dist",
-    "fsdp_dtensor",
-    "hugging_face",
-    "torch.distributed.checkpoint",
-)
+TORCH_DIST = "torch_dist"
+FSDP_DTENSOR = "fsdp_dtensor"
+HUGGING_FACE = "hugging_face"
+PLAIN = "torch.distributed.checkpoint"
+"""The format of a DCP directory that no training run has written."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Opened:
 
     Attributes:
         directory: of the iteration, or of the model.
-        format: one of the names above; the last is a DCP directory of no training run.
-        stored: of a DCP directory.
+        format: one of the names above.
+        stored: the files of a DCP directory; None for a Hugging Face model.
     """
 
     directory: Path
@@ -41,12 +41,17 @@ class Opened:
     def state(
         self, group_numbers: Mapping[str, Any] | None = None, allow_unknown: bool = False
     ) -> TrainingState:
-        """What it says.
+        """Read the checkpoint. Tensors are read later, when they are needed.
+
+        Args:
+            group_numbers: parameter name -> number of its param group, for torch_dist, which does
+                not say it. Default: by Megatron-Core's rules.
+            allow_unknown: carry over parameters that no key rule knows.
 
         Raises:
-            ValueError: where it has no model, or does not keep to its format.
+            ValueError: if it has no model, or does not follow its format.
         """
-        if self.format == HUGGING_FACE:
+        if self.stored is None:
             return hugging_face.read(self.directory)
         if self.format == TORCH_DIST:
             return torch_dist.read(self.stored, group_numbers, allow_unknown)
@@ -57,12 +62,24 @@ class Opened:
             " (torch_dist) nor keys that begin with model.module. (fsdp_dtensor)"
         )
 
+    def dcp_files(self) -> StoredCheckpoint:
+        """Return the files of a DCP directory.
+
+        Raises:
+            ValueError: for a Hugging Face model.
+        """
+        if self.stored is None:
+            raise ValueError(
+                f"{self.directory} is a Hugging Face model; its tensors are printed by other tools"
+            )
+        return self.stored
+
 
 def open_checkpoint(path: str | Path) -> Opened:
-    """The checkpoint at ``path``: an iteration, a directory with a tracker file, or a Hugging Face model.
+    """Open the directory of an iteration, one with a tracker file, or a Hugging Face model.
 
     Raises:
-        ValueError: where there is none, or a damaged one.
+        ValueError: if there is none, or a damaged one.
     """
     path = Path(path)
     if (path / "config.json").is_file() and not (path / METADATA).is_file():
@@ -71,7 +88,7 @@ def open_checkpoint(path: str | Path) -> Opened:
     stored = StoredCheckpoint(path)
     if (path / torch_dist.MARKER).is_file() or torch_dist.COMMON_OBJECT in stored.objects:
         return Opened(path, TORCH_DIST, stored)
-    if any(key.startswith("model." + fsdp_dtensor.MODEL_PREFIX) for key in stored.tensors):
+    if any(key.startswith(MODEL_KEY_PREFIX) for key in stored.tensors):
         return Opened(path, FSDP_DTENSOR, stored)
     if (path / torch_dist.COMMON_FILE).is_file():
         raise ValueError(

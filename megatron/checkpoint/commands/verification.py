@@ -1,126 +1,148 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a checkpoint whole, unchanged and consistent? Everything in it is read once."""
+"""Verification that a checkpoint is complete, unchanged and consistent. It is read once."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core import parameter_shapes
-from megatron.checkpoint.core.chunk_index import chunks_overlap
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint, chunks_overlap
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 
 _BLOCK_BYTES = 64 << 20
+"""Tensors are read in blocks of rows of about this size."""
 
 
 def find_problems(
-    opened: Opened, progress: Callable[[int], None] = lambda _: None, notes: list[str] | None = None
+    opened: Opened, progress: Progress = ignore_progress, notes: list[str] | None = None
 ) -> list[str]:
-    """Everything that is wrong with a checkpoint, in words; none for a good one.
+    """Find everything that is wrong with a checkpoint.
 
-    Files, checksums, chunks, and objects that can be read safely; for one of a training run also
-    the keys, the shapes that its arguments promise, whether main weights are those of the model,
-    the optimizer's state, and NaN or infinite values.
+    Checked are files, checksums, chunks, and that objects can be read safely. If a training run has
+    written it, also the keys, the shapes that its arguments promise, main weights against those of
+    the model, the optimizer's state, and values that are NaN or infinite.
 
     Args:
-        notes: gets what is no fault: entries that mean nothing to training.
+        opened: the checkpoint.
+        progress: called with numbers of bytes that were read.
+        notes: takes entries that are no fault but mean nothing to training.
+
+    Returns:
+        The problems in words; none for a good checkpoint.
     """
     problems: list[str] = []
     stored = opened.stored
     if stored is not None:
-        problems += _holes(stored)
-        problems += _unreadable(
-            stored,
-            progress if opened.format == PLAIN else lambda _: None,
-            with_tensors=opened.format == PLAIN,
-        )
+        problems += _wrong_chunks(stored)
+        problems += _unreadable_objects(stored)
+        if opened.format == PLAIN:
+            problems += _unreadable_tensors(stored, progress)
     if opened.format == PLAIN or problems:
         return problems
     try:
         state = opened.state()
     except (ValueError, NotImplementedError) as error:
         return [str(error)]
-    problems += _shapes(state)
+    problems += _wrong_shapes(state)
     problems += _incomplete_state(state)
     problems += _incomplete_schedule(state)
     problems += _wrong_values(state, progress)
-    faults = state.unknown + [
-        name for name, contradicts in state.is_fresh.items() if _is_fault(contradicts)
-    ]
-    if notes is not None:
-        notes += [note for note in state.notes if note.partition(":")[0] not in faults]
-    return problems + [note for note in state.notes if note.partition(":")[0] in faults]
+    contradicting = [name for name, is_fresh in state.is_fresh.items() if _is_fault(is_fresh)]
+    faults = {*state.unknown, *contradicting}
+    for note in state.notes:
+        if note.partition(":")[0] in faults:
+            problems.append(note)
+        elif notes is not None:
+            notes.append(note)
+    return problems
 
 
-def _holes(stored: StoredCheckpoint) -> Iterator[str]:
-    """Tensors whose chunks overlap, stick out or leave elements out."""
+def total_bytes(opened: Opened) -> int:
+    """Return about how many bytes :func:`find_problems` reports in all."""
+    stored = opened.stored
+    return sum(stored.num_bytes(key) for key in stored.tensors) if stored is not None else 0
+
+
+# ---- files
+
+
+def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
+    """Report tensors whose chunks overlap, stick out of the shape or leave elements out."""
     for key, entry in stored.tensors.items():
         volume = 0
-        boxes = []
+        chunks = []
         for chunk in entry.chunks:
-            if any(
-                a < 0 or a + n > size for a, n, size in zip(chunk.offsets, chunk.sizes, entry.size)
-            ):
-                yield (
-                    f"{key}: the chunk at {tuple(chunk.offsets)} sticks out of the shape"
-                    f" {tuple(entry.size)}"
-                )
-            if math.prod(chunk.sizes):
-                boxes.append((tuple(chunk.offsets), tuple(chunk.sizes)))
-            volume += math.prod(chunk.sizes)
+            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            dims = zip(offsets, sizes, entry.size)
+            if any(offset < 0 or offset + size > whole for offset, size, whole in dims):
+                yield f"{key}: the chunk at {offsets} sticks out of the shape {tuple(entry.size)}"
+            if math.prod(sizes):
+                chunks.append((offsets, sizes))
+            volume += math.prod(sizes)
         if volume != math.prod(entry.size):
             yield (
                 f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"
                 f" {math.prod(entry.size)}"
             )
-        elif chunks_overlap(boxes):
+        elif chunks_overlap(chunks):
             yield f"{key}: two of its chunks overlap"
 
 
-def _unreadable(
-    stored: StoredCheckpoint, progress: Callable[[int], None], with_tensors: bool
-) -> Iterator[str]:
+def _unreadable_objects(stored: StoredCheckpoint) -> Iterator[str]:
     for key in stored.objects:
         try:
             stored.read_object(key)
         except ValueError as error:
             yield str(error)
-    for key in stored.tensors if with_tensors else ():
+
+
+def _unreadable_tensors(stored: StoredCheckpoint, progress: Progress) -> Iterator[str]:
+    for key in stored.tensors:
         try:
             progress(stored.lazy(key).read().nbytes)
         except (ValueError, NotImplementedError) as error:
             yield str(error)
 
 
-def _shapes(state: TrainingState) -> Iterator[str]:
-    """Tensors that do not fit the model that the arguments describe."""
+# ---- training state
+
+
+def _wrong_shapes(state: TrainingState) -> Iterator[str]:
+    """Report tensors that do not fit the model which the arguments describe."""
     if state.args is None:
         return
     sizes = parameter_shapes.Sizes(state.args)
     for name, tensor in [*state.weights.items(), *state.buffers.items()]:
         expected = parameter_shapes.expected_shape(name, sizes)
-        if expected is None:
-            continue
-        if len(expected) != len(tensor.shape) or any(
-            n is not None and n != m for n, m in zip(expected, tensor.shape)
-        ):
+        if expected is not None and not _fits(tensor.shape, expected):
             yield (
                 f"{name} has the shape {tensor.shape}; the arguments of the run make it {expected}"
             )
 
 
+def _fits(shape: tuple[int, ...], expected: tuple[int | None, ...]) -> bool:
+    """Compare shapes; None in ``expected`` allows any size."""
+    return len(expected) == len(shape) and all(
+        wanted is None or wanted == size for wanted, size in zip(expected, shape)
+    )
+
+
 def _incomplete_state(state: TrainingState) -> Iterator[str]:
-    """Parameters with some of the optimizer's state."""
+    """Report parameters that lack a part of the optimizer's state which others have."""
     if state.groups is None:
         return
-    kinds = sorted({slot for slots in state.moments.values() for slot in slots})
+    all_slots: set[str] = set()
+    for slots in state.moments.values():
+        all_slots.update(slots)
     for name, slots in state.moments.items():
-        missing = [slot for slot in kinds if slot not in slots]
+        missing = sorted(all_slots - slots.keys())
         if missing:
             yield f"{name}: the optimizer lacks {', '.join(missing)}"
         for slot, tensor in slots.items():
@@ -131,10 +153,13 @@ def _incomplete_state(state: TrainingState) -> Iterator[str]:
                 )
 
 
-def _is_fault(contradicts: Callable[[], bool]) -> bool:
-    """Whether a main weight is not the model's; of a damaged one that has been told already."""
+def _is_fault(is_fresh: Callable[[], bool]) -> bool:
+    """Tell whether the main weight of a parameter contradicts the model's.
+
+    A damaged one has been reported when it was read.
+    """
     try:
-        return contradicts()
+        return is_fresh()
     except (ValueError, NotImplementedError):
         return False
 
@@ -145,10 +170,10 @@ def _incomplete_schedule(state: TrainingState) -> Iterator[str]:
         yield f"the schedule of rates lacks {', '.join(missing)}"
 
 
-def _wrong_values(state: TrainingState, progress: Callable[[int], None]) -> Iterator[str]:
-    """NaN and infinite values; negative second moments.
+def _wrong_values(state: TrainingState, progress: Progress) -> Iterator[str]:
+    """Report tensors with NaN, infinite values or negative second moments.
 
-    Reading compares checksums, and main weights with the model's.
+    Reading them also compares checksums, and main weights with the model's.
     """
     for kind, name, tensor in state.tensors():
         try:
@@ -157,26 +182,22 @@ def _wrong_values(state: TrainingState, progress: Callable[[int], None]) -> Iter
             yield f"{name} ({kind}): {error}"
             continue
         if wrong:
-            yield f"{name} ({kind}): {wrong} values are NaN or infinite" + (
-                " or negative" if kind == "exp_avg_sq" else ""
-            )
+            negative = " or negative" if kind == "exp_avg_sq" else ""
+            yield f"{name} ({kind}): {wrong} values are NaN or infinite{negative}"
 
 
-def _blocks(tensor: Any) -> Iterator[torch.Tensor]:
-    step = max(_BLOCK_BYTES // max(tensor.num_bytes // max(tensor.num_rows, 1), 1), 1)
+def _blocks(tensor: LazyTensor) -> Iterator[torch.Tensor]:
+    row_bytes = max(tensor.num_bytes // max(tensor.num_rows, 1), 1)
+    step = max(_BLOCK_BYTES // row_bytes, 1)
     for start in range(0, tensor.num_rows, step):
         yield tensor.read_rows(start, min(start + step, tensor.num_rows))
 
 
-def _count_wrong(block: torch.Tensor, kind: str, progress: Callable[[int], None]) -> int:
+def _count_wrong(block: torch.Tensor, kind: str, progress: Progress) -> int:
     progress(block.nbytes)
     if not block.is_floating_point():
         return 0
     wrong = ~torch.isfinite(block)
-    return int((wrong | (block < 0)).sum() if kind == "exp_avg_sq" else wrong.sum())
-
-
-def total_bytes(opened: Opened) -> int:
-    """What :func:`find_problems` reports as done in the end, about."""
-    stored = opened.stored
-    return sum(stored.num_bytes(key) for key in stored.tensors) if stored is not None else 0
+    if kind == "exp_avg_sq":
+        wrong |= block < 0
+    return int(wrong.sum())

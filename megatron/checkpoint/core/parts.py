@@ -32,7 +32,9 @@ class Part:
 class Target(Protocol):
     """An output directory of any format."""
 
-    parts: Sequence[Part]
+    @property
+    def parts(self) -> Sequence[Part]:
+        """Parts that are written in any order, on any rank."""
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
         """Write what needs all parts to be there; called on one rank.

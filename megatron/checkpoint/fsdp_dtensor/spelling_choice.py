@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out from a checkpoint how the model that will load it spells its parameters."""
+"""Choice of the parameter names that the model which will load a checkpoint has."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.checkpoint.core.key_rules import is_expert
+from megatron.checkpoint.core.key_rules import INNER_LAYER, Spelling, is_expert
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.spelling import INNER_LAYER, OTHER_INNER_LAYER, Spelling, layer_kinds
+from megatron.checkpoint.core.spelling import OTHER_INNER_LAYER, layer_kinds
 from megatron.checkpoint.core.training_state import TrainingState
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
@@ -18,16 +18,17 @@ IMPLEMENTATIONS = ("local", "transformer_engine")
 def choose_spelling(
     state: TrainingState, transformer_impl: str | None = None, rename_mtp: bool = True
 ) -> Spelling:
-    """How a model spells the parameters of ``state``.
+    """Return how a model names the parameters of ``state``.
 
     Args:
-        transformer_impl: "local" or "transformer_engine", the layers that it is made of. Default:
-            those of the run that wrote the checkpoint, by its names or its arguments.
-        rename_mtp: the layer inside a multi-token prediction layer is called as in files, not as in
-            modules of newer releases.
+        state: what a checkpoint holds.
+        transformer_impl: "local" or "transformer_engine", the layers of the model. Default: those
+            of the run that wrote the checkpoint, by its names or its arguments.
+        rename_mtp: the layer inside a multi-token prediction layer is named as in files. False: it
+            is named as in modules of newer releases of Megatron-Core.
 
     Raises:
-        ValueError: where nothing says which layers it has.
+        ValueError: if nothing says which layers the model has.
     """
     args = state.args or argparse.Namespace()
     names = [*state.weights, *state.buffers]
@@ -37,7 +38,7 @@ def choose_spelling(
         state,
         local,
         transformer_impl or getattr(args, "transformer_impl", None),
-        chosen=transformer_impl is not None,
+        is_chosen=transformer_impl is not None,
     )
     return replace(
         local,
@@ -49,21 +50,21 @@ def choose_spelling(
 
 
 def _is_engine(
-    state: TrainingState, local: Spelling, implementation: str | None, chosen: bool
+    state: TrainingState, local: Spelling, implementation: str | None, is_chosen: bool
 ) -> bool:
-    """Transformer Engine's layers have other names than local ones, wherever a norm is inside a linear layer."""
+    """Decide between layers of Transformer Engine and local ones.
+
+    They differ in names wherever Transformer Engine has a norm inside a linear layer.
+    """
     engine = replace(local, transformer_engine=True)
     telling = [
         name for name in state.module_names if local.module_name(name) != engine.module_name(name)
     ]
-    if telling and not chosen:
+    if telling and not is_chosen:
         return any(state.module_names[name] == engine.module_name(name) for name in telling)
     if implementation in IMPLEMENTATIONS:
         return implementation == "transformer_engine"
-    everywhere = [
-        name for name in state.weights if local.module_name(name) != engine.module_name(name)
-    ]
-    if not everywhere:
+    if all(local.module_name(name) == engine.module_name(name) for name in state.weights):
         return False
     raise ValueError(
         "the checkpoint does not say which layers its model is made of: --transformer-impl local,"
@@ -72,24 +73,26 @@ def _is_engine(
 
 
 def _has_grouped_experts(state: TrainingState, args: argparse.Namespace, engine: bool) -> bool:
-    experts = [shown for name, shown in state.module_names.items() if is_expert(name)]
-    if experts:
-        return not any(".local_experts." in shown for shown in experts)
+    """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on."""
+    in_file = [shown for name, shown in state.module_names.items() if is_expert(name)]
+    if in_file:
+        return not any(".local_experts." in shown for shown in in_file)
     return engine and bool(getattr(args, "moe_grouped_gemm", False))
 
 
 def _is_stacked(tensors: Mapping[str, LazyTensor], args: argparse.Namespace) -> bool:
-    """Whether torch_dist files have all layers of the decoder in one tensor: they are alike, and no argument says otherwise."""
+    """Decide whether torch_dist files have all layers of the decoder in one tensor.
+
+    They do if all layers are alike, unless an argument of the run says otherwise.
+    """
     frequency = getattr(args, "moe_layer_freq", 1)
-    if (
-        not isinstance(frequency, int)
-        or frequency > 1
-        or getattr(args, "heterogeneous_layers_config_path", None)
-    ):
+    if not isinstance(frequency, int) or frequency > 1:
         return False
-    tails: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
+    if getattr(args, "heterogeneous_layers_config_path", None):
+        return False
+    layers: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     for name, tensor in tensors.items():
         if name.startswith("decoder.layers."):
-            number, _, tail = name.removeprefix("decoder.layers.").partition(".")
-            tails.setdefault(number, set()).add((tail, tensor.shape))
-    return len({frozenset(each) for each in tails.values()}) <= 1
+            number, _, rest = name.removeprefix("decoder.layers.").partition(".")
+            layers.setdefault(number, set()).add((rest, tensor.shape))
+    return len({frozenset(tensors_of_layer) for tensors_of_layer in layers.values()}) <= 1

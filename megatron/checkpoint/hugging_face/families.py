@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The families of Hugging Face models that have a Megatron counterpart: names of tensors, and settings of config.json.
+"""Model families with a counterpart in Megatron-Core: names of tensors, settings of config.json.
 
 A family is data. Its rows (:mod:`megatron.checkpoint.hugging_face.tensors`) pair canonical names
 with those of transformers' modules, its rules (:mod:`megatron.checkpoint.hugging_face.settings`)
 pair Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
-argument that no rule of the family speaks of has to have its default, or the model would compute
+argument that no rule of the family covers has to have its default, or the model would compute
 something else.
 
 Source of names and settings: ``configuration_*.py`` and ``modeling_*.py`` of
@@ -13,41 +13,34 @@ https://github.com/huggingface/transformers.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.spelling import INNER_LAYER
-from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, completed
-from megatron.checkpoint.hugging_face.settings import (
-    EPSILON_OF_LATENTS,
-    EVEN_HEADS,
+from megatron.checkpoint.hugging_face.expert_settings import (
     EXPERTS_EVERYWHERE,
     FIRST_LAYERS_DENSE,
-    GELU,
-    INNER_WIDTH,
-    KINDS_OF_ATTENTION,
-    LATENT_HEADS,
     NORMALIZED_SCORES,
-    ONE_DROPOUT,
-    PREDICTIONS,
-    QUERY_RANK,
     ROUTING_GROUPS,
     SHARED_EXPERTS,
     SIGMOID_SCORES,
     SPARSE_LAYERS,
-    Config,
-    Rule,
+)
+from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.rotary_settings import LLAMA3, YARN, rotary
+from megatron.checkpoint.hugging_face.setting_rule import only, same, without_meaning
+from megatron.checkpoint.hugging_face.settings import (
+    EPSILON_OF_LATENTS,
+    EVEN_HEADS,
+    GELU,
+    INNER_WIDTH,
+    LATENT_HEADS,
+    LAYER_TYPES,
+    ONE_DROPOUT,
+    PREDICTIONS,
+    QUERY_RANK,
     grouped_queries,
     head_width,
-    in_words,
-    only,
-    rotary,
-    same,
     tied_embeddings,
-    without_meaning,
 )
 from megatron.checkpoint.hugging_face.tensors import (
     FUSED_HEADS,
@@ -55,8 +48,7 @@ from megatron.checkpoint.hugging_face.tensors import (
     HEADS,
     TRANSPOSED,
     VOCABULARY,
-    Pairing,
-    Row,
+    TensorRow,
     Where,
     compresses_queries,
     has_experts,
@@ -65,54 +57,6 @@ from megatron.checkpoint.hugging_face.tensors import (
     untied,
 )
 
-_IGNORED = [
-    "_attn_implementation",
-    "_attn_implementation_autoset",
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "finetuning_task",
-    "id2label",
-    "keys_to_ignore_at_inference",
-    "label2id",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "output_scores",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "return_dict_in_generate",
-    "router_aux_loss_coef",
-    "sep_token_id",
-    "task_specific_params",
-    "tokenizer_class",
-    "torch_dtype",
-    "transformers_version",
-    "unk_token_id",
-    "use_cache",
-    "use_return_dict",
-]
-"""Settings that change nothing a model computes from given tokens."""
-
-COMMON = (
-    only("is_encoder_decoder", False, write=False),
-    only("is_decoder", False, True, write=False),
-    only("add_cross_attention", False, write=False),
-    only("tie_encoder_decoder", False, write=False),
-    only(
-        "quantization_config",
-        None,
-        because="save the model without quantization first",
-        write=False,
-    ),
-)
 SIZES = (
     same("num_hidden_layers", "num_layers"),
     same("hidden_size", "hidden_size"),
@@ -129,10 +73,9 @@ LLAMA_RULES = (
 )
 NO_WINDOW = (
     only("use_sliding_window", False, because="sliding windows are not supported"),
-    without_meaning(
-        "sliding_window", "max_window_layers"
-    ),  # which count with use_sliding_window only
-    KINDS_OF_ATTENTION,
+    # These count with use_sliding_window only.
+    without_meaning("sliding_window", "max_window_layers"),
+    LAYER_TYPES,
 )
 EXPERTS = (
     same("num_experts num_local_experts", "num_experts"),
@@ -148,197 +91,82 @@ LLAMA_ARGUMENTS = {
 NO_DROPOUT = {"hidden_dropout": 0.0}
 
 OUTSIDE_LAYERS = (
-    Row(WORD_EMBEDDINGS, "model.embed_tokens.weight", VOCABULARY),
-    Row("decoder.final_layernorm.weight", "model.norm.weight"),
-    Row(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
+    TensorRow(WORD_EMBEDDINGS, "model.embed_tokens.weight", VOCABULARY),
+    TensorRow("decoder.final_layernorm.weight", "model.norm.weight"),
+    TensorRow(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
 )
 NORMS = (
-    Row("input_layernorm.weight", "input_layernorm.weight"),
-    Row("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+    TensorRow("input_layernorm.weight", "input_layernorm.weight"),
+    TensorRow("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
 ATTENTION = (
-    Row(
+    TensorRow(
         "self_attention.linear_qkv.weight",
         " ".join(f"self_attn.{each}_proj.weight" for each in "qkv"),
         HEADS,
     ),
-    Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-QKV_BIAS = Row(
+QKV_BIAS = TensorRow(
     "self_attention.linear_qkv.bias",
     " ".join(f"self_attn.{each}_proj.bias" for each in "qkv"),
     HEADS,
 )
 HEAD_NORMS = (
-    Row("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
-    Row("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+    TensorRow("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    TensorRow("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
 )
 LATENT_ATTENTION = (
-    Row("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", where=keeps_queries),
-    Row(
+    TensorRow(
+        "self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", where=keeps_queries
+    ),
+    TensorRow(
         "self_attention.linear_q_down_proj.weight",
         "self_attn.q_a_proj.weight",
         where=compresses_queries,
     ),
-    Row(
+    TensorRow(
         "self_attention.q_layernorm.weight",
         "self_attn.q_a_layernorm.weight",
         where=compresses_queries,
     ),
-    Row(
+    TensorRow(
         "self_attention.linear_q_up_proj.weight",
         "self_attn.q_b_proj.weight",
         where=compresses_queries,
     ),
-    Row("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
-    Row("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
-    Row("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
-    Row("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+    TensorRow("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    TensorRow("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    TensorRow("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight"),
+    TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
-"""Rotated rows stay where they are: Megatron-Core's latent attention takes pairs of neighbours, as transformers does with
-``rope_interleave``."""
+"""Rotated rows stay in order: Megatron-Core's latent attention rotates pairs of neighbours, as
+transformers does with ``rope_interleave``."""
 
 
 def gated_mlp(
     ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
-) -> tuple[Row, Row]:
-    """Rows of a gated MLP at these paths."""
+) -> tuple[TensorRow, TensorRow]:
+    """Return the rows of a gated MLP.
+
+    Args:
+        ours: path of the MLP in a layer of ours.
+        theirs: path of the MLP in a layer of theirs.
+        where: the layers that have it.
+        names: of their gate, up and down projections.
+    """
     gate, up, down = (f"{theirs}.{name}.weight" for name in names.split())
     return (
-        Row(f"{ours}.linear_fc1.weight", f"{gate} {up}", GATE_AND_UP, where),
-        Row(f"{ours}.linear_fc2.weight", down, where=where),
+        TensorRow(f"{ours}.linear_fc1.weight", f"{gate} {up}", GATE_AND_UP, where),
+        TensorRow(f"{ours}.linear_fc2.weight", down, where=where),
     )
 
 
 DENSE_MLP = gated_mlp("mlp", "mlp", is_dense)
 ROUTED_EXPERTS = (
-    Row("mlp.router.weight", "mlp.gate.weight", where=has_experts),
+    TensorRow("mlp.router.weight", "mlp.gate.weight", where=has_experts),
     *gated_mlp("mlp.experts.local_experts.{expert}", "mlp.experts.{expert}", has_experts),
 )
-PREDICTING_LAYER = (
-    Row("enorm.weight", "enorm.weight"),
-    Row("hnorm.weight", "hnorm.weight"),
-    Row("eh_proj.weight", "eh_proj.weight"),
-    Row("final_layernorm.weight", "shared_head.norm.weight"),
-)
-PREDICTING_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-
-
-@dataclass(frozen=True)
-class Family:
-    """One ``model_type``.
-
-    Attributes:
-        architecture: transformers' class of the language model.
-        base: what all names but the output layer's begin with. A file of the model without its head
-            leaves it out.
-        layers: what names in a layer begin with, before its number.
-        outside: rows outside of layers.
-        layer: rows of a layer.
-        rules: settings.
-        arguments: what every model of the family has.
-        training: what a model of the family trains with, where the config does not say it; no part
-            of the model.
-        predicts: whether layers that predict further tokens may follow the others.
-        passed_over: endings of tensors that old files have and nothing needs.
-        ignored: settings without meaning here, beside those of all families.
-    """
-
-    architecture: str
-    outside: tuple[Row, ...]
-    layer: tuple[Row, ...]
-    rules: tuple[Rule, ...]
-    arguments: dict[str, Any]
-    training: dict[str, Any]
-    base: str = "model."
-    layers: str = "model.layers."
-    predicts: bool = False
-    passed_over: tuple[str, ...] = (".rotary_emb.inv_freq",)
-    ignored: tuple[str, ...] = ()
-
-    def pairings(self, args: argparse.Namespace) -> Iterator[Pairing]:
-        """All tensors of the model of ``args``."""
-        for row in self.outside:
-            if row.where(args, 0):
-                yield Pairing(row.ours, tuple(row.theirs.split()), row.rearrangement)
-        for number in range(args.num_layers):
-            yield from _in_layer(
-                self.layer, args, number, f"decoder.layers.{number}.", f"{self.layers}{number}."
-            )
-        for number in range(args.mtp_num_layers or 0):
-            ours, theirs = f"mtp.layers.{number}.", f"{self.layers}{args.num_layers + number}."
-            last = args.num_layers - 1  # further layers are made like it
-            yield from _in_layer(PREDICTING_LAYER, args, last, ours, theirs)
-            yield from _in_layer(self.layer, args, last, ours + INNER_LAYER, theirs)
-            head = OUTPUT_LAYER if args.untie_embeddings_and_output_weights else WORD_EMBEDDINGS
-            for ours, copy in zip((WORD_EMBEDDINGS, head), PREDICTING_COPIES):
-                yield Pairing(ours, (theirs + copy,), VOCABULARY, is_copy=True)
-
-    def read_config(self, config: Config) -> tuple[argparse.Namespace, list[str]]:
-        """The arguments that a config means, and what is wrong with it, in words."""
-        values: dict[str, Any] = {argument.name: argument.default for argument in ARGUMENTS}
-        values |= self.arguments | self.training
-        problems: list[str] = []
-        for rule in (*self.rules, *COMMON):
-            values |= rule.read(config, problems)
-        known = {key for rule in (*self.rules, *COMMON) for key in rule.keys} | {
-            *_IGNORED,
-            *self.ignored,
-        }
-        unknown = sorted(
-            key for key, value in config.items() if key not in known and value is not None
-        )
-        problems += [
-            f"{key} {in_words(config[key])}: unknown, and may change what the model computes"
-            for key in unknown
-        ]
-        return argparse.Namespace(**values), problems
-
-    def write_config(self, args: argparse.Namespace) -> tuple[Config, list[str]]:
-        """The config of the model of ``args``, and what there is no model of the family for, in words."""
-        args = completed(args)
-        problems = [
-            f"{name} is {getattr(args, name, None)} instead of {value}"
-            for name, value in self.arguments.items()
-            if getattr(args, name, None) != value
-        ]
-        covered = {name for rule in self.rules for name in rule.names} | {
-            *self.arguments,
-            "padded_vocab_size",
-        }
-        for argument in ARGUMENTS:
-            value = getattr(args, argument.name)
-            if (
-                argument.name not in covered
-                and argument.in_outputs
-                and argument.counts(args)
-                and value != argument.default
-            ):
-                problems.append(f"{argument.name} is {value} instead of {argument.default}")
-        if problems:
-            return {}, problems
-        config: Config = {}
-        for rule in self.rules:
-            config |= rule.write(args, problems)
-        return config, problems
-
-    @property
-    def keys(self) -> set[str]:
-        """Keys of the config that its rules write, or that follow from those."""
-        return {key for rule in self.rules for key in rule.keys}
-
-
-def _in_layer(
-    rows: tuple[Row, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
-) -> Iterator[Pairing]:
-    for row in rows:
-        if not row.where(args, number):
-            continue
-        for expert in range(args.num_experts) if "{expert}" in row.ours else [0]:
-            names = tuple(theirs + name.format(expert=expert) for name in row.theirs.split())
-            yield Pairing(ours + row.ours.format(expert=expert), names, row.rearrangement)
-
-
 QWEN_RULES = (
     *LLAMA_RULES,
     *NO_WINDOW,
@@ -356,7 +184,7 @@ LLAMA = Family(
         same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         head_width(),
         grouped_queries(None),
-        rotary(10000.0, "llama3"),
+        rotary(10000.0, LLAMA3),
         tied_embeddings(False),
         only("mlp_bias", False, because="the counterpart has no biases in its MLP"),
     ),
@@ -372,7 +200,7 @@ QWEN2 = Family(
         same("intermediate_size", "ffn_hidden_size"),
         head_width(),
         grouped_queries(32),
-        rotary(10000.0, "llama3"),
+        rotary(10000.0, LLAMA3),
         only(
             "use_mrope",
             False,
@@ -392,7 +220,7 @@ QWEN3 = Family(
         same("intermediate_size", "ffn_hidden_size"),
         head_width(128),
         grouped_queries(32),
-        rotary(10000.0, "llama3"),
+        rotary(10000.0, LLAMA3),
     ),
     arguments=LLAMA_ARGUMENTS | {"qk_layernorm": True},
     training=NO_DROPOUT,
@@ -403,7 +231,7 @@ MIXTRAL = Family(
     layer=(
         *NORMS,
         *ATTENTION,
-        Row("mlp.router.weight", "block_sparse_moe.gate.weight"),
+        TensorRow("mlp.router.weight", "block_sparse_moe.gate.weight"),
         *gated_mlp(
             "mlp.experts.local_experts.{expert}",
             "block_sparse_moe.experts.{expert}",
@@ -421,7 +249,7 @@ MIXTRAL = Family(
         same("rms_norm_eps", "layernorm_epsilon", 1e-5),
         head_width(),
         grouped_queries(8),
-        rotary(1e6, "llama3"),
+        rotary(1e6, LLAMA3),
         tied_embeddings(False),
         only("sliding_window", None, because="sliding windows are not supported"),
         only("router_jitter_noise", 0.0, because="Megatron-Core adds noise to other values"),
@@ -441,7 +269,7 @@ QWEN3_MOE = Family(
         same("intermediate_size", "ffn_hidden_size"),
         head_width(),
         grouped_queries(4),
-        rotary(10000.0, "llama3"),
+        rotary(10000.0, LLAMA3),
     ),
     arguments=LLAMA_ARGUMENTS | {"qk_layernorm": True},
     training=NO_DROPOUT,
@@ -454,7 +282,7 @@ DEEPSEEK_V3 = Family(
         *LATENT_ATTENTION,
         *DENSE_MLP,
         *ROUTED_EXPERTS,
-        Row("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", where=has_experts),
+        TensorRow("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", where=has_experts),
         *gated_mlp("mlp.shared_experts", "mlp.shared_experts", has_experts),
     ),
     rules=(
@@ -467,7 +295,7 @@ DEEPSEEK_V3 = Family(
         same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         EPSILON_OF_LATENTS,
         tied_embeddings(False),
-        rotary(10000.0, "yarn"),
+        rotary(10000.0, YARN),
         only(
             "rope_interleave",
             True,
@@ -478,7 +306,7 @@ DEEPSEEK_V3 = Family(
         same("qk_nope_head_dim", "qk_head_dim"),
         same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
         same("v_head_dim", "v_head_dim"),
-        without_meaning("qk_head_dim", "head_dim"),  # which follow from those
+        without_meaning("qk_head_dim", "head_dim"),  # sums of widths above
         same("n_routed_experts num_local_experts", "num_experts"),
         same("num_experts_per_tok", "moe_router_topk"),
         same("moe_intermediate_size", "moe_ffn_hidden_size"),
@@ -508,25 +336,25 @@ GPT2 = Family(
     base="transformer.",
     layers="transformer.h.",
     outside=(
-        Row(WORD_EMBEDDINGS, "transformer.wte.weight", VOCABULARY),
-        Row("embedding.position_embeddings.weight", "transformer.wpe.weight"),
-        Row("decoder.final_layernorm.weight", "transformer.ln_f.weight"),
-        Row("decoder.final_layernorm.bias", "transformer.ln_f.bias"),
-        Row(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
+        TensorRow(WORD_EMBEDDINGS, "transformer.wte.weight", VOCABULARY),
+        TensorRow("embedding.position_embeddings.weight", "transformer.wpe.weight"),
+        TensorRow("decoder.final_layernorm.weight", "transformer.ln_f.weight"),
+        TensorRow("decoder.final_layernorm.bias", "transformer.ln_f.bias"),
+        TensorRow(OUTPUT_LAYER, "lm_head.weight", VOCABULARY, untied),
     ),
     layer=(
-        Row("input_layernorm.weight", "ln_1.weight"),
-        Row("input_layernorm.bias", "ln_1.bias"),
-        Row("self_attention.linear_qkv.weight", "attn.c_attn.weight", FUSED_HEADS),
-        Row("self_attention.linear_qkv.bias", "attn.c_attn.bias", FUSED_HEADS),
-        Row("self_attention.linear_proj.weight", "attn.c_proj.weight", TRANSPOSED),
-        Row("self_attention.linear_proj.bias", "attn.c_proj.bias"),
-        Row("pre_mlp_layernorm.weight", "ln_2.weight"),
-        Row("pre_mlp_layernorm.bias", "ln_2.bias"),
-        Row("mlp.linear_fc1.weight", "mlp.c_fc.weight", TRANSPOSED),
-        Row("mlp.linear_fc1.bias", "mlp.c_fc.bias"),
-        Row("mlp.linear_fc2.weight", "mlp.c_proj.weight", TRANSPOSED),
-        Row("mlp.linear_fc2.bias", "mlp.c_proj.bias"),
+        TensorRow("input_layernorm.weight", "ln_1.weight"),
+        TensorRow("input_layernorm.bias", "ln_1.bias"),
+        TensorRow("self_attention.linear_qkv.weight", "attn.c_attn.weight", FUSED_HEADS),
+        TensorRow("self_attention.linear_qkv.bias", "attn.c_attn.bias", FUSED_HEADS),
+        TensorRow("self_attention.linear_proj.weight", "attn.c_proj.weight", TRANSPOSED),
+        TensorRow("self_attention.linear_proj.bias", "attn.c_proj.bias"),
+        TensorRow("pre_mlp_layernorm.weight", "ln_2.weight"),
+        TensorRow("pre_mlp_layernorm.bias", "ln_2.bias"),
+        TensorRow("mlp.linear_fc1.weight", "mlp.c_fc.weight", TRANSPOSED),
+        TensorRow("mlp.linear_fc1.bias", "mlp.c_fc.bias"),
+        TensorRow("mlp.linear_fc2.weight", "mlp.c_proj.weight", TRANSPOSED),
+        TensorRow("mlp.linear_fc2.bias", "mlp.c_proj.bias"),
     ),
     rules=(
         same("n_layer", "num_layers"),
@@ -571,4 +399,22 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "gpt2": GPT2,
 }
-"""By the ``model_type`` of config.json."""
+"""Families by the ``model_type`` of config.json."""
+
+
+def family_named(name: Any, where: str) -> Family:
+    """Return the family of a ``model_type``.
+
+    Args:
+        name: the ``model_type``.
+        where: its source, for the message.
+
+    Raises:
+        ValueError: for a type without counterpart.
+    """
+    if name not in FAMILIES:
+        raise ValueError(
+            f"{where} {name}, of which there is no counterpart here: known are"
+            f" {', '.join(FAMILIES)}"
+        )
+    return FAMILIES[name]

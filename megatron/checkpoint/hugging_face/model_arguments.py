@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of a run that say which model it has: their defaults in Megatron-LM, and the flags that set them."""
+"""Arguments of a run that define its model: their defaults in Megatron-LM, and their flags."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 
@@ -15,7 +15,7 @@ def _always(args: argparse.Namespace) -> bool:
 
 
 def _latent(args: argparse.Namespace) -> bool:
-    return args.multi_latent_attention
+    return bool(args.multi_latent_attention)
 
 
 def _not_latent(args: argparse.Namespace) -> bool:
@@ -23,29 +23,28 @@ def _not_latent(args: argparse.Namespace) -> bool:
 
 
 def _own_bias_of_qkv(args: argparse.Namespace) -> bool:
-    return (
-        not args.multi_latent_attention and not args.add_bias_linear
-    )  # which gives every linear layer one, and sets this too
+    # With add_bias_linear every linear layer has a bias, and this argument is set too.
+    return not args.multi_latent_attention and not args.add_bias_linear
 
 
 def _yarn(args: argparse.Namespace) -> bool:
-    return args.multi_latent_attention and args.rope_type != "rope"
+    return bool(args.multi_latent_attention) and args.rope_type != "rope"
 
 
 def _grouped(args: argparse.Namespace) -> bool:
-    return args.group_query_attention
+    return bool(args.group_query_attention)
 
 
 def _rotary(args: argparse.Namespace) -> bool:
-    return args.position_embedding_type == "rope"
+    return bool(args.position_embedding_type == "rope")
 
 
 def _rotates(args: argparse.Namespace) -> bool:
-    return args.position_embedding_type == "rope" or args.multi_latent_attention
+    return _rotary(args) or _latent(args)
 
 
 def _stretched(args: argparse.Namespace) -> bool:
-    return args.use_rope_scaling
+    return bool(args.use_rope_scaling)
 
 
 def _experts(args: argparse.Namespace) -> bool:
@@ -53,7 +52,8 @@ def _experts(args: argparse.Namespace) -> bool:
 
 
 def _plain_gelu(args: argparse.Namespace) -> bool:
-    return args.add_bias_linear and not (args.swiglu or args.squared_relu or args.openai_gelu)
+    others = args.swiglu or args.squared_relu or args.openai_gelu
+    return bool(args.add_bias_linear) and not others
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,11 @@ class Argument:
     Attributes:
         name: the destination.
         default: of Megatron-LM.
-        flag: what sets it; default its name. A switch where the default is True or False.
-        counts: whether it means anything beside the other arguments; elsewhere its value is no part
-            of the model.
-        in_outputs: whether outputs of the trained model depend on it, beyond rounding.
+        flag: of the command line; default: its name. It is a switch if the default is True or
+            False.
+        counts: arguments -> True if this one means anything beside the others; else its value is no
+            part of the model.
+        in_outputs: outputs of the trained model depend on it, beyond rounding.
     """
 
     name: str
@@ -76,14 +77,18 @@ class Argument:
     in_outputs: bool = True
 
     def default_in(self, known: Mapping[str, Any]) -> Any:
-        """The default beside other arguments, which can have the switch itself, as it stands on the command line."""
+        """Return the default beside other arguments.
+
+        Some programs store a switch under the name of its flag: ``disable_bias_linear`` True means
+        ``add_bias_linear`` False.
+        """
         switch = known.get(self.flag.removeprefix("--").replace("-", "_"))
-        return (
-            not self.default if switch is True and isinstance(self.default, bool) else self.default
-        )
+        if switch is True and isinstance(self.default, bool):
+            return not self.default
+        return self.default
 
     def words(self, value: Any) -> list[str]:
-        """Words of a command line that set it to ``value``; none for the default."""
+        """Return words of a command line that set it to ``value``; none for the default."""
         if value is None or value == self.default:
             return []
         flag = self.flag or f"--{self.name.replace('_', '-')}"
@@ -115,9 +120,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("swiglu", False),
     Argument("squared_relu", False),
     Argument("openai_gelu", False),
-    Argument(
-        "bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu
-    ),  # its GELU is the tanh formula
+    # The fused GELU is the tanh formula.
+    Argument("bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu),
     Argument("add_bias_linear", True, "--disable-bias-linear"),
     Argument("add_qkv_bias", False, counts=_own_bias_of_qkv),
     Argument("qk_layernorm", False),
@@ -138,8 +142,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("rotary_scaling_factor", 1.0, counts=_latent),
     Argument("mscale", 1.0, counts=_yarn),
     Argument("mscale_all_dim", 0.0, counts=_latent),
-    # No flags of Megatron-LM's, but fields of its config that take what arguments have of these
-    # names.
+    # Megatron-LM has no flags for these, but its config takes them from arguments of these names.
     Argument("original_max_position_embeddings", 4096, counts=_yarn),
     Argument("beta_fast", 32, counts=_yarn),
     Argument("beta_slow", 1, counts=_yarn),
@@ -160,18 +163,17 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("bf16", False, in_outputs=False),
     Argument("fp16", False, in_outputs=False),
 )
-"""What a model is made of.
+"""Arguments that define a model.
 
-What only concerns training it, such as losses that balance experts, is not here.
+Those that only concern its training, such as losses that balance experts, are not here.
 """
 
 
 def completed(args: argparse.Namespace) -> argparse.Namespace:
-    """A copy with what is missing: defaults, and sizes that follow from others."""
+    """Return a copy with defaults for missing arguments, and sizes that follow from others."""
     known = vars(args)
-    args = argparse.Namespace(
-        **({argument.name: argument.default_in(known) for argument in ARGUMENTS} | known)
-    )
+    defaults = {argument.name: argument.default_in(known) for argument in ARGUMENTS}
+    args = argparse.Namespace(**(defaults | known))
     args.group_query_attention = bool(args.group_query_attention)
     if args.kv_channels is None and args.hidden_size and args.num_attention_heads:
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -181,30 +183,41 @@ def completed(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def layers_with_experts(args: argparse.Namespace) -> list[int]:
-    """For every layer 1 where its MLP is made of experts, else 0."""
+    """Return for every layer 1 if its MLP is made of experts, else 0.
+
+    ``moe_layer_freq`` is such a list, or a number: with 3 layers 0, 3, 6 and so on have experts.
+    """
     if not args.num_experts:
         return [0] * args.num_layers
     pattern = getattr(args, "moe_layer_freq", 1)
-    return (
-        [int(number % pattern == 0) for number in range(args.num_layers)]
-        if isinstance(pattern, int)
-        else list(pattern)
-    )
+    if not isinstance(pattern, int):
+        return list(pattern)
+    return [int(number % pattern == 0) for number in range(args.num_layers)]
+
+
+def num_query_groups(args: argparse.Namespace) -> int:
+    """Return how many keys, each with a value, a layer of attention has."""
+    groups: int = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    return groups
 
 
 def model_flags(args: argparse.Namespace) -> list[str]:
-    """The words of a command line of pretrain_gpt.py that build the model of ``args``, without what concerns training it."""
+    """Return the words of a command line of pretrain_gpt.py that build the model of ``args``.
+
+    Flags that only concern its training are not among them.
+    """
     args = completed(args)
-    words: dict[str, list[str]] = {}  # two destinations can have one flag
+    words_of: dict[str, list[str]] = {}  # by flag, because two destinations can have the same
     for argument in ARGUMENTS:
-        if argument.counts(args):
-            found = argument.words(getattr(args, argument.name))
-            words |= {found[0]: found} if found else {}
-    return [word for found in words.values() for word in found]
+        words = argument.words(getattr(args, argument.name)) if argument.counts(args) else []
+        if words:
+            words_of[words[0]] = words
+    return list(chain.from_iterable(words_of.values()))
 
 
 def _as_written(value: Any) -> str:
     if not isinstance(value, list):
         return str(value)
-    runs = [(item, len(list(run))) for item, run in groupby(value)]
-    return "(" + "+".join(f"[{item}]*{length}" for item, length in runs) + ")"
+    # [0, 1, 1] is written as ([0]*1+[1]*2).
+    lists = [f"[{item}]*{len(list(equal))}" for item, equal in groupby(value)]
+    return f"({'+'.join(lists)})"

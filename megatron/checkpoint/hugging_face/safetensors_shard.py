@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file: its tensors as lazy ones, and writing it tensor by tensor.
+"""One safetensors file, read lazily and written tensor by tensor.
 
-The format, from https://github.com/huggingface/safetensors#format: eight bytes, the length of the
-header as a little-endian number; the header, a JSON object from names to ``dtype``, ``shape`` and
-``data_offsets`` (first byte and end, counted from the header's end), maybe with ``__metadata__`` of
-strings and blanks at its end; then the values, little-endian and in row-major order, without holes.
-The library writes tensors that are in memory all together, and reads from a mapping of the whole
-file, or whole tensors; a conversion has to do with less memory than either.
+The format (https://github.com/huggingface/safetensors#format) has three parts:
+
+1. eight bytes, the length of the header as a little-endian number;
+2. the header, a JSON object from names to ``dtype``, ``shape`` and ``data_offsets`` (first byte and
+   end, counted from the header's end). It may have ``__metadata__`` of strings, and blanks at its
+   end;
+3. the values, little-endian and in row-major order, without holes.
+
+The library writes tensors that are in memory all together, and it reads from a mapping of the whole
+file, or whole tensors. A conversion has to do with less memory than either.
 """
 
 from __future__ import annotations
@@ -36,14 +40,14 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 METADATA = {"format": "pt"}
-"""Readers of model directories refuse files that do not say which library's tensors they hold."""
+"""Readers of model directories refuse files that do not name the library of their tensors."""
 
 
 def stored_tensors(path: Path) -> dict[str, LazyTensor]:
-    """Name -> tensor of a safetensors file; nothing but its header is read yet.
+    """Return the tensors of a safetensors file by name. Only its header is read at once.
 
     Raises:
-        ValueError: where the file is damaged, or has a tensor of a dtype that torch does not know.
+        ValueError: if the file is damaged, or has a tensor of a dtype that torch does not know.
     """
     try:
         size = path.stat().st_size
@@ -57,11 +61,11 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
             f"{path} cannot be read as a safetensors file: it does not begin with a header"
         )
     header.pop("__metadata__", None)
-    problems = [
-        f"{name}: {problem}"
-        for name, entry in header.items()
-        if (problem := _problem(entry, size - start))
-    ]
+    problems = []
+    for name, entry in header.items():
+        problem = _problem(entry, size - start)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
     if problems:
         raise ValueError(
             f"{path} cannot be read as a safetensors file:\n  " + "\n  ".join(problems)
@@ -70,13 +74,10 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _problem(entry: Any, num_bytes: int) -> str | None:
-    """What is wrong with a tensor of a file that has so many bytes of values."""
+    """Report what is wrong with a tensor of a file that has ``num_bytes`` of values."""
     try:
-        dtype, shape, (begin, end) = (
-            entry["dtype"],
-            torch.Size(entry["shape"]),
-            entry["data_offsets"],
-        )
+        dtype, shape = entry["dtype"], torch.Size(entry["shape"])
+        begin, end = entry["data_offsets"]
     except (KeyError, TypeError, ValueError):
         return f"its description is damaged: {entry}"
     if dtype not in DTYPES:
@@ -90,17 +91,18 @@ def _problem(entry: Any, num_bytes: int) -> str | None:
 
 
 def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:
-    """The tensor whose bytes are counted from ``start``.
+    """Return a tensor of the file; the values of the file begin at byte ``start``.
 
-    Plain reads: the library needs address space for the whole file, or memory for the whole tensor.
+    It is read with plain reads: the library needs address space for the whole file, or memory for
+    the whole tensor.
     """
     shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-    row = dtype.itemsize * torch.Size(shape[1:]).numel()
+    row_bytes = dtype.itemsize * torch.Size(shape[1:]).numel()
 
     def read_rows(first: int, last: int) -> torch.Tensor:
         values = torch.empty((last - first, *shape[1:]) if shape else (), dtype=dtype)
         with open(path, "rb") as file:
-            file.seek(start + entry["data_offsets"][0] + first * row)
+            file.seek(start + entry["data_offsets"][0] + first * row_bytes)
             if file.readinto(_bytes_of(values)) != values.nbytes:
                 raise ValueError(f"{path} is shorter than it was")
         return values
@@ -109,23 +111,23 @@ def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_shard(
     path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
 ) -> None:
-    """Write a file of these tensors, one after another: never more than one of them is in memory.
+    """Write a file of tensors, one after another. Never more than one of them is in memory.
 
     Args:
         path: of the file, which is replaced.
         tensors: name -> tensor, in the order in which values are written.
-        progress: called with the number of bytes of every tensor that is written.
+        progress: called with the size of every tensor when it is written.
 
     Raises:
         ValueError: for a dtype that the format does not have.
-        RuntimeError: where a tensor turns out to be another than it said.
+        RuntimeError: if a tensor has another shape or dtype when it is read than it has declared.
     """
     with open(path, "wb") as file:
         file.write(_header(tensors))

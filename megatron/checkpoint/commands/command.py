@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frame of every command: the options that all have, ranks, and errors as one message."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.conversion import ConversionError
+from megatron.checkpoint.commands.printer import Printer
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import IMPLEMENTATIONS
+
+CHECKPOINT = click.Path(exists=False, path_type=Path)
+transformer_impl = click.option(
+    "--transformer-impl",
+    type=click.Choice(IMPLEMENTATIONS),
+    help="Layers of the model that will load it. Default: as before.",
+)
+allow_unknown_keys = click.option(
+    "--allow-unknown-keys",
+    is_flag=True,
+    help="Carry over parameters that no rule knows, instead of refusing them.",
+)
+
+
+def command(function: Callable[..., None]) -> click.Command:
+    """Make a command of a function, named like it, with the options that all commands have.
+
+    The function gets a :class:`Printer` as ``printer``. It runs on every rank of torchrun. An error
+    on any rank ends all of them with one message and exit code 1.
+    """
+
+    @click.command(name=function.__name__.replace("_", "-"))
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for machines.")
+    @click.option("--quiet", is_flag=True, help="Show no progress.")
+    @click.option(
+        "--enable-msc", is_flag=True, help="Object stores by the multi-storage client: not built."
+    )
+    @functools.wraps(function)
+    def run(
+        *args: Any,
+        as_json: bool,
+        quiet: bool,
+        enable_msc: bool,
+        oom_traceback: bool = False,
+        **options: Any,
+    ) -> None:
+        if enable_msc:
+            raise click.UsageError(
+                "--enable-msc: object stores are not built in; mount the store, or copy the"
+                " checkpoint"
+            )
+        printer = Printer(as_json, show_progress=not quiet, oom_traceback=oom_traceback)
+        try:
+            with conversion.ranks_of_torchrun():
+                conversion.agreed(
+                    lambda: function(*args, printer=printer, **options),
+                    lambda error: _message(error, oom_traceback),
+                )
+        except ConversionError as error:
+            printer.fail(error)
+
+    return run
+
+
+def _message(error: Exception, oom_traceback: bool) -> str:
+    """Return the message of an error for people."""
+    if conversion.is_out_of_memory(error):
+        if oom_traceback:
+            traceback.print_exception(error)
+        return conversion.OUT_OF_MEMORY
+    if isinstance(error, (ValueError, NotImplementedError)):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    # Files can hold anything: whatever a reader does not expect is an error of the checkpoint.
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno}"
+    return f"the checkpoint has something that is not understood ({where}: {error})"

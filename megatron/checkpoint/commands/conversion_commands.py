@@ -1,0 +1,396 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that write a checkpoint from another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from megatron.checkpoint.commands import conversion, editing
+from megatron.checkpoint.commands.command import (
+    CHECKPOINT,
+    allow_unknown_keys,
+    command,
+    transformer_impl,
+)
+from megatron.checkpoint.commands.formats import (
+    FSDP_DTENSOR,
+    HUGGING_FACE,
+    TORCH_DIST,
+    Opened,
+    open_checkpoint,
+)
+from megatron.checkpoint.commands.printer import Printer
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.parts import Target
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face.model_arguments import model_flags
+from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_COMMAND_FOR = {
+    TORCH_DIST: "convert-torch-dist-to-fsdp-dtensor",
+    FSDP_DTENSOR: "convert-fsdp-dtensor-to-torch-dist, or convert-to-hf",
+    HUGGING_FACE: "convert-from-hf",
+}
+
+
+def _expect(opened: Opened, expected: str) -> None:
+    """Refuse another format than ``expected``, naming the command for it."""
+    if opened.format != expected:
+        command_for = _COMMAND_FOR.get(opened.format)
+        hint = f"; use {command_for}" if command_for else ""
+        raise ValueError(
+            f"{opened.directory} is in the format {opened.format}, not {expected}{hint}"
+        )
+
+
+def _convert(
+    opened: Opened,
+    target: Target,
+    output: directory.OutputDirectory,
+    printer: Printer,
+    report: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Carry out a conversion and report it.
+
+    Args:
+        opened: what is converted.
+        target: what is written.
+        output: where it appears.
+        printer: of the command.
+        report: ``lines`` for people, ``notes``, and more for machines.
+        options: what was asked for. An interrupted conversion with others is not continued.
+    """
+    if output.final.resolve().is_relative_to(opened.directory.resolve()):
+        raise ValueError(
+            f"{output.final} is inside of the checkpoint that is converted: name another directory"
+        )
+    files = {}
+    for path in sorted(opened.directory.rglob("*")):
+        if path.is_file():
+            status = path.stat()
+            files[str(path)] = (status.st_size, status.st_mtime_ns)
+    identity = conversion.fingerprint(str(opened.directory.resolve()), files, options)
+    new_notes = conversion.convert(
+        target, output, identity, printer.show_progress, printer.oom_traceback
+    )
+    notes = sorted({*report.get("notes", []), *new_notes})
+    printer.result({"output": output.final, "input": opened.directory, **report, "notes": notes})
+    for note in notes:
+        printer.say(f"note: {note}")
+    for line in report.get("lines", []):
+        printer.say(line)
+    printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
+
+
+def _report(state: TrainingState) -> dict[str, Any]:
+    """Return what every conversion of a training state reports."""
+    return {
+        "lines": [_summary(state)],
+        "parameters": len(state.weights),
+        "notes": list(state.notes),
+    }
+
+
+def _summary(state: TrainingState) -> str:
+    elements = sum(torch.Size(tensor.shape).numel() for tensor in state.weights.values())
+    summary = f"{len(state.weights)} parameters with {elements:,} elements"
+    if state.moments:
+        summary += f", optimizer state of {len(state.moments)}"
+    else:
+        summary += ", no optimizer state"
+    return summary if state.iteration is None else f"{summary}, iteration {state.iteration}"
+
+
+def _iteration(opened: Opened, state: TrainingState) -> int | str:
+    """Return the iteration of the new checkpoint, that of the old one."""
+    if state.iteration is None or opened.directory.name == directory.RELEASE:
+        return directory.RELEASE
+    return state.iteration
+
+
+@command
+@click.argument("input_dir", type=CHECKPOINT)
+@click.argument("output_dir", type=CHECKPOINT)
+@click.option(
+    "--swiglu",
+    is_flag=True,
+    help=(
+        "The MLPs are gated. That is found out from shapes; with this flag anything else is"
+        " refused."
+    ),
+)
+@click.option(
+    "--swiglu-modules",
+    metavar="A,B",
+    help="Modules whose weights must be two halves, by the ends of their paths; refused if not.",
+)
+@click.option(
+    "--param-to-param-group-map-json",
+    type=click.Path(path_type=Path),
+    help="From print-torch-dcp-in-json. Default: Megatron-Core's rules.",
+)
+@click.option(
+    "--output-optimizer-state-prefix",
+    help="Default: optimizer.state. and one module for each wrapper of the run.",
+)
+@click.option("--output-model-weight-prefix", default="model.module", show_default=True)
+@click.option(
+    "--rename-mtp-keys/--no-rename-mtp-keys",
+    default=True,
+    help="Call the layer inside MTP transformer_layer, as loaders want it.",
+)
+@click.option("--oom-traceback", is_flag=True, help="Where it was, if memory runs out.")
+@transformer_impl
+@allow_unknown_keys
+def convert_torch_dist_to_fsdp_dtensor(
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    allow_unknown_keys: bool,
+    transformer_impl: str | None,
+    **options: Any,
+) -> None:
+    """Convert torch_dist to fsdp_dtensor, for runs with --use-megatron-fsdp.
+
+    Weights, optimizer, schedule, counters and random states of a run without FSDP are converted.
+    """
+    opened = open_checkpoint(input_dir)
+    _expect(opened, TORCH_DIST)
+    group_numbers = _json_file(options["param_to_param_group_map_json"])
+    state = opened.state(group_numbers, allow_unknown_keys)
+    spelling = choose_spelling(state, transformer_impl, options["rename_mtp_keys"])
+    modules = [module.strip() for module in (options["swiglu_modules"] or "").split(",")]
+    target = fsdp_dtensor.target(
+        state,
+        spelling,
+        options["output_model_weight_prefix"],
+        options["output_optimizer_state_prefix"],
+        must_be_gated=options["swiglu"],
+        gated_modules=[module for module in modules if module],
+    )
+    asked = {
+        **options,
+        "map": group_numbers,
+        "layers": spelling.transformer_engine,
+        "unknown": allow_unknown_keys,
+        "to": FSDP_DTENSOR,
+    }
+    output = directory.new_checkpoint(output_dir, _iteration(opened, state))
+    _convert(opened, target, output, printer, _report(state), asked)
+
+
+def _json_file(path: Path | None) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} should hold an object of parameter names and group numbers")
+    return content
+
+
+@command
+@click.argument("input_dir", type=CHECKPOINT)
+@click.argument("output_dir", type=CHECKPOINT)
+@click.option(
+    "--rename-mtp-keys/--no-rename-mtp-keys",
+    default=True,
+    help="Call the layer inside MTP transformer_layer, as up to 0.16.",
+)
+@transformer_impl
+@allow_unknown_keys
+def convert_fsdp_dtensor_to_torch_dist(
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    transformer_impl: str | None,
+    allow_unknown_keys: bool,
+    rename_mtp_keys: bool,
+) -> None:
+    """Convert fsdp_dtensor back to torch_dist, which any TP x PP layout loads.
+
+    The optimizer's layout is fully_reshardable.
+    """
+    opened = open_checkpoint(input_dir)
+    _expect(opened, FSDP_DTENSOR)
+    state = opened.state(allow_unknown=allow_unknown_keys)
+    spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
+    asked = {
+        "layers": spelling.transformer_engine,
+        "mtp": rename_mtp_keys,
+        "unknown": allow_unknown_keys,
+        "to": TORCH_DIST,
+    }
+    target = torch_dist.target(state, spelling)
+    output = directory.new_checkpoint(output_dir, _iteration(opened, state))
+    _convert(opened, target, output, printer, _report(state), asked)
+
+
+@command
+@click.argument("input_dir", type=CHECKPOINT)
+@click.argument("output_dir", type=CHECKPOINT)
+@click.option(
+    "--template",
+    type=click.Path(path_type=Path),
+    help="Hugging Face model whose tokenizer and settings are carried over.",
+)
+@click.option("--family", help="Model type of config.json. Default: found out from the model.")
+@click.option(
+    "--dtype",
+    type=click.Choice(list(DTYPES)),
+    help="Of the weights. Default: what the run computed in.",
+)
+@click.option(
+    "--vocab-size",
+    type=int,
+    help="Rows of the vocabulary that are real. Default: from the run's arguments.",
+)
+@click.option(
+    "--max-shard-size",
+    default=4.0,
+    show_default=True,
+    metavar="GIB",
+    help="Of one safetensors file.",
+)
+@allow_unknown_keys
+def convert_to_hf(
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    template: Path | None,
+    family: str | None,
+    dtype: str | None,
+    vocab_size: int | None,
+    max_shard_size: float,
+    allow_unknown_keys: bool,
+) -> None:
+    """Convert torch_dist or fsdp_dtensor to a Hugging Face model.
+
+    It has config.json, safetensors files and the tokenizer of the template.
+    """
+    opened = open_checkpoint(input_dir)
+    if opened.format not in (TORCH_DIST, FSDP_DTENSOR):
+        raise ValueError(
+            f"{opened.directory} is in the format {opened.format}; torch_dist or fsdp_dtensor is"
+            " expected"
+        )
+    state = opened.state(allow_unknown=allow_unknown_keys)
+    target = HuggingFaceTarget(
+        state,
+        family,
+        DTYPES[dtype] if dtype else None,
+        template,
+        int(max_shard_size * 2**30),
+        vocab_size,
+    )
+    asked = {
+        "family": family,
+        "dtype": dtype,
+        "template": template,
+        "vocab": vocab_size,
+        "shard": max_shard_size,
+        "to": HUGGING_FACE,
+    }
+    _convert(opened, target, directory.new_directory(output_dir), printer, _report(state), asked)
+
+
+@command
+@click.argument("input_dir", type=CHECKPOINT)
+@click.argument("output_dir", type=CHECKPOINT)
+@click.option(
+    "--format",
+    "to",
+    type=click.Choice([FSDP_DTENSOR, TORCH_DIST]),
+    default=FSDP_DTENSOR,
+    show_default=True,
+)
+@click.option(
+    "--params-dtype",
+    type=click.Choice(list(DTYPES)),
+    help="What the model computes in. Default: as in config.json.",
+)
+@click.option(
+    "--vocab-multiple",
+    type=int,
+    help="Pad the vocabulary to a multiple of this, as tensor parallelism needs it.",
+)
+@transformer_impl
+def convert_from_hf(
+    input_dir: Path,
+    output_dir: Path,
+    printer: Printer,
+    to: str,
+    params_dtype: str | None,
+    vocab_multiple: int | None,
+    transformer_impl: str | None,
+) -> None:
+    """Convert a Hugging Face model to fsdp_dtensor or torch_dist: a release, for --finetune.
+
+    Prints the model's flags.
+    """
+    opened = open_checkpoint(input_dir)
+    _expect(opened, HUGGING_FACE)
+    state = hugging_face.read(opened.directory, vocabulary_multiple=vocab_multiple)
+    args = state.args
+    assert args is not None  # config.json has them
+    if params_dtype is not None:
+        args.params_dtype = DTYPES[params_dtype]
+        args.bf16, args.fp16 = params_dtype == "bf16", params_dtype == "fp16"
+    state.compute_dtype = dict.fromkeys(state.weights, args.params_dtype)
+    args.transformer_impl = transformer_impl or "transformer_engine"  # Megatron-LM's own default
+    spelling = choose_spelling(state, transformer_impl)
+    target = (fsdp_dtensor if to == FSDP_DTENSOR else torch_dist).target(state, spelling)
+    flags = model_flags(args)
+    lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
+    report = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
+    asked = {"to": to, "dtype": params_dtype, "multiple": vocab_multiple, "layers": spelling.transformer_engine}
+    output = directory.new_checkpoint(output_dir, directory.RELEASE)
+    _convert(opened, target, output, printer, report, asked)
+
+
+@command
+@click.argument("input_dir", type=CHECKPOINT)
+@click.argument("output_dir", type=CHECKPOINT)
+@click.option(
+    "--op",
+    "operations",
+    multiple=True,
+    metavar="'remove PATTERN' | 'rename PATTERN REPLACEMENT'",
+    help="Repeatable, in this order.",
+)
+def modify_state_dict(
+    input_dir: Path, output_dir: Path, operations: tuple[str, ...], printer: Printer
+) -> None:
+    """Remove or rename entries whose keys a regular expression is found in.
+
+    What no operation names is copied as it is.
+    """
+    opened = open_checkpoint(input_dir)
+    stored = opened.dcp_files()
+    keys = list(stored.metadata.state_dict_metadata)
+    renamed = editing.new_keys(keys, [editing.EditRule.parse(text) for text in operations])
+    num_removed = len(keys) - len(renamed)
+    num_renamed = sum(old != new for old, new in renamed.items())
+    report = {
+        "lines": [f"{num_removed} of {len(keys)} keys removed, {num_renamed} renamed"],
+        "removed": num_removed,
+        "renamed": num_renamed,
+    }
+    target = editing.target(stored, renamed)
+    output = directory.same_iteration(opened.directory, output_dir)
+    _convert(opened, target, output, printer, report, {"operations": operations})

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that show what a checkpoint holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from megatron.checkpoint.commands.command import CHECKPOINT, command
+from megatron.checkpoint.commands.formats import TORCH_DIST, Opened, open_checkpoint
+from megatron.checkpoint.commands.printer import Printer, readable, table
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+
+
+@dataclass(frozen=True)
+class ListedEntry:
+    """One row of ``inspect``, by the names that its JSON output has.
+
+    Attributes:
+        key: of the entry.
+        dtype: ``float32`` and so on; ``object`` for anything but a tensor.
+        shape: of a tensor, else None.
+        bytes: its size in the file.
+    """
+
+    key: str
+    dtype: str
+    shape: list[int] | None
+    bytes: int
+
+
+@command
+@click.argument("checkpoint_dir", type=CHECKPOINT)
+@click.option(
+    "--not-ignore-param-to-group-meta",
+    is_flag=True,
+    help="List the fields of param groups too, many for every parameter.",
+)
+def inspect(checkpoint_dir: Path, not_ignore_param_to_group_meta: bool, printer: Printer) -> None:
+    """List keys, shapes, dtypes and sizes."""
+    opened = open_checkpoint(checkpoint_dir)
+    entries = list(_listed_entries(opened, not_ignore_param_to_group_meta))
+    printer.result(
+        {
+            "directory": opened.directory,
+            "format": opened.format,
+            "entries": [asdict(entry) for entry in entries],
+        }
+    )
+    rows = [("key", "dtype", "shape", "size")]
+    for entry in entries:
+        shape = "" if entry.shape is None else str(entry.shape)
+        rows.append((entry.key, entry.dtype, shape, readable(entry.bytes)))
+    num_tensors = sum(entry.shape is not None for entry in entries)
+    size = readable(sum(entry.bytes for entry in entries))
+    printer.say(f"{opened.directory}, format {opened.format}")
+    printer.say(table(rows))
+    printer.say(f"{num_tensors} tensors, {len(entries) - num_tensors} objects, {size}")
+    if opened.stored is None:
+        return
+    left_out = len(opened.stored.metadata.state_dict_metadata) - len(entries)
+    if left_out:
+        printer.say(
+            f"{left_out} fields of param groups are not listed (--not-ignore-param-to-group-meta"
+            " lists them)"
+        )
+
+
+def _listed_entries(opened: Opened, with_groups: bool) -> Iterator[ListedEntry]:
+    if opened.stored is None:
+        for _, name, tensor in opened.state().tensors():
+            yield ListedEntry(name, _dtype_name(tensor.dtype), list(tensor.shape), tensor.num_bytes)
+        return
+    stored = opened.stored
+    for key in stored.metadata.state_dict_metadata:
+        if key.startswith(META_PREFIX) and not with_groups:
+            continue
+        if key in stored.tensors:
+            dtype, shape = _dtype_name(stored.dtype(key)), list(stored.shape(key))
+            yield ListedEntry(key, dtype, shape, stored.num_bytes(key))
+        else:
+            yield ListedEntry(key, "object", None, stored.num_bytes(key))
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@command
+@click.argument("checkpoint_dir", type=CHECKPOINT)
+@click.argument("key")
+def print_tensor(checkpoint_dir: Path, key: str, printer: Printer) -> None:
+    """Print the tensor, or the object, under KEY."""
+    opened = open_checkpoint(checkpoint_dir)
+    stored = opened.dcp_files()
+    common = torch_dist.read_common(stored) if opened.format == TORCH_DIST else {}
+    keys = stored.metadata.state_dict_metadata
+    if key in common:
+        _print_object(key, common[key], printer)
+    elif key in stored.tensors:
+        _print_tensor(key, stored.lazy(key).read(), printer)
+    elif key in keys:
+        _print_object(key, stored.read_object(key), printer)
+    else:
+        near = [each for each in keys if key in each][:6]
+        hint = f"; did you mean one of {', '.join(near)}" if near else ""
+        raise ValueError(f"there is no key {key!r}{hint}")
+
+
+def _print_object(key: str, value: Any, printer: Printer) -> None:
+    printer.result({"key": key, "value": value})
+    printer.say(f"{key}: {value!r}")
+
+
+def _print_tensor(key: str, tensor: torch.Tensor, printer: Printer) -> None:
+    statistics = _statistics(tensor)
+    if printer.as_json:  # as a list the tensor takes many times the memory
+        printer.result(
+            {
+                "key": key,
+                "dtype": str(tensor.dtype),
+                "shape": list(tensor.shape),
+                **statistics,
+                "value": tensor.tolist(),
+            }
+        )
+    printer.say(f"{key}: {tensor.dtype}, shape {list(tensor.shape)}")
+    text = ", ".join(f"{name} {value:.6g}" for name, value in statistics.items())
+    printer.say(text or "no minimum or maximum")
+    printer.say(str(tensor))
+
+
+def _statistics(tensor: torch.Tensor) -> dict[str, float]:
+    """Return minimum, maximum, mean and norm; nothing for an empty or a complex tensor."""
+    if not tensor.numel() or tensor.is_complex():
+        return {}
+    if tensor.dtype.itemsize < 4 or not tensor.is_floating_point():
+        tensor = tensor.double()
+    return {
+        "min": tensor.min().item(),
+        "max": tensor.max().item(),
+        "mean": tensor.mean().item(),
+        "norm": tensor.norm().item(),
+    }
+
+
+@command
+@click.argument("torch_dcp_dir", type=CHECKPOINT)
+def print_torch_dcp_in_json(torch_dcp_dir: Path, printer: Printer) -> None:
+    """Write param_to_param_group_map.json beside the map of param groups that a run has dumped.
+
+    The run dumps it with --dump-param-to-param-group-map.
+    """
+    stored = StoredCheckpoint(torch_dcp_dir)
+    content = {
+        key.replace("module.module", "model.module"): _group_number(stored, key)
+        for key in stored.metadata.state_dict_metadata
+    }
+    text = json.dumps(content, indent=2)
+    path = torch_dcp_dir / "param_to_param_group_map.json"
+    if printer.is_first:
+        new = path.with_suffix(".new")
+        new.write_text(text + "\n")
+        new.replace(path)
+    printer.result({"file": path, "content": content})
+    printer.say(text)
+    printer.say(f"wrote {path}")
+
+
+def _group_number(stored: StoredCheckpoint, key: str) -> int:
+    value = stored.lazy(key).read().item() if key in stored.tensors else stored.read_object(key)
+    if not isinstance(value, int):
+        raise ValueError(
+            f"{stored.directory} is no map of param groups: {key} is {value!r}, not a number"
+        )
+    return value

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of the fsdp_dtensor format, which runs with FSDP write.
+
+============================================================ ===================================
+``model.module.<name>``                                      the fp32 main weight of a parameter
+``optimizer.state.<P>.<name>.<slot>``                        a moment, or the number of steps
+``optimizer.param_to_group_meta.<P>.<name>.<field>``         a field of its param group
+============================================================ ===================================
+
+``<name>`` is the parameter's name in the model without any wrapper. ``<P>`` has one ``module`` per
+wrapper of the run that wrote the file. The file does not state how many there are: every reader has
+to derive it from the keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.key_rules import HALVES, canonical_name
+from megatron.checkpoint.core.spelling import plain_name
+
+CHECKPOINT_VERSION = 3.0
+MODEL_PREFIX = "module."
+MODEL_KEY_PREFIX = "model." + MODEL_PREFIX
+STATE_PREFIX = "optimizer.state."
+META_PREFIX = "optimizer.param_to_group_meta."
+
+
+def wrapper_prefix(keys: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return ``<P>.`` of the optimizer keys of a file.
+
+    Args:
+        keys: all keys of the file.
+        names: names of parameters of the model, without wrappers.
+
+    Returns:
+        The prefix, or None if the file has a param group for none of ``names``.
+    """
+    known = set(names)
+    for key in keys:
+        stem = key.removeprefix(META_PREFIX).rpartition(".")[0]
+        if key.startswith(META_PREFIX) and plain_name(stem) in known:
+            return stem.removesuffix(plain_name(stem))
+    return None
+
+
+def without_layout(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a param group that do not depend on the parallel layout of the run.
+
+    ``is_expert_parallel`` does: in a run with one expert rank experts have no groups of their own.
+    """
+    return {field: value for field, value in fields.items() if field != "is_expert_parallel"}
+
+
+def split_half(name: str) -> tuple[str, str]:
+    """Split the name of one half of a gated weight into the weight's name and the suffix.
+
+    Returns:
+        ``("mlp.linear_fc1.weight", "_w")`` for ``mlp.linear_fc1.weight_w``. The suffix is empty for
+        every name that is not that of a half.
+    """
+    for half in HALVES:
+        stem = name.removesuffix(half)
+        if stem != name and key_rules.is_gated(stem):
+            return stem, half
+    return name, ""
+
+
+def names_in_file(keys: Iterable[str]) -> dict[str, str]:
+    """Map canonical names of parameters and buffers to their names in a file with these keys."""
+    names = {}
+    for key in keys:
+        if key.startswith(MODEL_KEY_PREFIX):
+            name, _ = split_half(plain_name(key.removeprefix(MODEL_KEY_PREFIX)))
+            names[canonical_name(name)] = name
+    return names
+
+
+def args_of_format(args: argparse.Namespace) -> argparse.Namespace:
+    """Return a copy of ``args`` with the values of a run that writes this format."""
+    args = copy.copy(args)
+    args.ckpt_format = "fsdp_dtensor"
+    args.use_megatron_fsdp = True
+    args.use_distributed_optimizer = True
+    return args
