@@ -43,8 +43,7 @@ def build_iterator(
         Dictionaries of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each
         of shape `[micro_batch_size, seq_length]`, and, where the dataset makes it, `attention_mask`
         (bool, `[micro_batch_size, 1, seq_length, seq_length]`, True where attention is forbidden).
-        They are in pinned memory where there is CUDA. A single pass that has used all samples up
-        raises RunError.
+        They are in pinned memory where there is CUDA. A single pass ends in a RunError.
 
     Raises:
         ValueError: a number is out of range, the dataset is empty, or the `dataloader_type` is
