@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.pretrain.arguments.check import CommandLineError, Check, Machine
+from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
 from megatron.pretrain.arguments.config_flags import config_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import Flag
