@@ -58,4 +58,4 @@ class Progress:
 
     def is_multiple_of(self, interval: int | None) -> bool:
         """Tell whether the iteration is a multiple of ``interval``; never of 0 or None."""
-        return bool(interval) and self.iteration % interval == 0
+        return interval is not None and interval > 0 and self.iteration % interval == 0

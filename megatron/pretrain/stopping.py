@@ -33,6 +33,6 @@ class StopRequest:
     @property
     def asked_here(self) -> bool:
         """A reason to stop that this rank has and others may not have."""
-        minutes = self.exit_duration_in_mins
-        is_over_time = bool(minutes) and time.monotonic() - self.started > minutes * 60
-        return self.terminated or is_over_time
+        if self.terminated or not self.exit_duration_in_mins:
+            return self.terminated
+        return time.monotonic() - self.started > self.exit_duration_in_mins * 60

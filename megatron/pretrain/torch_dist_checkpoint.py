@@ -170,7 +170,8 @@ def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> di
         ValueError: on every rank, where Megatron-Core cannot do it for the chunks of some stage;
             the others must not wait for that stage in a collective.
     """
-    models, problems = {}, []
+    models: dict[str, Any] = {}
+    problems: list[str] = []
     try:
         for key, chunk in named_chunks(model).items():
             models[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)

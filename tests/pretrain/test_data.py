@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def corpus(tmp_path) -> str:
 
 
 def microbatches(
-    dataset, args: argparse.Namespace, consumed: int = 0, rank: int = 0, ranks: int = 1
+    dataset: Any, args: argparse.Namespace, consumed: int = 0, rank: int = 0, ranks: int = 1
 ) -> Iterator[dict[str, torch.Tensor]]:
     return build_iterator(
         dataset,

@@ -125,7 +125,7 @@ _REFUSED: dict[str, str] = {
 
 
 def _by_destination(refused: dict[str, str]) -> dict[str, str]:
-    reasons = {}
+    reasons: dict[str, str] = {}
     for reason, dests in refused.items():
         reasons.update(dict.fromkeys(dests.split(), reason))
     return reasons
