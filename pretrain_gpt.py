@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a GPT model with Megatron-Core, fully sharded with --use-megatron-fsdp:
+r"""Pretrain a GPT model with Megatron-Core, fully sharded with --use-megatron-fsdp.
 
-    torchrun --nproc_per_node 2 pretrain_gpt.py --use-megatron-fsdp --num-layers 4 --hidden-size 192
-    \
-        --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 --train-iters 200 --lr 2e-3
+    torchrun --nproc_per_node 2 pretrain_gpt.py --use-megatron-fsdp --num-layers 4 \
+        --hidden-size 192 --num-attention-heads 6 --seq-length 256 --micro-batch-size 4 \
+        --train-iters 200 --lr 2e-3
 
 The same command runs on CPUs over gloo and on GPUs over NCCL. Flags have Megatron-LM's names and
 defaults; --help lists them. Without --data-path the data is the text of Python's standard library.
@@ -16,25 +16,26 @@ import time
 
 import torch
 
-from megatron.pretrain.logging_setup import quieten
+from megatron.pretrain.logging_setup import set_up_logging
 
-quieten()
+set_up_logging()
 if not torch.cuda.is_available():
-    # Megatron-Core compiles small functions; on a CPU each costs ten seconds and a C++ compiler,
-    # and none pays.
+    # Megatron-Core compiles small functions. On a CPU each costs ten seconds and a C++ compiler,
+    # and none is worth it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
-from megatron.pretrain.arguments import ArgumentErrors, parse_arguments  # noqa: E402
+from megatron.pretrain.arguments import CommandLineError, parse_arguments  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
 
 GRACE_SECONDS = 5
+"""Time that the first rank has to report an error before the others do."""
 
 
 def main() -> int:
-    """Run with the process' arguments; returns its exit code."""
+    """Run the program with the arguments of the process, and return its exit code."""
     try:
         args, notes = parse_arguments(
             sys.argv[1:],
@@ -42,10 +43,10 @@ def main() -> int:
             cuda=torch.cuda.is_available(),
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         )
-    except ArgumentErrors as error:
+    except CommandLineError as error:
         complain(str(error))
         return 2
-    quieten(args.logging_level)
+    set_up_logging(args.logging_level)
     for note in notes:
         ranks.say(note)
     try:
@@ -59,7 +60,10 @@ def main() -> int:
 
 
 def complain(message: str) -> None:
-    """Say what is wrong, once: what all ranks have found, the first one says, and torchrun then ends the others."""
+    """Print an error, once if all ranks have the same.
+
+    The first rank prints at once, and torchrun then ends the others before they do.
+    """
     if ranks.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)
     print(message, file=sys.stderr, flush=True)

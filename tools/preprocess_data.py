@@ -7,7 +7,6 @@ For example:
     torchrun pretrain_gpt.py --data-path data/mine_text_document ...
 """
 
-import argparse
 import warnings
 
 import click
@@ -78,13 +77,7 @@ def preprocess_data(
     if bool(inputs) == standard_library:
         raise click.UsageError("give either --input or --standard-library")
     try:
-        tokenizer = build_tokenizer(
-            argparse.Namespace(
-                tokenizer_type=tokenizer_type,
-                tokenizer_model=tokenizer_model,
-                vocab_size=vocab_size,
-            )
-        )
+        tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
         files = standard_library_files() if standard_library else inputs
         for key in json_keys:
             prefix = f"{output_prefix}_{key}_document"

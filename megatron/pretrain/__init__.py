@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pretrain_gpt.py is made of: arguments, data, model, training loop, checkpointing, logging."""
+"""The parts of pretrain_gpt.py: arguments, data, model, training loop, checkpointing, report."""

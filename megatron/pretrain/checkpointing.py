@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save and load a run: weights, optimizer, schedule, random state, position in the data.
+"""Save and load a run: weights, optimizer, schedule, random state, progress.
 
-A checkpoint is complete or absent: it is written beside its place, renamed, and then named by the
+A checkpoint is complete or absent: it is written under another name, renamed, and then named by the
 tracker file.
 """
 
@@ -11,15 +11,12 @@ import argparse
 import copyreg
 import enum
 import os
-import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
@@ -29,28 +26,38 @@ from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.progress import Progress
+from megatron.pretrain.random_state import gather_random_state, restore_random_state
 
-COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
+"""Name of a checkpoint format -> the module whose ``save`` and ``load`` write and read it."""
+
+Say = Callable[[str], None]
+"""Prints one line for the user, on the first rank."""
 
 
-def check_target(args: argparse.Namespace) -> None:
-    """Find out before training whether ``--save`` can be written to; writes nothing.
+def check_save_directory(save: str | None) -> None:
+    """Check before training that the directory ``save`` can be written to; writes nothing.
+
+    A collective.
 
     Raises:
         ValueError: on every rank.
     """
     problem = None
-    if args.save and dist.get_rank() == 0:
-        place = Path(args.save).absolute()
-        nearest = next(path for path in (place, *place.parents) if path.exists())
+    if save and dist.get_rank() == 0:
+        target = Path(save).absolute()
+        nearest = next(path for path in (target, *target.parents) if path.exists())
         if not nearest.is_dir():
-            problem = f"--save {args.save}: {nearest} is a file, not a directory"
+            problem = f"--save {save}: {nearest} is a file, not a directory"
         elif not os.access(nearest, os.W_OK | os.X_OK):
-            problem = f"--save {args.save}: no permission to write in {nearest}"
+            problem = f"--save {save}: no permission to write in {nearest}"
     problems = agree([problem] if problem else [])
     if problems:
         raise ValueError(problems[0])
+
+
+# ---- save
 
 
 def save(
@@ -58,136 +65,89 @@ def save(
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
-    say: Callable[[str], None],
+    progress: Progress,
+    say: Say,
 ) -> None:
-    """Write the state after ``args.iteration`` iterations under ``args.save`` and publish it.
+    """Write the state of the run into a new checkpoint under ``args.save`` and publish it.
+
+    A collective.
 
     Raises:
         RunError: on every rank, where any rank could not write; nothing is left behind then.
     """
-    state = run_state(
-        args, None if args.no_save_optim else scheduler, with_rng=not args.no_save_rng
-    )
-    content = (model, None if args.no_save_optim else optimizer)
-    _on_first_rank(
-        lambda: directory.prepare(args.save, args.iteration), "cannot prepare the checkpoint"
-    )
-    staging = directory.staging_directory(args.save, args.iteration)
-    problem = None
-    try:
-        FORMATS[args.ckpt_format].save(args, state, *content, staging)
-    except (
-        CheckpointException
-    ) as error:  # raised on every rank (and no Exception): each tells its own part
-        problem = _cause(error, dist.get_rank())
-    except (
-        Exception
-    ) as error:  # disk full, no permission, a broken file system: whatever it is, on whichever rank
-        problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
-    problems = agree([problem] if problem else [])
+    root, iteration = args.save, progress.iteration
+    if args.no_save_optim:
+        optimizer = scheduler = None
+    state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
+    _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
+    problems = _write(args, state, model, optimizer, directory.staging_directory(root, iteration))
     if problems:
-        _on_first_rank(lambda: directory.discard(args.save, args.iteration), "cannot clean up")
+        _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
         raise RunError(
-            f"the checkpoint of iteration {args.iteration} was not written:\n" + "\n".join(problems)
+            f"the checkpoint of iteration {iteration} was not written:\n" + "\n".join(problems)
         )
-    _on_first_rank(
-        lambda: directory.publish(args.save, args.iteration), "cannot publish the checkpoint"
-    )
+    _on_first_rank(lambda: directory.publish(root, iteration), "cannot publish the checkpoint")
     if args.save_retain_interval:
         _on_first_rank(
-            lambda: directory.retain(args.save, args.save_retain_interval, args.iteration),
-            "cannot clean up",
+            lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
     if args.log_progress:
-        _on_first_rank(lambda: _note_progress(args), "cannot write progress.txt")
+        _on_first_rank(lambda: _append_progress(root, progress), "cannot write progress.txt")
     say(
-        f"saved checkpoint of iteration {args.iteration} to"
-        f" {directory.iteration_directory(args.save, args.iteration)}"
+        f"saved checkpoint of iteration {iteration} to"
+        f" {directory.iteration_directory(root, iteration)}"
     )
 
 
-def load(
+def _write(
     args: argparse.Namespace,
+    state: dict[str, Any],
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    say: Callable[[str], None],
-) -> None:
-    """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for; sets ``args.iteration`` and the counters.
-
-    Raises:
-        ValueError: on every rank, where there is no such checkpoint, or it is one of another model.
-    """
-    args.num_floating_point_operations_so_far = 0.0
-    found = _find(args, say)
-    if found is None:
-        return
-    source, weights_only = found
-    with_optimizer = optimizer is not None and not (args.no_load_optim or weights_only)
-    with_rng = not (args.no_load_rng or weights_only)
-    module = FORMATS[args.ckpt_format]
-    _check_format(source, args.ckpt_format)
-    state = run_state(args, scheduler if with_optimizer else None, with_rng)
-    rates = _rates(scheduler) if with_optimizer else []
+    target: Path,
+) -> list[str]:
+    """Write into ``target`` and return the problems of all ranks, the same on every rank."""
+    problem = None
     try:
-        loaded = module.load(args, state, model, optimizer if with_optimizer else None, source)
-    except (KeyError, FileNotFoundError) as error:
-        raise ValueError(f"{source} cannot be loaded: {error}") from error
+        FORMATS[args.ckpt_format].save(args, state, model, optimizer, target)
     except CheckpointException as error:
-        causes = [_cause(error, rank) for rank in sorted(error.failures)]
-        head = f"{source} cannot be loaded, its files are damaged or of another run:"
-        raise ValueError("\n  ".join([head, *causes])) from error
-    if optimizer is not None and not with_optimizer:
-        optimizer.reload_model_params()  # its fp32 weights are those that were loaded
-    if not weights_only:
-        args.iteration = loaded["iteration"]
-        for name in COUNTERS:
-            setattr(args, name, getattr(loaded["args"], name, 0))
-        args.num_floating_point_operations_so_far = loaded.get(
-            "num_floating_point_operations_so_far", 0.0
-        )
-    if with_optimizer:
-        _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
-    if with_rng and agree([] if "rng_state" in loaded else ["no random state"]):
-        say(
-            f"{source} has no random state for some of this run's ranks: their generators begin"
-            " anew"
-        )
-    elif with_rng:
-        _restore_rng(loaded["rng_state"])
-    rows = getattr(loaded["args"], "padded_vocab_size", None)
-    if rows is not None and rows != args.padded_vocab_size:
-        say(
-            f"{source} has {rows} rows of vocabulary, this run {args.padded_vocab_size}: rows of"
-            f" padding take part in the loss, which is another one now; --padded-vocab-size {rows}"
-            " keeps it"
-        )
-    say(
-        f"loaded the weights of {source}"
-        if weights_only
-        else f"loaded {source}, iteration {args.iteration}"
-    )
+        # Raised on every rank, and no Exception: each rank tells its own part.
+        problem = _cause(error, dist.get_rank())
+    except Exception as error:
+        # A full disk, a missing permission, a broken file system: the other ranks wait.
+        problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
+    return agree([problem] if problem else [])
 
 
 def run_state(
-    args: argparse.Namespace, scheduler: OptimizerParamScheduler | None, with_rng: bool
+    args: argparse.Namespace,
+    progress: Progress,
+    scheduler: OptimizerParamScheduler | None,
+    with_rng: bool,
 ) -> dict[str, Any]:
-    """Everything but weights and optimizer, in the structure that both formats share."""
+    """Return the state of a run without weights and optimizer, as both formats structure it.
+
+    A collective if ``with_rng``.
+    """
     for value in vars(args).values():
         if isinstance(value, enum.Enum):
             # Early releases of Python 3.11 pickle members by `getattr`, which careful readers
             # refuse to call.
             copyreg.pickle(type(value), _pickle_by_value)
     state: dict[str, Any] = {
-        "args": args,
+        "args": progress.written_into(args),
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
-        "iteration": args.iteration,
-        "num_floating_point_operations_so_far": args.num_floating_point_operations_so_far,
+        "iteration": progress.iteration,
+        "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
     }
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
     if with_rng:
-        state["rng_state"] = _gather_rng(args)
+        state["rng_state"] = gather_random_state(
+            differs_between_data_ranks=(
+                args.data_parallel_random_init or args.expert_model_parallel_size > 1
+            )
+        )
     return state
 
 
@@ -195,59 +155,127 @@ def _pickle_by_value(member: enum.Enum) -> tuple[type, tuple[Any]]:
     return type(member), (member.value,)
 
 
-def _gather_rng(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The generators of this rank; of all data ranks where they differ."""
-    mine = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-    }
-    if not (args.data_parallel_random_init or args.expert_model_parallel_size > 1):
-        return [mine]
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    return everyone
+def _append_progress(root: str, progress: Progress) -> None:
+    with open(Path(root) / "progress.txt", "a") as file:
+        file.write(
+            f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\toperations"
+            f" {progress.num_floating_point_operations_so_far:.4e}\n"
+        )
 
 
-def _restore_rng(states: list[dict[str, Any]]) -> None:
-    state = states[parallel_state.get_data_parallel_rank(with_context_parallel=True) % len(states)]
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    torch.cuda.set_rng_state(state["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])
+def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
+    """Run ``action`` on the first rank, and raise what goes wrong there on every rank."""
+    trouble = None
+    if dist.get_rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            trouble = f"{problem}: {error}"
+    problems = agree([trouble] if trouble else [])
+    if problems:
+        raise RunError(problems[0])
 
 
-def _find(args: argparse.Namespace, say: Callable[[str], None]) -> tuple[Path, bool] | None:
-    """The directory to load and whether only weights are taken; None to start from scratch."""
-    for root, weights_only in ((args.load, args.finetune), (args.pretrained_checkpoint, True)):
+# ---- load
+
+
+def load(
+    args: argparse.Namespace,
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    say: Say,
+) -> Progress:
+    """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for, and return its progress.
+
+    A collective. Without a checkpoint, and where only weights are loaded, the progress is none.
+
+    Raises:
+        ValueError: on every rank, where there is no such checkpoint, or it is one of another model.
+    """
+    source = _find(
+        args.load,
+        args.pretrained_checkpoint,
+        step=args.ckpt_step,
+        finetune=args.finetune,
+        exit_on_missing=args.exit_on_missing_checkpoint,
+        say=say,
+    )
+    if source is None:
+        return Progress()
+    path = source.path
+    with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
+    with_rng = not (args.no_load_rng or source.weights_only)
+    _check_format(path, args.ckpt_format)
+    state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
+    rates = _rates(scheduler) if with_optimizer else []
+    loaded = _read(args, state, model, optimizer if with_optimizer else None, path)
+
+    if optimizer is not None and not with_optimizer:
+        optimizer.reload_model_params()  # its fp32 weights are those that were loaded
+    progress = Progress() if source.weights_only else Progress.of_checkpoint(loaded)
+    if with_optimizer:
+        _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
+    if with_rng:
+        _load_random_state(loaded.get("rng_state"), path, say)
+    _compare_vocabulary(loaded["args"], args.padded_vocab_size, path, say)
+    if source.weights_only:
+        say(f"loaded the weights of {path}")
+    else:
+        say(f"loaded {path}, iteration {progress.iteration}")
+    return progress
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint to load."""
+
+    path: Path
+    weights_only: bool
+    """Load the weights and start anew: no optimizer state, no schedule, no progress."""
+
+
+def _find(
+    load: str | None,
+    pretrained: str | None,
+    *,
+    step: int | None,
+    finetune: bool,
+    exit_on_missing: bool,
+    say: Say,
+) -> CheckpointSource | None:
+    """Return the checkpoint to load, None to start from scratch.
+
+    Args:
+        load: the directory of --load, which goes first.
+        pretrained: the directory of --pretrained-checkpoint, of which only weights are loaded.
+        step: the iteration to load from ``load`` instead of the newest.
+        finetune: load only weights from ``load`` too.
+        exit_on_missing: refuse a ``load`` without a checkpoint.
+        say: prints a line.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    for root, weights_only in ((load, finetune), (pretrained, True)):
         if not root:
             continue
-        iteration = (
-            args.ckpt_step
-            if args.ckpt_step is not None and root == args.load
-            else directory.read_tracker(root)
-        )
-        if iteration is not None:
-            source = directory.find(root, iteration)
-            if source is None:
-                missing = directory.iteration_directory(root, iteration)
-                raise ValueError(
-                    f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}"
-                )
-            return source, weights_only or iteration == directory.RELEASE
-    if args.pretrained_checkpoint:
-        raise ValueError(
-            f"--pretrained-checkpoint {args.pretrained_checkpoint} has no {directory.TRACKER}"
-        )
-    if args.load and (args.exit_on_missing_checkpoint or args.finetune):
-        flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
-        raise ValueError(f"{flag}: {args.load} has no {directory.TRACKER}")
-    if args.load:
-        say(f"{args.load} has no {directory.TRACKER}: starting from scratch")
+        is_given = root == load and step is not None
+        iteration = step if is_given else directory.read_tracker(root)
+        if iteration is None:
+            continue
+        path = directory.find(root, iteration)
+        if path is None:
+            missing = directory.iteration_directory(root, iteration)
+            raise ValueError(f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}")
+        return CheckpointSource(path, weights_only or iteration == directory.RELEASE)
+    if pretrained:
+        raise ValueError(f"--pretrained-checkpoint {pretrained} has no {directory.TRACKER}")
+    if load and (exit_on_missing or finetune):
+        flag = "--exit-on-missing-checkpoint" if exit_on_missing else "--finetune"
+        raise ValueError(f"{flag}: {load} has no {directory.TRACKER}")
+    if load:
+        say(f"{load} has no {directory.TRACKER}: starting from scratch")
     return None
 
 
@@ -268,16 +296,65 @@ def _check_format(source: Path, expected: str) -> None:
         )
 
 
+def _read(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    source: Path,
+) -> dict[str, Any]:
+    """Read ``source`` into the model and the optimizer, and return the rest of it.
+
+    Raises:
+        ValueError: naming what is wrong on each rank.
+    """
+    try:
+        return FORMATS[args.ckpt_format].load(args, state, model, optimizer, source)
+    except (KeyError, FileNotFoundError) as error:
+        raise ValueError(f"{source} cannot be loaded: {error}") from error
+    except CheckpointException as error:
+        lines = [f"{source} cannot be loaded, its files are damaged or of another run:"]
+        lines += [str(_cause(error, rank)) for rank in sorted(error.failures)]
+        raise ValueError("\n  ".join(lines)) from error
+
+
 def _cause(error: CheckpointException, rank: int) -> str | None:
-    """What went wrong on ``rank``, without the traceback."""
+    """Return what went wrong on ``rank`` without its traceback, None if nothing did."""
     if rank not in error.failures:
         return None
     cause = error.failures[rank][0]
     return f"rank {rank}: {type(cause).__name__}: {cause}"
 
 
+def _load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Say) -> None:
+    """Set the generators of every rank, or of none where the file has no state for some."""
+    if agree(["no random state"] if states is None else []):
+        say(
+            f"{source} has no random state for some of this run's ranks: their generators begin"
+            " anew"
+        )
+    elif states is not None:
+        restore_random_state(states)
+
+
+def _compare_vocabulary(
+    saved_args: argparse.Namespace, padded_vocab_size: int, source: Path, say: Say
+) -> None:
+    """Say so where the run that wrote ``source`` had another number of rows of vocabulary."""
+    rows = getattr(saved_args, "padded_vocab_size", None)
+    if rows is not None and rows != padded_vocab_size:
+        say(
+            f"{source} has {rows} rows of vocabulary, this run {padded_vocab_size}: rows of"
+            f" padding take part in the loss, which is another one now; --padded-vocab-size {rows}"
+            " keeps it"
+        )
+
+
+# ---- the schedule of learning rate and weight decay
+
+
 def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
-    """The highest and lowest learning rate of every param group."""
+    """Return the highest and lowest learning rate of every param group."""
     return [
         {name: group.get(name) for name in ("max_lr", "min_lr")}
         for group in scheduler.optimizer.param_groups
@@ -287,9 +364,12 @@ def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
 def _load_schedule(
     scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]
 ) -> None:
-    """Go on where the saved schedule was.
+    """Set the schedule to where the saved one was.
 
-    ``rates`` are those of this run; the groups have the file's already.
+    Args:
+        scheduler: of this run. The param groups of its optimizer have the file's rates already.
+        saved: the state of the file's schedule.
+        rates: the highest and lowest rates of this run's groups before the load.
 
     Raises:
         ValueError: listing the settings that differ, unless a flag says which ones count.
@@ -301,7 +381,7 @@ def _load_schedule(
         different = _differences(saved, scheduler.state_dict())
         for number, (theirs, own) in enumerate(zip(_rates(scheduler), rates)):
             different += [f"param group {number}, {line}" for line in _differences(theirs, own)]
-        different = agree(different)  # groups that are empty on a rank know nothing
+        different = agree(different)  # a rank does not know the rates of groups empty on it
         if different:
             raise ValueError(
                 "the checkpoint has another schedule of learning rate and weight decay (steps count"
@@ -319,25 +399,3 @@ def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
         for name, value in saved.items()
         if name != "num_steps" and name in own and own[name] != value
     ]
-
-
-def _note_progress(args: argparse.Namespace) -> None:
-    with open(Path(args.save) / "progress.txt", "a") as file:
-        operations = args.num_floating_point_operations_so_far
-        file.write(
-            f"iteration {args.iteration}\tsamples {args.consumed_train_samples}\toperations"
-            f" {operations:.4e}\n"
-        )
-
-
-def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
-    """Do it on the first rank; what goes wrong there is raised everywhere."""
-    trouble = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            trouble = f"{problem}: {error}"
-    problems = agree([trouble] if trouble else [])
-    if problems:
-        raise RunError(problems[0])

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Corpora: text files and JSON lines turned into the indexed datasets (`.bin` and `.idx`) that training reads."""
+"""Corpora: text files and JSON lines, written as the indexed datasets that training reads.
+
+An indexed dataset is Megatron-Core's: tokens in `<prefix>.bin`, their documents in `<prefix>.idx`.
+"""
 
 import hashlib
 import json
@@ -41,11 +44,13 @@ LIBRARY_SHUFFLE_SEED = 1234
 
 @dataclass(frozen=True)
 class CorpusSummary:
-    """What a corpus holds: documents written, tokens written (with end-of-document tokens), bytes of input read."""
+    """The size of a corpus that was written."""
 
     documents: int
     tokens: int
+    """Tokens written, end-of-document tokens included."""
     bytes: int
+    """Bytes of input read."""
 
 
 def write_corpus(
@@ -57,10 +62,10 @@ def write_corpus(
     append_eod: bool = True,
     progress: bool = True,
 ) -> CorpusSummary:
-    """Tokenize files and write them as one indexed dataset, `<output_prefix>.bin` and `<output_prefix>.idx`.
+    """Tokenize files and write them as one indexed dataset.
 
-    Both files appear complete or not at all: they are written beside under another name and then
-    renamed. Documents without any token are left out.
+    Its two files, `<output_prefix>.bin` and `<output_prefix>.idx`, appear complete or not at all:
+    they are written under other names and then renamed. Documents without any token are left out.
 
     Args:
         inputs: files and folders, in the order in which their documents are written. A folder
@@ -104,14 +109,15 @@ def write_corpus(
 def standard_library_corpus(
     directory: str | Path, tokenizer: Tokenizer, *, library: str | Path | None = None
 ) -> str:
-    """Write the Python standard library as a corpus, about 10 MB of text that every machine has, and return its prefix.
+    """Write the Python standard library as a corpus, and return its prefix.
 
-    A complete corpus that is already there is used again. What it was made from (version of Python,
-    tokenizer, files and sizes) is in `<prefix>.json` and, as a digest, in the name, so that a
-    changed library never meets the index caches of another one.
+    It is about 10 MB of text that every machine has. A complete corpus that is already there is
+    used again. Its sources (version of Python, tokenizer, files and sizes) are listed in
+    `<prefix>.json` and, as a digest, in the name, so that a changed library never meets the index
+    caches of another one.
 
     Args:
-        directory: where the corpus lies; made if missing.
+        directory: the folder of the corpus; made if missing.
         tokenizer: any that reads text.
         library: a folder to read instead of the running Python's standard library.
 
@@ -139,10 +145,13 @@ def standard_library_corpus(
 
 
 def standard_library_files(library: str | Path | None = None) -> list[Path]:
-    """Return the standard library's Python files (or those below `library`), shuffled in the same way every time.
+    """Return the standard library's Python files, in an order that is shuffled but always the same.
 
     Training and validation data are cut from a corpus by document; in the order of names,
     validation would be a few packages late in the alphabet.
+
+    Args:
+        library: a folder to read instead of the running Python's standard library.
 
     Raises:
         ValueError: there are none, as in a Python that keeps its library in an archive.
@@ -209,7 +218,7 @@ def _add_documents(
 
 
 def _documents(file: Path, json_key: str) -> Iterator[tuple[str, str | bytes, int]]:
-    """Yield for every document where it stands, its text, and how many bytes of the file it takes."""
+    """Yield every document: its file and line, its text, and its bytes in the file."""
     if file.suffix.lower() not in JSON_LINES_SUFFIXES:
         data = file.read_bytes()
         yield str(file), data, len(data)
@@ -245,16 +254,19 @@ def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
 
 @contextmanager
 def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
-    """Give temporary names for the two files of a dataset; rename them at the end, or remove them on any error."""
+    """Yield temporary names for the two files of a dataset, which are renamed at the end.
+
+    After an error they are removed.
+    """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     bin_path, idx_path = _temporary(prefix, ".bin"), _temporary(prefix, ".idx")
     try:
         yield bin_path, idx_path
-        # Without its index a dataset does not exist: taking the old one away first, no reader ever
-        # sees the index of one corpus with the tokens of another.
+        # Without its index a dataset does not exist. The old index is removed first, so that no
+        # reader ever sees the index of one corpus with the tokens of another.
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
-        # Megatron-Core keeps sample indices here by name alone; they would describe the corpus that
-        # is replaced.
+        # Megatron-Core caches sample indices here by name alone. They would describe the corpus
+        # that is replaced.
         shutil.rmtree(Path(prefix) / "cache" / "GPTDataset_indices", ignore_errors=True)
         os.replace(bin_path, get_bin_path(prefix))
         os.replace(idx_path, get_idx_path(prefix))

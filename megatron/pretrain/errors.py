@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong during a run and is not a defect of the program."""
+"""Errors of a run that are no defect of the program."""
 
 
 class RunError(RuntimeError):

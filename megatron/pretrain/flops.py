@@ -1,68 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many floating-point operations a model needs."""
+"""Floating-point operations (FLOPs) of a training step.
+
+Counted are the matrix products of the model, where one multiply-add is two operations.
+Source: Korthikanti et al., arXiv:2205.05198, appendix A, extended to grouped queries, gated MLPs,
+latent attention, experts and multi-token prediction.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 
-def floating_point_operations(args: argparse.Namespace, batch_size: int) -> float:
-    """Operations of matrix products in one training step over ``batch_size`` sequences: forward, and twice that for backward.
+def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
+    """Return the FLOPs of one training step over ``num_sequences`` sequences, of all ranks.
 
-    After Korthikanti et al., arXiv:2205.05198, appendix A, with grouped queries, gated MLPs, latent
-    attention, experts and multi-token prediction. Recomputation does not count.
+    Backward needs twice the operations of forward. Recomputed activations do not count.
+
+    Args:
+        args: the completed arguments, with ``padded_vocab_size``.
+        num_sequences: the global batch size, in sequences of ``args.seq_length`` tokens.
     """
-    experts = layers_with_experts(args)
-    extra = args.mtp_num_layers or 0
-    dense_layers = args.num_layers - sum(experts) + (0 if experts[-1] else extra)
-    expert_layers = sum(experts) + (
-        extra if experts[-1] else 0
-    )  # a predicted token has a layer of the last one's kind
-    per_token = (args.num_layers + extra) * attention_products(args)
-    per_token += dense_layers * mlp_products(args, args.ffn_hidden_size)
-    if expert_layers:
-        per_token += expert_layers * expert_products(args)
-    per_token += extra * 2 * args.hidden_size * args.hidden_size
-    per_token += (1 + extra) * args.hidden_size * args.padded_vocab_size
-    return 3.0 * 2.0 * per_token * batch_size * args.seq_length
+    with_experts = layers_with_experts(args.num_layers, args.num_experts, args.moe_layer_freq)
+    num_dense_layers = with_experts.count(False)
+    num_expert_layers = with_experts.count(True)
+    # Every further token is predicted by one more layer, built like the last one of the model.
+    num_predicting_layers = args.mtp_num_layers or 0
+    if with_experts[-1]:
+        num_expert_layers += num_predicting_layers
+    else:
+        num_dense_layers += num_predicting_layers
+
+    per_token = (args.num_layers + num_predicting_layers) * attention_multiply_adds(args)
+    per_token += num_dense_layers * mlp_multiply_adds(args, args.ffn_hidden_size)
+    if num_expert_layers:
+        per_token += num_expert_layers * expert_multiply_adds(args)
+    per_token += num_predicting_layers * 2 * args.hidden_size * args.hidden_size
+    per_token += (1 + num_predicting_layers) * args.hidden_size * args.padded_vocab_size
+    forward_and_backward, operations_per_multiply_add = 3.0, 2.0
+    return (
+        forward_and_backward
+        * operations_per_multiply_add
+        * per_token
+        * num_sequences
+        * args.seq_length
+    )
 
 
-def layers_with_experts(args: argparse.Namespace) -> list[bool]:
-    """For every layer whether it has experts."""
-    if not args.num_experts:
-        return [False] * args.num_layers
-    if isinstance(args.moe_layer_freq, int):
-        return [number % args.moe_layer_freq == 0 for number in range(args.num_layers)]
-    return [bool(each) for each in args.moe_layer_freq]
+def layers_with_experts(
+    num_layers: int, num_experts: int | None, moe_layer_freq: int | list[int]
+) -> list[bool]:
+    """Tell for every layer whether it has experts.
+
+    Args:
+        num_layers: number of layers of the model.
+        num_experts: None or 0 for a model without experts.
+        moe_layer_freq: 1 or 0 for every layer, or a number n: every n-th layer, beginning with the
+            first, has experts.
+    """
+    if not num_experts:
+        return [False] * num_layers
+    if isinstance(moe_layer_freq, int):
+        return [number % moe_layer_freq == 0 for number in range(num_layers)]
+    return [bool(each) for each in moe_layer_freq]
 
 
-def attention_products(args: argparse.Namespace) -> float:
-    """Multiplications a token and layer."""
+def attention_multiply_adds(args: argparse.Namespace) -> float:
+    """Return the multiply-adds of one attention layer for one token, projections included."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     keys_seen = args.seq_length / 2  # causal: half of the products are masked
-    if args.multi_latent_attention:
-        query = args.qk_head_dim + args.qk_pos_emb_head_dim
-        rank = args.q_lora_rank
-        projections = (
-            hidden * heads * query if rank is None else hidden * rank + rank * heads * query
-        )
-        projections += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
-        projections += (
-            args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
-            + heads * args.v_head_dim * hidden
-        )
-        return projections + heads * (query + args.v_head_dim) * keys_seen
-    groups = args.num_query_groups if args.group_query_attention else heads
-    projections = hidden * args.kv_channels * (2 * heads + 2 * groups)
-    return projections + 2 * heads * args.kv_channels * keys_seen
+    if not args.multi_latent_attention:
+        groups = args.num_query_groups if args.group_query_attention else heads
+        projections = hidden * args.kv_channels * (2 * heads + 2 * groups)
+        return projections + 2 * heads * args.kv_channels * keys_seen
+    query = args.qk_head_dim + args.qk_pos_emb_head_dim
+    rank = args.q_lora_rank
+    projections = hidden * heads * query if rank is None else rank * (hidden + heads * query)
+    projections += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim)
+    projections += args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+    projections += heads * args.v_head_dim * hidden
+    return projections + heads * (query + args.v_head_dim) * keys_seen
 
 
-def mlp_products(args: argparse.Namespace, width: int) -> float:
-    return (3 if args.swiglu else 2) * args.hidden_size * width
+def mlp_multiply_adds(args: argparse.Namespace, width: int) -> float:
+    """Return the multiply-adds of an MLP of ``width`` hidden features for one token."""
+    num_matrices = 3 if args.swiglu else 2
+    return num_matrices * args.hidden_size * width
 
 
-def expert_products(args: argparse.Namespace) -> float:
-    """Of the router, the experts that a token is sent to, and those that all tokens share."""
-    shared = mlp_products(args, args.moe_shared_expert_intermediate_size or 0)
-    chosen = args.moe_router_topk * mlp_products(args, args.moe_ffn_hidden_size)
-    return args.hidden_size * args.num_experts + chosen + shared
+def expert_multiply_adds(args: argparse.Namespace) -> float:
+    """Return the multiply-adds of one layer of experts for one token.
+
+    These are the router, the experts that the router chooses, and those that all tokens share.
+    """
+    router = args.hidden_size * args.num_experts
+    shared = mlp_multiply_adds(args, args.moe_shared_expert_intermediate_size or 0)
+    chosen = args.moe_router_topk * mlp_multiply_adds(args, args.moe_ffn_hidden_size)
+    return router + chosen + shared

@@ -23,9 +23,15 @@ from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
 def build_model(
     args: argparse.Namespace, padded_vocab_size: int, device: torch.device
 ) -> list[MegatronModule]:
-    """The model of ``args`` on ``device``, in the dtype of the run, wrapped for data parallelism.
+    """Build the model chunks of this pipeline stage, wrapped for data parallelism.
 
-    This rank's pipeline stage of it: one chunk, or one for each virtual stage.
+    Args:
+        args: the completed arguments.
+        padded_vocab_size: rows of the embedding.
+        device: where the model is to be, in the dtype of the run.
+
+    Returns:
+        One chunk, or one for each virtual stage.
     """
     config = transformer_config(args)
     num_chunks = args.virtual_pipeline_model_parallel_size
@@ -48,8 +54,11 @@ def build_chunk(
     device: torch.device,
     vp_stage: int | None,
 ) -> MegatronModule:
-    """The layers of one (virtual) pipeline stage, in the dtype of the run; without values if they are to be made later."""
-    spec = layer_spec(args, config, vp_stage)
+    """Build the layers of one (virtual) pipeline stage, in the dtype of the run.
+
+    With --init-model-with-meta-device they have no values yet, and are on no device.
+    """
+    spec = layer_spec(config, vp_stage)
     with on_meta(config) if args.init_model_with_meta_device else nullcontext():
         model: MegatronModule = GPTModel(
             config,
@@ -64,7 +73,7 @@ def build_chunk(
             rotary_base=args.rotary_base,
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
-            mtp_block_spec=mtp_block_spec(args, config, spec, vp_stage),
+            mtp_block_spec=mtp_block_spec(config, spec, vp_stage),
             vp_stage=vp_stage,
         )
     for parameter in model.parameters():
@@ -76,16 +85,17 @@ def build_chunk(
 
 @contextmanager
 def on_meta(config: TransformerConfig) -> Iterator[None]:
-    """Layers built inside have no storage.
+    """Build layers without storage inside the context.
 
-    Only as for the CPU do their constructors leave the device to torch.
+    Only with ``use_cpu_initialization`` do the constructors of layers leave the device to torch.
     """
-    asked, config.use_cpu_initialization = config.use_cpu_initialization, True
+    use_cpu_initialization = config.use_cpu_initialization
+    config.use_cpu_initialization = True
     try:
         with torch.device("meta"):
             yield
     finally:
-        config.use_cpu_initialization = asked
+        config.use_cpu_initialization = use_cpu_initialization
 
 
 def wrap(
@@ -94,14 +104,17 @@ def wrap(
     model: MegatronModule,
     disable_bucketing: bool = False,
 ) -> MegatronModule:
-    """Fully sharded with --use-megatron-fsdp, else Megatron-Core's own data parallelism.
+    """Wrap a chunk: fully sharded with --use-megatron-fsdp, else Megatron-Core's data parallelism.
 
-    ``disable_bucketing`` is for the latter: gradients of later chunks are complete too early to
-    gain from buckets.
+    Args:
+        args: the completed arguments.
+        config: of the model.
+        model: the chunk.
+        disable_bucketing: for Megatron-Core's data parallelism, where gradients of later chunks are
+            complete too early to gain from buckets.
     """
-    num_parameters = sum(
-        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
-    )
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    num_parameters = sum(parameter.numel() for parameter in trainable)
     settings = ddp_config(args, num_parameters=num_parameters)
     if not args.use_megatron_fsdp:
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
@@ -109,7 +122,9 @@ def wrap(
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside all wrappers."""
+    """Return the GPTModel inside all wrappers."""
     while not isinstance(model, GPTModel):
-        model = model.module
+        inner = model.module
+        assert isinstance(inner, torch.nn.Module)
+        model = inner
     return model

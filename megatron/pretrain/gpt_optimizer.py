@@ -12,7 +12,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
-from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
 from megatron.pretrain.arguments.configs import optimizer_config
@@ -21,7 +21,7 @@ from megatron.pretrain.arguments.configs import optimizer_config
 def build_optimizer(
     args: argparse.Namespace, model: list[MegatronModule]
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Megatron-Core's optimizer over the chunks of ``model``, and the scheduler that sets its rates."""
+    """Build Megatron-Core's optimizer over the model chunks, and the schedule of its rates."""
     config = optimizer_config(args)
     optimizer = get_megatron_optimizer(
         config,
@@ -39,36 +39,49 @@ def build_optimizer(
 def write_group_numbers(
     optimizer: MegatronOptimizer, model: list[MegatronModule], directory: str
 ) -> None:
-    """A checkpoint in ``directory`` that has the number of its param group for every parameter; a collective.
+    """Write a checkpoint with the number of the param group of every parameter; a collective.
 
     Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an
     optimizer, and so numbers, after all others, and names have one ``module.`` less.
+
+    Args:
+        optimizer: of this rank.
+        model: the chunks whose parameters it has.
+        directory: where to write.
     """
     number_of: dict[str, int] = {}
     experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])
     for chunk in model:
         name_of = {parameter: name for name, parameter in chunk.named_parameters()}
         for number, group in enumerate(experts_last):
-            members = [name_of[parameter] for parameter in group["params"] if parameter in name_of]
-            number_of.update({name.removeprefix("module."): number for name in members})
+            for parameter in group["params"]:
+                if parameter in name_of:
+                    number_of[name_of[parameter].removeprefix("module.")] = number
     save(number_of, checkpoint_id=directory)
 
 
 def build_scheduler(
     args: argparse.Namespace, optimizer: MegatronOptimizer
 ) -> OptimizerParamScheduler:
-    """The schedule, which counts in samples."""
-    samples = args.train_samples is not None
+    """Build the schedule of learning rate and weight decay, which counts in samples."""
+    counts_samples = args.train_samples is not None
 
-    def count(name: str) -> int | None:
-        value = getattr(args, f"{name}_{'samples' if samples else 'iters'}")
-        return value if samples or value is None else value * args.global_batch_size
+    def in_samples(name: str) -> int | None:
+        if counts_samples:
+            return getattr(args, f"{name}_samples")
+        iterations = getattr(args, f"{name}_iters")
+        return None if iterations is None else iterations * args.global_batch_size
 
-    decay_steps = count("lr_decay")
+    decay_steps = in_samples("lr_decay")
     if args.lr_warmup_fraction is None:
-        warmup_steps = count("lr_warmup")
+        warmup_steps = in_samples("lr_warmup")
     else:
+        assert decay_steps is not None  # completed with the arguments
         warmup_steps = int(args.lr_warmup_fraction * decay_steps)
+    if counts_samples:
+        num_samples = args.train_samples
+    else:
+        num_samples = args.train_iters * args.global_batch_size
     return OptimizerParamScheduler(
         optimizer,
         init_lr=args.lr_warmup_init,
@@ -79,10 +92,10 @@ def build_scheduler(
         lr_decay_style=args.lr_decay_style,
         start_wd=args.start_weight_decay,
         end_wd=args.end_weight_decay,
-        wd_incr_steps=args.train_samples if samples else args.train_iters * args.global_batch_size,
+        wd_incr_steps=num_samples,
         wd_incr_style=args.weight_decay_incr_style,
         use_checkpoint_opt_param_scheduler=args.use_checkpoint_opt_param_scheduler,
         override_opt_param_scheduler=args.override_opt_param_scheduler,
-        wsd_decay_steps=count("lr_wsd_decay"),
+        wsd_decay_steps=in_samples("lr_wsd_decay"),
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layers of a command line's model are made of: dense or with experts, plain or latent attention, extra predictions.
+"""Specifications of the model's layers: dense or with experts, plain or latent attention.
 
-Megatron-Core's own functions decide. Without Transformer Engine the classes that stop short are
-then exchanged for ours.
+Megatron-Core's own functions make them. Without Transformer Engine those classes that lack a
+feature are then replaced by ours.
 """
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -28,18 +27,17 @@ from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAtten
 
 
 def layer_spec(
-    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None = None
+    config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers on this pipeline stage, for GPTModel's second argument.
+    """Return the decoder's layers on this pipeline stage, for GPTModel's second argument.
 
     Args:
-        args: with ``transformer_impl``: "transformer_engine", or "local" for layers in plain
-            PyTorch.
-        config: what the layers are: number and kind of experts, latent attention, norms. Its
-            pipeline sizes and this rank's place say which of them are here.
+        config: says what the layers are: ``transformer_impl`` ("transformer_engine", or "local" for
+            layers in plain PyTorch), number of experts, latent attention, norms. Its pipeline sizes
+            and this rank's stage decide which of them are here.
         vp_stage: the virtual stage, where there are any.
     """
-    with_engine = _with_engine(args)
+    with_engine = _with_engine(config)
     spec = get_gpt_decoder_block_spec(
         config,
         with_engine,
@@ -47,41 +45,42 @@ def layer_spec(
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
-    return spec if with_engine else _exchanged(spec, _local_classes(config))
+    return spec if with_engine else _with_classes(spec, _local_classes(config))
 
 
 def mtp_block_spec(
-    args: argparse.Namespace,
-    config: TransformerConfig,
-    spec: TransformerBlockSubmodules,
-    vp_stage: int | None = None,
+    config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None = None
 ) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers that predict further tokens, for GPTModel's ``mtp_block_spec``; None on stages without any.
+    """Return the layers that predict further tokens, for GPTModel's ``mtp_block_spec``.
 
     Args:
-        args, config, vp_stage: as for :func:`layer_spec`.
-        spec: what that returned. Predicting layers are made like the model's last.
+        config: as for :func:`layer_spec`.
+        spec: the result of that. Predicting layers are made like the model's last.
+        vp_stage: as for :func:`layer_spec`.
+
+    Returns:
+        None on stages without such layers.
     """
     if not config.mtp_num_layers:
         return None
-    with_engine = _with_engine(args)
+    with_engine = _with_engine(config)
     if not spec.layer_specs:  # a stage with predicting layers only
         last = get_gpt_decoder_layer_specs(
             config, with_engine, config.normalization, config.qk_l2_norm
         )[-1]
         spec = replace(spec, layer_specs=[last])
     block = get_gpt_mtp_block_spec(config, spec, with_engine, vp_stage=vp_stage)
-    return block if with_engine else _exchanged(block, _local_classes(config))
+    return block if with_engine else _with_classes(block, _local_classes(config))
 
 
-def _with_engine(args: argparse.Namespace) -> bool:
-    return args.transformer_impl == "transformer_engine"
+def _with_engine(config: TransformerConfig) -> bool:
+    return config.transformer_impl == "transformer_engine"
 
 
 def _local_classes(config: TransformerConfig) -> dict[type, type]:
-    """Class of Megatron-Core's local layers -> ours."""
-    # With Apex it takes the fused norm in some places, for RMSNorm too, which that does not know:
-    # one norm on all machines.
+    """Map classes of Megatron-Core's local layers to ours."""
+    # With Apex, Megatron-Core takes the fused norm in some places, for RMSNorm too, which that norm
+    # does not know. One norm serves all machines.
     classes: dict[type, type] = {
         WrappedTorchNorm: LocalNorm,
         FusedLayerNorm: LocalNorm,
@@ -92,15 +91,15 @@ def _local_classes(config: TransformerConfig) -> dict[type, type]:
     return classes
 
 
-def _exchanged(part: Any, classes: dict[type, type]) -> Any:
-    """The same spec with other classes, all the way down."""
-    if isinstance(part, type):
-        return classes.get(part, part)
-    if isinstance(part, list):
-        return [_exchanged(each, classes) for each in part]
-    if is_dataclass(part):
+def _with_classes(spec: Any, classes: dict[type, type]) -> Any:
+    """Return a copy of a specification with other classes, all the way down."""
+    if isinstance(spec, type):
+        return classes.get(spec, spec)
+    if isinstance(spec, list):
+        return [_with_classes(each, classes) for each in spec]
+    if is_dataclass(spec):
         values = {
-            field.name: _exchanged(getattr(part, field.name), classes) for field in fields(part)
+            field.name: _with_classes(getattr(spec, field.name), classes) for field in fields(spec)
         }
-        return replace(part, **values)  # type: ignore[type-var]
-    return part
+        return replace(spec, **values)  # type: ignore[type-var]  # a type was returned above
+    return spec

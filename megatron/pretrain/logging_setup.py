@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What libraries say that a user can do nothing about.
+"""Setup of Python's logging and warnings, to be run before Megatron-Core is imported.
 
-Imported before Megatron-Core, which warns while it is imported.
+Megatron-Core warns while it is imported, so this module imports nothing of it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,14 @@ import sys
 import warnings
 
 
-def quieten(level: int | None = None) -> None:
-    """Set the log level and drop what libraries say about machines without their GPU packages.
+def set_up_logging(level: int | None = None) -> None:
+    """Set the log level, and drop messages of libraries that the user can do nothing about.
 
-    Users can do nothing about these: fallbacks that were chosen on purpose, and names that torch is
-    renaming inside Megatron-Core.
+    Dropped are messages about missing GPU packages, where the fallback was chosen on purpose, and
+    about names that torch deprecates inside Megatron-Core.
+
+    Args:
+        level: level of Python's :mod:`logging`; None for ``logging.WARNING``.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING if level is None else level)
@@ -27,6 +30,7 @@ def quieten(level: int | None = None) -> None:
         "ignore", category=DeprecationWarning, module=r"(megatron\.core|torch)\b.*"
     )
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b.*")
-    # The random tracker forks the only generator there is on a CPU; mock data needs no index files.
+    # The first warns that a CPU has only one random generator to fork, the second that mock data
+    # has no index files. Both are as they should be.
     for name in ("megatron.core.tensor_parallel.random", "megatron.core.datasets.gpt_dataset"):
         logging.getLogger(name).setLevel(logging.ERROR)

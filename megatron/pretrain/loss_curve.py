@@ -14,11 +14,11 @@ def draw_loss_curves(path: str | Path, train: Points, valid: Points) -> bool:
 
     Args:
         path: the PNG to write; missing folders are made.
-        train: (iteration, loss in nats per token), by rising iteration.
-        valid: the same for validation; may be empty.
+        train: (iteration, training loss in nats per token), by rising iteration.
+        valid: (iteration, validation loss in nats per token); may be empty.
 
     Returns:
-        Whether a picture was written: not without matplotlib, nor without any point.
+        True if a picture was written; False without matplotlib, or without any point.
 
     Raises:
         OSError: the file cannot be written.

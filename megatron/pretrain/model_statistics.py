@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over the parameters of the whole model, every element once, whichever ranks hold it or copies of it."""
+"""Statistics over all parameters of a model: their number, their norm, zeros in their gradients.
+
+Every element counts once, whichever ranks have it or copies of it. All functions are collectives.
+"""
 
 from __future__ import annotations
 
@@ -12,98 +15,91 @@ from megatron.core.transformer.module import MegatronModule
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.pretrain.torch_dist_checkpoint import whole_weights
+from megatron.pretrain.torch_dist_checkpoint import gathered_weights
 
 
 def number_of_parameters(model: list[MegatronModule]) -> int:
-    """Elements of all pipeline stages and tensor-parallel slices together."""
-    return int(_sum_over_ranks([float(piece.numel()) for _, piece in own_pieces(model)]))
+    """Return the number of elements over all pipeline stages and tensor-parallel ranks."""
+    return int(_sum_over_ranks([float(shard.numel()) for _, shard in owned_shards(model)]))
 
 
 @torch.no_grad()
 def params_norm(model: list[MegatronModule]) -> float:
-    """The L2 norm of the weights that the optimizer updates: fp32 main weights where there are any."""
-    with whole_weights(model):
-        return _sum_over_ranks([_square(piece) for _, piece in own_pieces(model)]) ** 0.5
+    """Return the L2 norm of the weights that the optimizer updates.
+
+    These are the fp32 main weights, where there are any.
+    """
+    with gathered_weights(model):
+        return _sum_over_ranks([_square(shard) for _, shard in owned_shards(model)]) ** 0.5
 
 
 @torch.no_grad()
 def count_zeros(model: list[MegatronModule]) -> int:
-    """Zeros in the final gradients of a model with --use-megatron-fsdp."""
-    gradients = [
-        parameter.grad.to_local()
-        for parameter, _ in own_pieces(model)
-        if parameter.grad is not None
-    ]
-    return int(
-        _sum_over_ranks(
-            [float(gradient.numel() - gradient.count_nonzero()) for gradient in gradients]
-        )
-    )
+    """Return the number of zeros in the reduced gradients of a model with --use-megatron-fsdp."""
+    zeros = []
+    for parameter, _ in owned_shards(model):
+        if isinstance(parameter.grad, DTensor):
+            gradient = parameter.grad.to_local()
+            zeros.append(float(gradient.numel() - gradient.count_nonzero()))
+    return int(_sum_over_ranks(zeros))
 
 
-def own_pieces(model: list[MegatronModule]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Parameters, and what this rank has of them to add to a sum over all ranks."""
+def owned_shards(model: list[MegatronModule]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield parameters, each with the elements that this rank adds to a sum over all ranks."""
     for chunk in model:
         for parameter in chunk.parameters():
-            piece = _piece(parameter)
-            if (
-                piece is not None
-                and not getattr(parameter, "shared", False)
-                and not _is_copy_of_tensor_rank(parameter)
-            ):
-                yield parameter, piece
+            if getattr(parameter, "shared", False) or _is_replicated_over_tensor_ranks(parameter):
+                continue
+            shard = _owned_shard(parameter)
+            if shard is not None:
+                yield parameter, shard
 
 
-def _piece(parameter: nn.Parameter) -> torch.Tensor | None:
-    """None where other data ranks have all of it."""
-    first_instance = (
+def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the elements of a parameter that this rank counts, None where other data ranks do."""
+    is_first_instance = (
         not _is_hybrid()
         or parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0
     )
     if isinstance(parameter, DTensor):
         # Replicas within an instance are marked as shared.
-        outer_is_sharded = parameter._fsdp_model.get_distributed_index().hsdp_outer_dp_shard
-        return parameter.to_local() if first_instance or outer_is_sharded else None
+        model = parameter._fsdp_model  # type: ignore[attr-defined]  # the engine sets it
+        outer_is_sharded = model.get_distributed_index().hsdp_outer_dp_shard
+        return parameter.to_local() if is_first_instance or outer_is_sharded else None
     if getattr(parameter, "main_param_sharded", False):
-        return parameter.main_param if first_instance else None
-    is_first = (
-        parallel_state.get_expert_data_parallel_rank() if _is_expert(parameter) else _dense_rank()
-    )
-    return getattr(parameter, "main_param", parameter) if is_first == 0 else None
+        main_param = parameter.main_param  # type: ignore[attr-defined]  # Megatron-Core sets it
+        return main_param if is_first_instance else None
+    if _is_expert(parameter):
+        data_rank = parallel_state.get_expert_data_parallel_rank()
+    else:
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return getattr(parameter, "main_param", parameter) if data_rank == 0 else None
 
 
 def _is_hybrid() -> bool:
-    return (
-        parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
-        is not None
-    )
-
-
-def _dense_rank() -> int:
-    return parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    return group is not None
 
 
 def _is_expert(parameter: nn.Parameter) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
-def _is_copy_of_tensor_rank(parameter: nn.Parameter) -> bool:
+def _is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Tell whether a lower tensor-parallel rank has the same parameter and counts it."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
-    expert = _is_expert(parameter)
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
+    if _is_expert(parameter):
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
     return group.rank() > 0
 
 
 def _square(tensor: torch.Tensor) -> float:
-    return (
-        torch.linalg.vector_norm(tensor.detach().float()).square().item() if tensor.numel() else 0.0
-    )
+    if not tensor.numel():
+        return 0.0
+    return torch.linalg.vector_norm(tensor.detach().float()).square().item()
 
 
 def _sum_over_ranks(numbers: list[float]) -> float:

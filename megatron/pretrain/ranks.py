@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a run: process groups, devices, seeds, and who prints."""
+"""The ranks of a run: process groups, devices, seeds, and which one prints."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron.mcore_adapter import cpu
 
+SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""Environment of a program that was started without torchrun: a world of one rank."""
+
 
 def environment_rank() -> int:
-    """This process' rank, before there is a process group."""
+    """Return this process' rank, which is known before there is a process group."""
     return int(os.environ.get("RANK", "0"))
 
 
 def environment_world_size() -> int:
+    """Return the number of ranks, which is known before there is a process group."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -44,13 +48,7 @@ def start(args: argparse.Namespace) -> torch.device:
         torch.cuda.set_device(device)
     if args.deterministic_mode:
         torch.use_deterministic_algorithms(True)
-    # Without torchrun: a world of one.
-    for name, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-    }.items():
+    for name, value in SINGLE_RANK.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(
         args.distributed_backend,
@@ -58,12 +56,12 @@ def start(args: argparse.Namespace) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     initialize_model_parallel(args)
-    seed(args)
+    seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
     return device
 
 
 def initialize_model_parallel(args: argparse.Namespace) -> None:
-    """Megatron-Core's process groups, for every axis of parallelism."""
+    """Make Megatron-Core's process groups, for every axis of parallelism."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -79,23 +77,30 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
     )
 
 
-def seed(args: argparse.Namespace) -> None:
-    """The same seed on every data rank, or one for each with --data-parallel-random-init; others in every stage."""
-    number = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
-    if args.data_parallel_random_init:
+def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) -> None:
+    """Seed every generator of this rank.
+
+    Args:
+        number: the seed of the first rank. Pipeline stages have seeds of their own.
+        differs_between_data_ranks: data ranks have seeds of their own too.
+        te_rng_tracker: use Transformer Engine's tracker of random states.
+    """
+    number += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    if differs_between_data_ranks:
         number += 10 * parallel_state.get_data_parallel_rank()
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
-    tensor_parallel.model_parallel_cuda_manual_seed(number, te_rng_tracker=args.te_rng_tracker)
+    tensor_parallel.model_parallel_cuda_manual_seed(number, te_rng_tracker=te_rng_tracker)
 
 
 def data_parallel_rank() -> int:
-    """Among the ranks that read different samples."""
+    """Return this rank's number among those that read different samples."""
     return parallel_state.get_data_parallel_rank()
 
 
 def data_parallel_size() -> int:
+    """Return the number of ranks that read different samples."""
     return parallel_state.get_data_parallel_world_size()
 
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: text to token ids and back, with the attributes that Megatron-Core's datasets read.
 
-Three kinds, none of which touches the network: `ByteTokenizer` (no files needed),
+There are three, none of which touches the network: `ByteTokenizer` (needs no files),
 `HuggingFaceTokenizer` (a local folder) and `NullTokenizer` (numbers in, numbers out, for synthetic
 runs).
 """
 
-import argparse
+import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ NUM_BYTES = 256
 
 
 class Tokenizer(ABC):
-    """What the training program and Megatron-Core's datasets need of a tokenizer.
+    """The interface that the training program and Megatron-Core's datasets use.
 
     Attributes:
         name: short, fit for a file name.
@@ -43,16 +43,22 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`; end-of-document tokens stand for nothing."""
+        """Return the text of `ids`, without end-of-document tokens."""
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
-        """What tells this tokenizer from others: Megatron-Core hashes it into the names of its index caches."""
+        """The properties that tell this tokenizer from others.
+
+        Megatron-Core hashes them into the names of its index caches.
+        """
         return OrderedDict({"class": type(self).__name__, "vocab_size": str(self.vocab_size)})
 
 
 class NullTokenizer(Tokenizer):
-    """Numbers separated by blanks; `vocab_size` numbers and, after them, the end-of-document token."""
+    """A tokenizer of numbers separated by blanks.
+
+    Its ids are `vocab_size` numbers and, after them, the end-of-document token.
+    """
 
     name = "null"
 
@@ -61,6 +67,11 @@ class NullTokenizer(Tokenizer):
         self.eod = vocab_size
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
+        """Return the numbers of `text`, int32 of shape `[tokens]`.
+
+        Raises:
+            ValueError: a word is no number, or no id of this vocabulary.
+        """
         words = _as_text(text).split()
         try:
             ids = np.array([int(word) for word in words], dtype=np.int64)
@@ -78,26 +89,25 @@ class NullTokenizer(Tokenizer):
         return ids.astype(np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
+        """Return the numbers separated by blanks, without end-of-document tokens."""
         return " ".join(str(int(i)) for i in ids if i != self.eod)
 
 
 class ByteTokenizer(Tokenizer):
-    """One token per byte of UTF-8, and the end-of-document token: 257 ids.
-
-    Takes any bytes at all.
-    """
+    """A tokenizer of bytes, UTF-8 or not: 256 ids, and the end-of-document token."""
 
     name = "bytes"
     vocab_size = NUM_BYTES + 1
     eod = NUM_BYTES
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
+        """Return the bytes of `text`, int32 of shape `[tokens]`."""
         data = text.encode() if isinstance(text, str) else text
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        # A padded vocabulary lets a model produce ids that are no byte; they stand for nothing
-        # either.
+        """Return the text of `ids`; a byte that is not UTF-8 becomes a replacement character."""
+        # A padded vocabulary lets a model produce ids that are no byte; they are left out too.
         return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
 
 
@@ -137,99 +147,112 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
         self.eod = _end_of_document(tokenizer, folder)
         pad = tokenizer.pad_token_id
-        # Padding is masked out of the loss: a pad token that doubles as end of document must not
-        # be.
+        # Padding is masked out of the loss, the end of a document is not: one token cannot be both.
         self.pad = -1 if pad is None or pad == self.eod else pad
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
+        """Return the ids of `text`, int32 of shape `[tokens]`, without special tokens."""
         ids = self._tokenizer(_as_text(text), add_special_tokens=False, verbose=False)["input_ids"]
         return np.array(ids, dtype=np.int32)
 
     def detokenize(self, ids: Iterable[int]) -> str:
+        """Return the text of `ids`, without end-of-document tokens."""
         return self._tokenizer.decode([int(i) for i in ids if i != self.eod])
 
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
+        """The class, the number of ids and the folder."""
         return OrderedDict({**super().unique_identifiers, "tokenizer_path": self._folder})
 
 
-def build_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Build the tokenizer that the command line names.
+def build_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
+) -> Tokenizer:
+    """Build a tokenizer.
 
     Args:
-        args: `tokenizer_type`, `tokenizer_model` (a local folder, Hugging Face only) and
-            `vocab_size` (the number of ids before the end-of-document token; NullTokenizer needs
-            it, the others have their own and check it).
+        tokenizer_type: ByteTokenizer, HuggingFaceTokenizer or NullTokenizer.
+        tokenizer_model: a local folder, for HuggingFaceTokenizer only.
+        vocab_size: the number of ids before the end-of-document token. NullTokenizer needs it; the
+            others have their own, which must not be larger.
 
     Raises:
         ValueError: an unknown type, or a value that is missing or does not fit the type.
         ImportError: HuggingFaceTokenizer without the package `transformers`.
     """
-    problems = _argument_problems(args)
+    problems = _problems(tokenizer_type, tokenizer_model, vocab_size)
     if problems:
         raise ValueError("; ".join(problems))
-    if args.tokenizer_type == "NullTokenizer":
-        return NullTokenizer(args.vocab_size)
-    if args.tokenizer_type == "ByteTokenizer":
-        tokenizer: Tokenizer = ByteTokenizer()
+    tokenizer: Tokenizer
+    if tokenizer_type == "NullTokenizer":
+        assert vocab_size is not None  # a problem otherwise
+        return NullTokenizer(vocab_size)
+    if tokenizer_type == "ByteTokenizer":
+        tokenizer = ByteTokenizer()
     else:
-        tokenizer = HuggingFaceTokenizer(args.tokenizer_model)
-    if args.vocab_size is not None and args.vocab_size + 1 < tokenizer.vocab_size:
+        assert tokenizer_model is not None  # a problem otherwise
+        tokenizer = HuggingFaceTokenizer(tokenizer_model)
+    if vocab_size is not None and vocab_size + 1 < tokenizer.vocab_size:
         raise ValueError(
-            f"--vocab-size {args.vocab_size} is smaller than the vocabulary of"
-            f" {args.tokenizer_type} ({tokenizer.vocab_size} with the end-of-document token): leave"
-            " the flag out"
+            f"--vocab-size {vocab_size} is smaller than the vocabulary of {tokenizer_type}"
+            f" ({tokenizer.vocab_size} with the end-of-document token): leave the flag out"
         )
     return tokenizer
 
 
-def padded_vocab_size(tokenizer: Tokenizer, args: argparse.Namespace) -> int:
-    """Return the number of rows of the embedding: the vocabulary rounded up so that tensor parallelism can divide it.
+def padded_vocab_size(
+    tokenizer: Tokenizer,
+    *,
+    padded_size: int | None,
+    vocab_size: int | None,
+    divisible_by: int,
+    tensor_size: int,
+) -> int:
+    """Return the number of rows of the embedding, which tensor parallelism can divide.
+
+    This is `padded_size` where it is given. Otherwise it is the next multiple of `divisible_by *
+    tensor_size` that covers the tokenizer's vocabulary and `vocab_size`.
 
     Args:
-        tokenizer: gives the size to round up.
-        args: `padded_vocab_size` decides alone where it is given; otherwise the result is the next
-            multiple of `make_vocab_size_divisible_by * tensor_model_parallel_size` that also covers
-            `vocab_size`.
+        tokenizer: has the vocabulary.
+        padded_size: the value of --padded-vocab-size.
+        vocab_size: the value of --vocab-size.
+        divisible_by: the value of --make-vocab-size-divisible-by.
+        tensor_size: number of tensor-parallel ranks.
 
     Raises:
-        ValueError: `args.padded_vocab_size` is smaller than the vocabulary or not divisible by the
-            tensor size.
+        ValueError: `padded_size` is smaller than the vocabulary or not divisible by `tensor_size`.
     """
-    tensor_size = args.tensor_model_parallel_size
-    if args.padded_vocab_size is not None:
-        if args.padded_vocab_size < tokenizer.vocab_size or args.padded_vocab_size % tensor_size:
+    if padded_size is not None:
+        if padded_size < tokenizer.vocab_size or padded_size % tensor_size:
             raise ValueError(
-                f"--padded-vocab-size {args.padded_vocab_size} must be at least the"
-                f" {tokenizer.vocab_size} ids of the tokenizer and a multiple of the tensor"
-                f" parallel size {tensor_size}"
+                f"--padded-vocab-size {padded_size} must be at least the {tokenizer.vocab_size} ids"
+                f" of the tokenizer and a multiple of the tensor parallel size {tensor_size}"
             )
-        return args.padded_vocab_size
-    multiple = args.make_vocab_size_divisible_by * tensor_size
-    needed = max(tokenizer.vocab_size, args.vocab_size or 0)
-    return -(-needed // multiple) * multiple
+        return padded_size
+    multiple = divisible_by * tensor_size
+    needed = max(tokenizer.vocab_size, vocab_size or 0)
+    return math.ceil(needed / multiple) * multiple
 
 
-def _argument_problems(args: argparse.Namespace) -> list[str]:
+def _problems(
+    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
+) -> list[str]:
     known = ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
     problems = []
-    if args.tokenizer_type not in known:
+    if tokenizer_type not in known:
         problems.append(
-            f"--tokenizer-type expects one of {', '.join(known)}, but got {args.tokenizer_type}"
+            f"--tokenizer-type expects one of {', '.join(known)}, but got {tokenizer_type}"
         )
-    if args.vocab_size is not None and args.vocab_size < 1:
-        problems.append(f"--vocab-size expects a positive number, but got {args.vocab_size}")
-    if args.tokenizer_type == "NullTokenizer" and args.vocab_size is None:
+    if vocab_size is not None and vocab_size < 1:
+        problems.append(f"--vocab-size expects a positive number, but got {vocab_size}")
+    if tokenizer_type == "NullTokenizer" and vocab_size is None:
         problems.append("NullTokenizer needs --vocab-size")
-    if args.tokenizer_type == "HuggingFaceTokenizer" and args.tokenizer_model is None:
+    if tokenizer_type == "HuggingFaceTokenizer" and tokenizer_model is None:
         problems.append("HuggingFaceTokenizer needs --tokenizer-model, a local folder")
-    if (
-        args.tokenizer_type in ("NullTokenizer", "ByteTokenizer")
-        and args.tokenizer_model is not None
-    ):
+    if tokenizer_type in ("NullTokenizer", "ByteTokenizer") and tokenizer_model is not None:
         problems.append(
-            f"{args.tokenizer_type} has no files: leave --tokenizer-model"
-            f" {args.tokenizer_model} out"
+            f"{tokenizer_type} has no files: leave --tokenizer-model {tokenizer_model} out"
         )
     return problems
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs without FSDP: saved and loaded as torch_dist, through Megatron-Core's own dist_checkpointing.
+"""Checkpoints of runs without FSDP, in the format torch_dist of Megatron-Core's dist_checkpointing.
 
-Three defects of its DistributedOptimizer over torch's AdamW are worked around: saving, or loading
+Three defects of its DistributedOptimizer over torch's AdamW are worked around. Saving, or loading
 into, an optimizer without state fails, so it has state from the beginning
-(``make_optimizer_state``); the state on disk has no ``step``, which is then looked for; and after a
+(``make_optimizer_state``). The state on disk has no ``step``, which a load then misses. After a
 load all parameters share one ``step`` tensor, so that a training step advances it once per
 parameter.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ def save(
     optimizer: MegatronOptimizer | None,
     target: Path,
 ) -> None:
-    """Write into the empty directory ``target``."""
-    metadata = content_metadata(args)
-    with whole_weights(model), quiet():
-        content = sharded_state(args, state, model, optimizer, metadata, is_loading=False)
+    """Write ``state``, the model and the optimizer into the empty directory ``target``."""
+    metadata = content_metadata(
+        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
+    )
+    with gathered_weights(model), without_warnings():
+        content = sharded_state(state, model, optimizer, metadata, is_loading=False)
         strategy = FullyParallelSaveStrategyWrapper(
             get_default_save_sharded_strategy("torch_dist"),
             parallel_state.get_data_parallel_group(with_context_parallel=True),
@@ -63,23 +65,18 @@ def load(
     optimizer: MegatronOptimizer | None,
     source: Path,
 ) -> dict[str, Any]:
-    """Load ``source`` into the model and the optimizer; the rest of what it holds is returned.
+    """Load ``source`` into the model and the optimizer, and return the rest of its content.
 
     Raises:
-        ValueError: where it does not fit this run.
+        ValueError: it does not fit this run.
     """
     _refuse_code(source)
-    with whole_weights(model), quiet():
-        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(args)
-        content = sharded_state(args, state, model, optimizer, metadata, is_loading=True)
-        known = read_metadata(source).state_dict_metadata
-        absent = (
-            []
-            if "rng_state" not in content or content["rng_state"].unique_key in known
-            else ["no random state"]
+    with gathered_weights(model), without_warnings():
+        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(
+            args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
         )
-        if agree(absent):  # written under another layout; the caller says so
-            content.pop("rng_state", None)
+        content = sharded_state(state, model, optimizer, metadata, is_loading=True)
+        _drop_absent_random_state(content, source)
         try:
             loaded = dist_checkpointing.load(
                 content, str(source), strict=StrictHandling(args.dist_ckpt_strictness)
@@ -98,10 +95,12 @@ def load(
 
 
 def _refuse_code(source: Path) -> None:
-    """Megatron-Core unpickles whatever is in a file, so everything in it is read as data before; a collective.
+    """Read everything in the file as data first, because Megatron-Core unpickles whatever is in it.
+
+    A collective.
 
     Raises:
-        ValueError: where a file is damaged, or names what checkpoints do not hold.
+        ValueError: a file is damaged, or names what checkpoints do not hold.
     """
     problems = []
     if dist.get_rank() == 0:
@@ -117,27 +116,42 @@ def _refuse_code(source: Path) -> None:
         raise ValueError(problems[0])
 
 
-def content_metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How the optimizer's state is laid out, which the file says too."""
-    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if args.use_distributed_optimizer:
-        reshardable = args.dist_ckpt_optim_fully_reshardable
+def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
+    """Ask for no random state on any rank where the file has none for some; a collective.
+
+    It has none for some ranks where it was written under another layout, which the caller reports.
+    """
+    absent = []
+    if "rng_state" in content:
+        known = read_metadata(source).state_dict_metadata
+        if content["rng_state"].unique_key not in known:
+            absent.append("no random state")
+    if agree(absent):
+        content.pop("rng_state", None)
+
+
+def content_metadata(use_distributed_optimizer: bool, fully_reshardable: bool) -> dict[str, Any]:
+    """Return the description of the optimizer's layout that the file carries."""
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    if use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = (
-            "fully_reshardable" if reshardable else "dp_reshardable"
+            "fully_reshardable" if fully_reshardable else "dp_reshardable"
         )
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     return metadata
 
 
 def sharded_state(
-    args: argparse.Namespace,
     state: dict[str, Any],
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
     metadata: dict[str, Any],
     is_loading: bool,
 ) -> dict[str, Any]:
-    """``state`` with the model, the optimizer and the random state in Megatron-Core's sharded form."""
+    """Return ``state`` with model, optimizer and random state in Megatron-Core's sharded form."""
     models = _sharded_models(model, metadata)
     content = {**state, **models}
     if optimizer is not None:
@@ -146,23 +160,22 @@ def sharded_state(
             weights, is_loading=is_loading, metadata=metadata
         )
     if "rng_state" in state:
-        content["rng_state"] = random_state(args, state["rng_state"])
+        content["rng_state"] = sharded_random_state(state["rng_state"])
     return content
 
 
 def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The chunks in Megatron-Core's sharded form, which it cannot make of some models on some stages; a collective.
+    """Return the model chunks in Megatron-Core's sharded form; a collective.
 
     Raises:
-        ValueError: on every rank, where any cannot: the others must not wait in a collective for
-            it.
+        ValueError: on every rank, where Megatron-Core cannot do it for the chunks of some stage;
+            the others must not wait for that stage in a collective.
     """
-    models, problems = {}, []
+    models: dict[str, Any] = {}
+    problems: list[str] = []
     try:
-        models = {
-            key: unwrap(chunk).sharded_state_dict(metadata=metadata)
-            for key, chunk in named_chunks(model).items()
-        }
+        for key, chunk in named_chunks(model).items():
+            models[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
     except Exception as error:  # assertions about layouts, for the most part
         problems = [
             f"Megatron-Core cannot save or load this model in torch_dist: {type(error).__name__}:"
@@ -174,9 +187,16 @@ def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> di
     return models
 
 
-def random_state(args: argparse.Namespace, states: list[dict[str, Any]]) -> ShardedObject:
-    """The generators of this rank: one entry for each pipeline stage and tensor-parallel rank, with experts for each data rank."""
-    place = [
+def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
+    """Return the generators of this rank in Megatron-Core's sharded form.
+
+    The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
+    parallelism for each data rank.
+
+    Args:
+        states: of :func:`~megatron.pretrain.random_state.gather_random_state`.
+    """
+    offset = [
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_rank(),
     ]
@@ -185,45 +205,35 @@ def random_state(args: argparse.Namespace, states: list[dict[str, Any]]) -> Shar
         parallel_state.get_tensor_model_parallel_world_size(),
     ]
     data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-    if args.expert_model_parallel_size == 1:
-        return ShardedObject("rng_state", states, tuple(shape), tuple(place), replica_id=data_rank)
-    place.append(data_rank)
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return ShardedObject("rng_state", states, tuple(shape), tuple(offset), replica_id=data_rank)
+    offset.append(data_rank)
     shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
-    return ShardedObject("rng_state", [states[data_rank % len(states)]], tuple(shape), tuple(place))
+    state = states[data_rank % len(states)]
+    return ShardedObject("rng_state", [state], tuple(shape), tuple(offset))
 
 
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
-    """``model``, or ``model0``, ``model1`` and so on where there are virtual pipeline stages."""
-    return {
-        "model" if len(model) == 1 else f"model{number}": chunk
-        for number, chunk in enumerate(model)
-    }
+    """Return the chunks by their names in the file.
+
+    The name is ``model``, or ``model0``, ``model1`` and so on where there are virtual stages.
+    """
+    if len(model) == 1:
+        return {"model": model[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(model)}
 
 
 def distributed_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
-    """The distributed optimizers inside a chain, or the optimizer itself if it is one."""
+    """Yield the distributed optimizers inside a chain, or the optimizer itself if it is one."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(inner, DistributedOptimizer):
             yield inner
 
 
 def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
-    """Hand the state to the optimizer, around the defects named above."""
+    """Load the state into the optimizer, around the defects that the module names."""
     for inner in distributed_optimizers(optimizer):
-        original = inner._set_main_param_and_optimizer_states
-
-        def without_step(
-            model_param: torch.nn.Parameter, tensors: dict[str, Any], inner=inner, original=original
-        ) -> None:
-            group, order = inner.model_param_group_index_map[model_param]
-            slots = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
-            # The group's step is in place already; bucket layouts bring back that of the empty
-            # optimizer.
-            original(
-                model_param, {**tensors, **{name: slots[name] for name in slots if name == "step"}}
-            )
-
-        inner._set_main_param_and_optimizer_states = without_step
+        inner._set_main_param_and_optimizer_states = _keeping_step(inner)
     try:
         with torch.no_grad():  # in fp32 runs main parameters are views of the model's
             optimizer.load_state_dict(state)
@@ -235,9 +245,32 @@ def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
                     slots["step"] = slots["step"].clone()
 
 
+def _keeping_step(
+    optimizer: DistributedOptimizer,
+) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
+    """Return the optimizer's method that sets a parameter's state, made to leave ``step`` alone."""
+    set_state = optimizer._set_main_param_and_optimizer_states
+
+    def set_state_without_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
+        slots = optimizer.optimizer.state[main_parameter]
+        if "step" in slots:
+            # The group's step is set already; bucket layouts bring back that of the optimizer
+            # before its first step.
+            tensors = {**tensors, "step": slots["step"]}
+        set_state(parameter, tensors)
+
+    return set_state_without_step
+
+
 @contextmanager
-def whole_weights(model: list[MegatronModule]) -> Iterator[None]:
-    """With overlapped gathers, weights are whole only after a gather that the next forward would begin."""
+def gathered_weights(model: list[MegatronModule]) -> Iterator[None]:
+    """Make the weights of all ranks up to date inside the context.
+
+    With overlapped gathers they otherwise are only after the all-gather that the next forward
+    begins.
+    """
     overlapped = [
         chunk
         for chunk in model
@@ -253,8 +286,8 @@ def whole_weights(model: list[MegatronModule]) -> Iterator[None]:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Torch's checkpoint uses names that torch deprecates."""
+def without_warnings() -> Iterator[None]:
+    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -41,8 +41,8 @@ def write(command_line: str, layout: str | None = None) -> State | None:
         original(args, model, optimizer, *rest)
         states.append(live_state(args, model, optimizer))
 
-    def with_layout(args: Any) -> dict[str, Any]:
-        return metadata(args) | ({"distrib_optim_sharding_type": layout} if layout else {})
+    def with_layout(*args: Any) -> dict[str, Any]:
+        return metadata(*args) | ({"distrib_optim_sharding_type": layout} if layout else {})
 
     with (
         patch.object(checkpointing, "save", save),

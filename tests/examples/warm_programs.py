@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.pretrain.logging_setup import quieten
+from megatron.pretrain.logging_setup import set_up_logging
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = [
@@ -57,7 +57,7 @@ def warm_programs(socket_path: Path) -> Iterator[None]:
 
 def serve(path: str) -> None:
     """Fork a launcher for each request until stdin ends."""
-    quieten()
+    set_up_logging()
     for name in PRELOAD:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -57,7 +57,7 @@ def build(flags: str, on_meta: bool, on_cpu: bool = True) -> nn.Module:
     with torch.device("meta") if on_meta else nullcontext():
         model = GPTModel(
             config,
-            layer_spec(args, config),
+            layer_spec(config),
             vocab_size=99,
             max_sequence_length=args.max_position_embeddings,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,

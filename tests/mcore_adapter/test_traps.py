@@ -30,7 +30,15 @@ from tests.pretrain.parity import (
     UNTIED,
     Combination,
 )
-from tests.pretrain.training_runs import Record, assert_close, build, prepare, pretrain, train
+from tests.pretrain.training_runs import (
+    Record,
+    assert_close,
+    build,
+    prepare,
+    pretrain,
+    tokenizer_of,
+    train,
+)
 from tests.rank_pool import run_ranks
 
 TIED = LLAMA.replace(UNTIED, "")
@@ -126,7 +134,7 @@ def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
     gradients: dict[str, torch.Tensor] = {}
     forward_backward = loop.forward_backward
 
-    def record(run: loop.Run, *args: Any, **kwargs: Any) -> Any:
+    def record(run: loop.TrainingRun, *args: Any, **kwargs: Any) -> Any:
         result = forward_backward(run, *args, **kwargs)
         for chunk in run.model:
             for name, parameter in chunk.named_parameters():
@@ -303,16 +311,16 @@ def zero_twice(command_line: str) -> list[float]:
     run = build(command_line)
     loop.connect(run)
     loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
-    data, _, _ = loop.build_datasets(run.args, loop.build_tokenizer(run.args))
+    data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     norms = []
     for abandoned in (False, True, False):
-        with loop.batches(run.args, data, 0) as batches:
+        with loop.batches(run, data, 0) as batches:
             if abandoned:
                 with run.model[0].no_sync():
-                    loop.ForwardStep(run.args, run.device)(batches, run.model[0])[
-                        0
-                    ].sum().backward()
-        with loop.batches(run.args, data, 0) as batches:
+                    forward_step = loop.ForwardStep(run.device, 0, check_for_nan=True)
+                    output, _ = forward_step(batches, run.model[0])
+                    output.sum().backward()
+        with loop.batches(run, data, 0) as batches:
             for _ in range(2):  # the training loop does, and then the optimizer
                 run.model[0].zero_grad_buffer()
             loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)

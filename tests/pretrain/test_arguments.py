@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megatron.pretrain.arguments import ArgumentErrors, all_flags, build_parser, parse_arguments
+from megatron.pretrain.arguments import CommandLineError, all_flags, build_parser, parse_arguments
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, STATE_DTYPES
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import frequency
@@ -37,7 +37,7 @@ def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
 
 
 def problems(line: str, **machine: object) -> list[str]:
-    with pytest.raises(ArgumentErrors) as caught:
+    with pytest.raises(CommandLineError) as caught:
         parse(line, **machine)
     assert all(problem in str(caught.value) for problem in caught.value.problems)
     return caught.value.problems

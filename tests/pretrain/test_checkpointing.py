@@ -20,6 +20,7 @@ from tests.pretrain.training_runs import (
     State,
     assert_close,
     build,
+    load_checkpoint,
     load_state,
     refuse,
     state_of,
@@ -111,7 +112,7 @@ def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(strategy
         stopped.evaluations["validation"] + resumed.evaluations["validation"]
         == unbroken.evaluations["validation"]
     )
-    assert resumed.operations == unbroken.operations > 0
+    assert resumed.flops == unbroken.flops > 0
     saved_at(tmp_path, 2, 3, 4, 6)
 
 
@@ -430,12 +431,12 @@ def failing_save(command_line: str, failing_rank: int) -> str:
     """Job: a run whose second save fails on one rank; the error."""
     original = checkpointing.FORMATS["fsdp_dtensor"].save
 
-    def save(args, *rest) -> None:
-        if args.iteration == 2 and dist.get_rank() == failing_rank:
+    def save(args, state, *rest) -> None:
+        if state["iteration"] == 2 and dist.get_rank() == failing_rank:
             with patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full")):
-                original(args, *rest)
+                original(args, state, *rest)
         else:
-            original(args, *rest)
+            original(args, state, *rest)
 
     with patch.object(checkpointing.FORMATS["fsdp_dtensor"], "save", save):
         return refuse(command_line)
@@ -457,7 +458,7 @@ def refused_load(command_line: str) -> tuple[str, bool]:
     run = build(command_line)
     before = state_of(run)
     try:
-        checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+        load_checkpoint(run)
     except ValueError as error:
         after = state_of(run)
         same = all(
@@ -530,7 +531,7 @@ def test_without_fsdp_a_run_resumes_bitwise(precision, flags, tmp_path):
     )[0]
     assert resumed.losses == unbroken.losses[2:]
     assert resumed.column("grad-norm") == unbroken.column("grad-norm")[2:]
-    assert resumed.operations == unbroken.operations > 0
+    assert resumed.flops == unbroken.flops > 0
     saved_at(tmp_path, 2, 4)
 
 

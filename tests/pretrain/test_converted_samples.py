@@ -16,10 +16,10 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.pretrain import checkpointing, loop
+from megatron.pretrain import loop
 from tests.checkpoint import samples
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
-from tests.pretrain.training_runs import build
+from tests.pretrain.training_runs import build, load_checkpoint, save_checkpoint
 from tests.rank_pool import run_ranks
 
 OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
@@ -58,7 +58,7 @@ class Continued:
 def continue_run(flags: str, batch_file: str, save: str) -> Continued:
     """Job: load, evaluate, train one step, evaluate, save."""
     run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     init_num_microbatches_calculator(
         dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
     )
@@ -67,12 +67,14 @@ def continue_run(flags: str, batch_file: str, save: str) -> Continued:
     before = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
     loop.train_step(run, own_microbatches(run, batch["train_tokens"]))
     after = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
-    checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    save_checkpoint(run)
     step = run.report.record.steps[0]
     return Continued(before, step["lm loss"], step["grad-norm"], after)
 
 
-def own_microbatches(run: loop.Run, tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
+def own_microbatches(
+    run: loop.TrainingRun, tokens: torch.Tensor
+) -> Iterator[dict[str, torch.Tensor]]:
     place, size = (
         parallel_state.get_data_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),

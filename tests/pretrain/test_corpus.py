@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers, and corpora written with them."""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from megatron.pretrain.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
+    Tokenizer,
     build_tokenizer,
     padded_vocab_size,
 )
@@ -41,16 +41,18 @@ def texts_of(prefix: Path) -> list[str]:
     return [BYTES.detokenize(document) for document in documents_of(prefix)]
 
 
-def namespace(**given_arguments) -> argparse.Namespace:
-    defaults = dict(
-        tokenizer_type="NullTokenizer",
-        tokenizer_model=None,
-        vocab_size=None,
-        padded_vocab_size=None,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=1,
-    )
-    return argparse.Namespace(**{**defaults, **given_arguments})
+def tokenizer_of(
+    tokenizer_type: str = "NullTokenizer",
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    return build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+
+
+def rows_of_bytes(**given: int) -> int:
+    """Rows of the embedding with ByteTokenizer."""
+    settings = dict(padded_size=None, vocab_size=None, divisible_by=128, tensor_size=1)
+    return padded_vocab_size(BYTES, **{**settings, **given})
 
 
 @given(st.text())
@@ -61,7 +63,7 @@ def test_byte_tokens_are_the_bytes_of_the_text(text):
 
 
 def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
-    tokenizer = build_tokenizer(namespace(vocab_size=100))
+    tokenizer = tokenizer_of(vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
     assert tokenizer.detokenize([3, 99, 100]) == "3 99"
@@ -96,7 +98,7 @@ def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
 )
 def test_tokenizer_arguments_that_do_not_fit_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        build_tokenizer(namespace(**arguments))
+        tokenizer_of(**arguments)
 
 
 def test_hugging_face_tokenizer_without_transformers_says_what_to_install(tmp_path, monkeypatch):
@@ -115,9 +117,7 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
         tokenizer_object=backend, eos_token="<eos>"
     ).save_pretrained(tmp_path)
 
-    tokenizer = build_tokenizer(
-        namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    )
+    tokenizer = tokenizer_of("HuggingFaceTokenizer", str(tmp_path))
     assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
     assert tokenizer.detokenize([1, 5, 0]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
@@ -127,20 +127,20 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
     ("arguments", "size"),
     [
         (dict(), 384),
-        (dict(make_vocab_size_divisible_by=1), 257),
-        (dict(tensor_model_parallel_size=4), 512),
+        (dict(divisible_by=1), 257),
+        (dict(tensor_size=4), 512),
         (dict(vocab_size=500), 512),
-        (dict(padded_vocab_size=300), 300),
+        (dict(padded_size=300), 300),
     ],
     ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
 )
 def test_vocabulary_is_rounded_up(arguments, size):
-    assert padded_vocab_size(BYTES, namespace(**arguments)) == size
+    assert rows_of_bytes(**arguments) == size
 
 
 def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused():
     with pytest.raises(ValueError, match="at least the 257 ids"):
-        padded_vocab_size(BYTES, namespace(padded_vocab_size=256))
+        rows_of_bytes(padded_size=256)
 
 
 def test_files_and_folders_become_documents_in_order(tmp_path):

@@ -5,16 +5,19 @@ import argparse
 import json
 import logging
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.pretrain import data as data_module
 from megatron.pretrain.corpus import standard_library_corpus, write_corpus
-from megatron.pretrain.data import build_datasets, build_iterator, parse_blend, wanted_samples
+from megatron.pretrain.data import build_datasets, parse_blend, wanted_samples
 from megatron.pretrain.loss_curve import draw_loss_curves
+from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.rank_pool import run_ranks
 
@@ -64,6 +67,21 @@ def corpus(tmp_path) -> str:
     return write_numbers(tmp_path / "corpus", [[i] * 40 for i in range(50)])
 
 
+def microbatches(
+    dataset: Any, args: argparse.Namespace, consumed: int = 0, rank: int = 0, ranks: int = 1
+) -> Iterator[dict[str, torch.Tensor]]:
+    return build_iterator(
+        dataset,
+        micro_batch_size=args.micro_batch_size,
+        dataloader_type=args.dataloader_type,
+        seed=args.seed,
+        num_workers=args.num_workers,
+        consumed_samples=consumed,
+        data_parallel_rank=rank,
+        data_parallel_size=ranks,
+    )
+
+
 def numbers_in(dataset) -> set[int]:
     return {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {
         NUMBERS.eod
@@ -82,7 +100,9 @@ def numbers_in(dataset) -> set[int]:
     ids=["iterations", "samples", "no_interval", "no_evaluation", "no_training"],
 )
 def test_samples_wanted_follow_from_the_length_of_the_run(arguments, samples):
-    assert wanted_samples(namespace(**arguments)) == samples
+    names = "train_samples train_iters global_batch_size eval_iters eval_interval"
+    args = namespace(**arguments)
+    assert wanted_samples(**{name: getattr(args, name) for name in names.split()}) == samples
 
 
 def test_samples_are_the_tokens_of_the_corpus_and_labels_come_one_later(tmp_path):
@@ -119,9 +139,7 @@ def test_weights_blend_datasets(tmp_path):
     prefixes = [write_numbers(tmp_path / str(token), [[token] * 100] * 20) for token in (1, 2)]
     arguments = namespace(data_path=["0.75", prefixes[0], "0.25", prefixes[1]], split="1,0,0")
     train, _, _ = build_datasets(arguments, NUMBERS)
-    iterator = build_iterator(
-        train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
-    )
+    iterator = microbatches(train, arguments)
     tokens = torch.cat([batch["tokens"] for batch in islice(iterator, 40)])
     share = (tokens == 1).sum() / ((tokens == 1).sum() + (tokens == 2).sum())
     assert 0.7 < share < 0.8
@@ -140,11 +158,7 @@ def test_mock_data_needs_no_files(tokenizer):
     train, valid, test = build_datasets(arguments, tokenizer)
     assert test is None
     assert len(train) > 50 * len(valid)
-    batch = next(
-        build_iterator(
-            train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
-        )
-    )
+    batch = next(microbatches(train, arguments))
     assert batch["tokens"].shape == (2, 16)
     assert batch["tokens"].max() < tokenizer.vocab_size
 
@@ -162,9 +176,7 @@ def test_batches_hold_what_a_model_needs(corpus):
         eod_mask_loss=True,
     )
     train, _, _ = build_datasets(arguments, NUMBERS)
-    iterator = build_iterator(
-        train, arguments, consumed_samples=0, data_parallel_rank=0, data_parallel_size=1
-    )
+    iterator = microbatches(train, arguments)
     batch = next(batch for batch in iterator if (batch["tokens"][0, 2:10] == NUMBERS.eod).any())
     assert {key: (tuple(value.shape), value.dtype) for key, value in batch.items()} == {
         "tokens": ((2, 16), torch.int64),
@@ -267,13 +279,7 @@ def samples_read(
     num_samples: int, count: int, *, consumed: int = 0, rank: int = 0, ranks: int = 1, **given
 ) -> list[int]:
     arguments = namespace(**given)
-    iterator = build_iterator(
-        CountingDataset(num_samples),
-        arguments,
-        consumed_samples=consumed,
-        data_parallel_rank=rank,
-        data_parallel_size=ranks,
-    )
+    iterator = microbatches(CountingDataset(num_samples), arguments, consumed, rank, ranks)
     batches = list(islice(iterator, count // arguments.micro_batch_size))
     assert all(set(batch) == {"tokens"} for batch in batches)
     return [int(token) for batch in batches for token in batch["tokens"]]
@@ -331,13 +337,7 @@ def test_reading_leaves_the_global_random_state_alone(workers):
 
 def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_on_every_rank():
     for rank in range(2):
-        iterator = build_iterator(
-            CountingDataset(11),
-            namespace(),
-            consumed_samples=2,
-            data_parallel_rank=rank,
-            data_parallel_size=2,
-        )
+        iterator = microbatches(CountingDataset(11), namespace(), consumed=2, rank=rank, ranks=2)
         assert len(list(islice(iterator, 2))) == 2
         with pytest.raises(
             RuntimeError, match="used up: the dataset has 11 samples and this run began after 2"

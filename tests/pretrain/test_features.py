@@ -35,6 +35,7 @@ from tests.pretrain.training_runs import (
     build,
     pretrain,
     refuse,
+    tokenizer_of,
     train,
 )
 from tests.rank_pool import run_ranks
@@ -162,7 +163,7 @@ def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model):
     # Its copy would be of other values, and nothing would say so.
     for error in run_ranks(2, refuse, f"{Combination(2, 'pp2', 3, model).ours} {ON_META}"):
         assert (
-            error.startswith(("ValueError", "ArgumentErrors"))
+            error.startswith(("ValueError", "CommandLineError"))
             and "embedding that two pipeline stages share" in error
         )
 
@@ -229,7 +230,7 @@ def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
     step = loop.forward_backward
     spoiled = []
 
-    def forward_backward(run: loop.Run, *args: Any, **kwargs: Any) -> Any:
+    def forward_backward(run: loop.TrainingRun, *args: Any, **kwargs: Any) -> Any:
         result = step(run, *args, **kwargs)
         if not spoiled and dist.get_rank() == rank:
             spoiled.append(next(p for p in run.model[0].parameters() if p.to_local().numel()))
@@ -258,7 +259,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
     run = build(command_line)
     loop.connect(run)
     loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
-    data, _, _ = loop.build_datasets(run.args, loop.build_tokenizer(run.args))
+    data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     if dist.get_rank() == rank:
         weight = next(
             each
@@ -266,7 +267,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
             if each.name.endswith("linear_fc2.weight")
         )
         weight.compute.register_hook(lambda gradient: gradient * math.nan)
-    with loop.batches(run.args, data, 0) as batches:
+    with loop.batches(run, data, 0) as batches:
         try:
             loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)
         except RuntimeError as error:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.pretrain.flops import attention_products, floating_point_operations
+from megatron.pretrain.flops import attention_multiply_adds, training_flops
 from tests.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, MOE_SHARED, MTP, Combination
 from tests.pretrain.training_runs import build
 from tests.rank_pool import run_ranks
@@ -25,12 +25,14 @@ def counted_and_expected(line: str) -> tuple[float, float]:
             labels=tokens[:, 1:].contiguous(),
         )
         output.sum().backward()
-    expected = floating_point_operations(args, 1)
+    expected = training_flops(args, 1)
     # The layers for CPU compute both halves of the scores, also the one that is masked.
     args.seq_length *= 2
-    twice = attention_products(args)
+    twice = attention_multiply_adds(args)
     args.seq_length //= 2
-    masked = (twice - attention_products(args)) * (args.num_layers + (args.mtp_num_layers or 0))
+    masked = (twice - attention_multiply_adds(args)) * (
+        args.num_layers + (args.mtp_num_layers or 0)
+    )
     return counter.get_total_flops(), expected + 6 * masked * args.seq_length
 
 

@@ -23,9 +23,9 @@ from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
 from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import run_ranks
 
-LOCAL = Namespace(transformer_impl="local")
 LENGTH = 16
 SIZES: dict[str, Any] = dict(
+    transformer_impl="local",
     num_layers=2,
     hidden_size=16,
     num_attention_heads=4,
@@ -114,14 +114,14 @@ def start(**layout: int) -> None:
 
 
 def build(settings: TransformerConfig) -> GPTModel:
-    spec = layer_spec(LOCAL, settings)
+    spec = layer_spec(settings)
     return GPTModel(
         settings,
         spec,
         vocab_size=64,
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
-        mtp_block_spec=mtp_block_spec(LOCAL, settings, spec),
+        mtp_block_spec=mtp_block_spec(settings, spec),
     )
 
 
@@ -248,11 +248,11 @@ def layers_of_stages(**overrides: Any) -> list[str]:
                       pipeline_dtype=torch.float32, **layout | overrides)  # fmt: skip
     stages = []
     for stage in range(2):
-        spec = layer_spec(LOCAL, settings, stage)
+        spec = layer_spec(settings, stage)
         letters = [
             "e" if layer.submodules.mlp.module is MoELayer else "d" for layer in spec.layer_specs
         ]
-        prediction = mtp_block_spec(LOCAL, settings, spec, stage)
+        prediction = mtp_block_spec(settings, spec, stage)
         if prediction is not None:
             (layer,) = prediction.layer_specs
             assert layer.module is MultiTokenPredictionLayer
@@ -304,6 +304,6 @@ def test_with_transformer_engine_megatron_cores_specs_are_taken_as_they_are(monk
         return "spec"
 
     monkeypatch.setattr(layer_specs, "get_gpt_decoder_block_spec", record)
-    settings = config("dense")
-    assert layer_spec(Namespace(transformer_impl="transformer_engine"), settings) == "spec"
+    settings = config("dense", transformer_impl="transformer_engine")
+    assert layer_spec(settings) == "spec"
     assert calls == [(settings, True)]

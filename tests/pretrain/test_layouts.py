@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from megatron.pretrain import checkpointing
 from tests.pretrain.parity import (
     ALLTOALL,
     GPT2,
@@ -29,8 +28,10 @@ from tests.pretrain.training_runs import (
     State,
     assert_close,
     build,
+    load_checkpoint,
     load_state,
     refuse,
+    save_checkpoint,
     train,
 )
 from tests.rank_pool import run_ranks
@@ -181,18 +182,18 @@ def draw() -> list[float]:
 def save_and_draw(line: str) -> list[float]:
     """Job: saves with generators that are elsewhere on every rank; what they give next."""
     run = build(line)
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     for _ in range(1 + dist.get_rank()):
         draw()
-    run.args.iteration = 1
-    checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    run.progress.iteration = 1
+    save_checkpoint(run)
     return draw()
 
 
 def load_and_draw(line: str) -> tuple[list[float], list[str]]:
     """Job: what the generators give after a load, and what the run has said."""
     run = build(line)
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     return draw(), run.report.record.lines
 
 

@@ -191,9 +191,10 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
     """Job: the losses of validations by a run that has used `consumed` validation samples before."""
     original = loop.checkpointing.load
 
-    def load(args, *rest):
-        original(args, *rest)
-        args.consumed_valid_samples = consumed
+    def load(*args):
+        progress = original(*args)
+        progress.consumed_valid_samples = consumed
+        return progress
 
     with patch.object(loop.checkpointing, "load", load):
         return [loss for _, loss in pretrain(command_line).evaluations["validation"]]

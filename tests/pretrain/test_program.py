@@ -22,7 +22,7 @@ import pretrain_gpt
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import loop
 from megatron.pretrain.corpus import write_corpus
-from megatron.pretrain.logging_setup import quieten
+from megatron.pretrain.logging_setup import set_up_logging
 from megatron.pretrain.tokenizer import ByteTokenizer
 from tests.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
 from tests.rank_pool import run_ranks
@@ -161,8 +161,8 @@ def interrupted(command_line: str, rank: int) -> Record:
     """Job: a run of which one rank is sent SIGTERM in its second step."""
     original = loop.train_step
 
-    def train_step(run: loop.Run, data) -> None:
-        if run.args.iteration == 1 and loop.dist.get_rank() == rank:
+    def train_step(run: loop.TrainingRun, data) -> None:
+        if run.progress.iteration == 1 and loop.dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         original(run, data)
 
@@ -186,7 +186,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(rank,
 def run_main(command_line: str) -> tuple[int, str, str]:
     """Job: the program's main function in a world that exists already; exit code, stdout, stderr."""
     output, errors = io.StringIO(), io.StringIO()
-    quieten()  # what importing the program does in a process of its own
+    set_up_logging()  # what importing the program does in a process of its own
 
     def start(args):
         return prepare(command_line)[1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import HISTORY, PICTURE, Report
 
 VALUES = {
@@ -25,9 +26,7 @@ def namespace(**given) -> argparse.Namespace:
         log_validation_ppl_to_tensorboard=False,
         log_interval=1,
         log_throughput=False,
-        iteration=0,
         train_iters=10,
-        consumed_train_samples=0,
         global_batch_size=4,
         rampup_batch_size=None,
         seq_length=8,
@@ -37,16 +36,24 @@ def namespace(**given) -> argparse.Namespace:
 
 
 def steps(
-    args: argparse.Namespace, losses: list[float], *, skipped: tuple[int, ...] = (), **values: float
-) -> Report:
-    """A report that has been told of these steps, after `args.iteration`."""
-    report = Report(args)
-    report.begin()
+    args: argparse.Namespace,
+    losses: list[float],
+    *,
+    iteration: int = 0,
+    skipped: tuple[int, ...] = (),
+    **values: float,
+) -> tuple[Report, Progress]:
+    """A report that has been told of these steps, after `iteration` of them."""
+    report, progress = Report(args), Progress(iteration)
+    report.begin(progress)
     for loss in losses:
-        args.iteration += 1
-        args.consumed_train_samples += args.global_batch_size
-        report.step({**VALUES, "lm loss": loss, **values}, skipped=args.iteration in skipped)
-    return report
+        progress.count_step(args.global_batch_size, 1e6)
+        report.step(
+            progress,
+            {**VALUES, "lm loss": loss, **values},
+            skipped=progress.iteration in skipped,
+        )
+    return report, progress
 
 
 def history(folder: Path) -> list[dict[str, float]]:
@@ -74,24 +81,25 @@ def test_optional_numbers_have_their_own_names(capsys):
 
 
 def test_skipped_iterations_are_counted_and_left_out_of_the_curve(tmp_path, capsys):
-    steps(
+    report, _ = steps(
         namespace(save=str(tmp_path), log_interval=4),
         [5.0, float("inf"), 4.0, 3.0],
         skipped=(2,),
         **{"grad-norm": None},
-    ).keep()
+    )
+    report.keep()
     assert "skipped iterations: 1" in capsys.readouterr().out
     assert [entry["iteration"] for entry in history(tmp_path)] == [1, 3, 4]
 
 
 def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path):
     args = namespace(save=str(tmp_path))
-    first = steps(args, [5.0, 4.0, 3.0])
-    first.evaluation(3.5)
+    first, progress = steps(args, [5.0, 4.0, 3.0])
+    first.evaluation(progress, 3.5)
     first.keep()
-    resumed = steps(namespace(save=str(tmp_path), iteration=2), [3.1, 2.1])
-    resumed.evaluation(2.5)
-    resumed.evaluation(9.9, "test")
+    resumed, progress = steps(args, [3.1, 2.1], iteration=2)
+    resumed.evaluation(progress, 2.5)
+    resumed.evaluation(progress, 9.9, "test")
     resumed.keep()
     assert history(tmp_path) == [
         {"iteration": 1, "train": 5.0},
@@ -110,9 +118,9 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
         log_memory_to_tensorboard=True,
         log_validation_ppl_to_tensorboard=True,
     )
-    report = steps(args, [5.0, 4.0], **{"params-norm": 3.5})
-    report.evaluation(2.0)
-    report.evaluation(3.0, "test")
+    report, progress = steps(args, [5.0, 4.0], **{"params-norm": 3.5})
+    report.evaluation(progress, 2.0)
+    report.evaluation(progress, 3.0, "test")
     report.end()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -135,9 +143,10 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
 
 def test_only_the_first_rank_reports(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
-    report = steps(namespace(save=str(tmp_path), tensorboard_dir=str(tmp_path)), [5.0])
+    args = namespace(save=str(tmp_path), tensorboard_dir=str(tmp_path))
+    report, progress = steps(args, [5.0])
     report.say("a line")
-    report.evaluation(2.0)
+    report.evaluation(progress, 2.0)
     report.keep()
     report.end()
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())

@@ -13,8 +13,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
-from megatron.pretrain import checkpointing, loop
-from tests.pretrain.training_runs import build, load_state, state_of, train
+from megatron.pretrain import loop
+from tests.pretrain.training_runs import (
+    build,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+    state_of,
+    train,
+)
 from tests.rank_pool import run_ranks
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
@@ -112,7 +119,7 @@ def continue_run(flags: str) -> Continued:
     run = build(
         flags, bias_swiglu_fusion=True
     )  # as in the run that wrote the sample; here it costs no compilation
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     init_num_microbatches_calculator(
         dist.get_rank(), None, 8, run.args.micro_batch_size, run.args.data_parallel_size
     )
@@ -177,8 +184,8 @@ def test_a_state_saved_again_is_the_same_state(tmp_path):
 def save_again(flags: str, folder: str) -> tuple:
     """Job: load the sample, save it, load that; both states."""
     run = build(flags)
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     first = state_of(run)
     run.args.save = folder
-    checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    save_checkpoint(run)
     return first, load_state(flags.replace(str(SAMPLE), folder))

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ from megatron.pretrain import checkpointing, loop, ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
-from megatron.pretrain.logging_setup import quieten
+from megatron.pretrain.logging_setup import set_up_logging
+from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import Report
-from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer
 from tests.model_parallel import initialize
 
 SIZES = (
@@ -75,7 +75,7 @@ class Record:
     """Name of the split -> iterations and losses."""
     lines: list[str] = field(default_factory=list)
     iteration: int = 0
-    operations: float = 0.0
+    flops: float = 0.0
 
     def column(self, name: str) -> list[Any]:
         """One value of every step."""
@@ -91,13 +91,13 @@ class RecordingReport(Report):
 
     record: Record
 
-    def step(self, values: dict[str, float | None], skipped: bool) -> None:
-        self.record.steps.append({"iteration": self._args.iteration, "skipped": skipped, **values})
-        super().step(values, skipped)
+    def step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
+        self.record.steps.append({"iteration": progress.iteration, "skipped": skipped, **values})
+        super().step(progress, values, skipped)
 
-    def evaluation(self, loss: float, name: str = "validation") -> None:
-        self.record.evaluations.setdefault(name, []).append((self._args.iteration, loss))
-        super().evaluation(loss, name)
+    def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
+        self.record.evaluations.setdefault(name, []).append((progress.iteration, loss))
+        super().evaluation(progress, loss, name)
 
     def say(self, line: str) -> None:
         self.record.lines.append(line)
@@ -105,7 +105,7 @@ class RecordingReport(Report):
 
 def prepare(command_line: str) -> tuple[Any, torch.device]:
     """What `ranks.start` does, in a world that exists already; the arguments and the device."""
-    quieten()
+    set_up_logging()
     args, _ = parse_arguments(
         shlex.split(command_line),
         world_size=dist.get_world_size(),
@@ -114,7 +114,7 @@ def prepare(command_line: str) -> tuple[Any, torch.device]:
     )
     cpu.install()
     initialize(args)
-    ranks.seed(args)
+    ranks.seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
     destroy_num_microbatches_calculator()
     gc.collect()
     return args, torch.device("cpu")
@@ -124,14 +124,16 @@ def pretrain(command_line: str) -> Record:
     """One run from start to end on this rank."""
     args, device = prepare(command_line)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})
+    arguments = dict(vars(args))
     before = signal.getsignal(signal.SIGTERM)
     try:
         with patch.object(loop, "Report", report):
-            loop.pretrain(args, device)
+            progress = loop.pretrain(args, device)
     finally:
         signal.signal(signal.SIGTERM, before)
-    report.record.iteration = args.iteration
-    report.record.operations = args.num_floating_point_operations_so_far
+    assert vars(args) == arguments  # a run changes none of them
+    report.record.iteration = progress.iteration
+    report.record.flops = progress.num_floating_point_operations_so_far
     return report.record
 
 
@@ -172,7 +174,7 @@ class State:
     args: dict[str, Any] = field(default_factory=dict)
 
 
-def build(command_line: str, **overrides: Any) -> loop.Run:
+def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
     """Everything of a run up to its first load, with a report that keeps what it is told.
 
     `overrides` are arguments after all rules, for what the command line does not let through on
@@ -180,18 +182,36 @@ def build(command_line: str, **overrides: Any) -> loop.Run:
     """
     args, device = prepare(command_line)
     vars(args).update(overrides)
-    args.padded_vocab_size = padded_vocab_size(build_tokenizer(args), args)
+    args.padded_vocab_size = loop.vocabulary_rows(args, tokenizer_of(args))
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = build_optimizer(args, model)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)
-    return loop.Run(args, device, model, optimizer, scheduler, report, started=time.monotonic())
+    return loop.TrainingRun(args, device, model, optimizer, scheduler, report)
 
 
-def state_of(run: loop.Run) -> State:
-    """The state of a run with --use-megatron-fsdp."""
-    state = State(
-        args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")}
+def tokenizer_of(args: Any) -> Tokenizer:
+    """The tokenizer that the command line names."""
+    return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+
+
+def load_checkpoint(run: loop.TrainingRun) -> None:
+    """Load the checkpoint that the command line names."""
+    run.progress = checkpointing.load(
+        run.args, run.model, run.optimizer, run.scheduler, run.report.say
     )
+
+
+def save_checkpoint(run: loop.TrainingRun) -> None:
+    """Save a checkpoint where the command line says."""
+    checkpointing.save(
+        run.args, run.model, run.optimizer, run.scheduler, run.progress, run.report.say
+    )
+
+
+def state_of(run: loop.TrainingRun) -> State:
+    """The state of a run with --use-megatron-fsdp."""
+    names = ("iteration", "consumed_train_samples")
+    state = State(args={name: getattr(run.progress, name) for name in names})
     for name, parameter in named_parameters(run.model).items():
         plain = plain_name(name)
         state.weights[plain] = full_tensor(parameter)
@@ -209,5 +229,5 @@ def state_of(run: loop.Run) -> State:
 def load_state(command_line: str) -> State:
     """Job: what a run has after it has loaded its checkpoint."""
     run = build(command_line)
-    checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
+    load_checkpoint(run)
     return state_of(run)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of pretrain_gpt.py.
 
-`config_flags` and `program_flags` say which flags there are, `not_built` which are refused and why.
-`rules` is what follows from what, with `parallel_rules`, `model_rules` and `machine_rules`;
-`configs` turns the result into Megatron-Core's config objects.
+`config_flags` and `program_flags` list the flags, `not_built` those that are refused and why.
+`rules` lists the rules that complete and check their values, which are in one module for each
+subject (`model_rules`, `parallel_rules` and so on). `configs` makes Megatron-Core's config objects
+from the result, which is read-only during a run (`frozen`).
 """
 
-from megatron.pretrain.arguments.check import ArgumentErrors
+from megatron.pretrain.arguments.check import CommandLineError
 from megatron.pretrain.arguments.parser import all_flags, build_parser, parse_arguments
 
-__all__ = ["ArgumentErrors", "all_flags", "build_parser", "parse_arguments"]
+__all__ = ["CommandLineError", "all_flags", "build_parser", "parse_arguments"]

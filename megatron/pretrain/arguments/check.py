@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every rule about arguments works on: the namespace, what was given, the machine, and what was found."""
+"""The object that every rule about arguments works on, and the error that lists all problems."""
 
 import argparse
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-class ArgumentErrors(ValueError):
-    """Everything that is wrong with a command line; `problems` holds one sentence each."""
+class CommandLineError(ValueError):
+    """All problems of a command line; `problems` has one sentence for each."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -22,13 +22,18 @@ class ArgumentErrors(ValueError):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run has: ranks, CUDA, Transformer Engine, fused weight gradients, and the environment variables."""
+    """The machine of a run."""
 
     world_size: int
+    """Number of ranks."""
     cuda: bool
+    """There are GPUs."""
     transformer_engine: bool
+    """Transformer Engine is installed."""
     fused_weight_gradient: bool
+    """The kernel of --gradient-accumulation-fusion is installed."""
     environment: Mapping[str, str]
+    """The environment variables."""
 
 
 @dataclass
@@ -49,11 +54,11 @@ class Check:
     notes: list[str] = field(default_factory=list)
 
     def flag(self, dest: str) -> str:
-        """The spelling of a destination's flag."""
+        """Return the spelling of a destination's flag."""
         return self.flag_names[dest]
 
     def changed(self, dest: str) -> bool:
-        """Whether the command line gave a value other than the default."""
+        """Tell whether the command line gave a value other than the default."""
         return dest in self.given and self.given[dest] != self.defaults[dest]
 
     def require(self, condition: object, problem: str) -> None:
@@ -62,7 +67,7 @@ class Check:
             self.problems.append(problem)
 
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:
-        """Record a problem unless the value of `dest`, where there is one, is a multiple of `divisor`."""
+        """Record a problem unless the value of `dest`, where given, is a multiple of `divisor`."""
         value = getattr(self.args, dest)
         self.require(
             not value or value % divisor == 0,

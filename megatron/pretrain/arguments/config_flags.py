@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags that are fields of Megatron-Core's config classes: which fields, and where a flag differs from its field."""
+"""The flags that are fields of Megatron-Core's config classes, and their differences from these."""
 
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -10,7 +10,7 @@ from megatron.pretrain.arguments.flags import ConfigFields, Flag, frequency, int
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS_OR_AUTO = FLOATS | {"auto": None}
-"""`auto` means: follow the dtype of what is above it (parameter, or main gradient)."""
+"""`auto` stands for the dtype of the parameter, or of the main gradient."""
 STATE_DTYPES = FLOATS | {"fp8": torch.uint8}
 
 SHARDING = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -27,12 +27,12 @@ CONTEXT_COMMUNICATION = ("p2p", "a2a", "all_gather", "a2a+p2p")
 
 
 def named(name: str, **more: object) -> dict[str, object]:
-    """A change of the flag's name."""
+    """Return a change of the flag's name."""
     return {"names": (name,), **more}
 
 
 def off(name: str) -> dict[str, object]:
-    """A switch that turns a default off."""
+    """Return a change that makes the flag a switch that turns a default off."""
     return {"names": (name,), "kind": "off", "default": True}
 
 
@@ -350,5 +350,5 @@ CONFIG_GROUPS: dict[str, ConfigFields] = {
 
 
 def config_flags() -> dict[str, list[Flag]]:
-    """Title of the --help group -> its generated flags."""
+    """Return the generated flags by the title of their group in --help."""
     return {title: source.flags() for title, source in CONFIG_GROUPS.items()}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From checked arguments to Megatron-Core's config objects.
+"""Megatron-Core's config objects, made from completed arguments.
 
-A field takes the destination of its name, or the rule below.
+A field has the value of the destination of its name, unless a function below says otherwise.
 """
 
 import argparse
@@ -27,17 +27,17 @@ ENGINE_SETTINGS = (
     "megatron_fsdp_enable_fine_grained_param_gather",
     "create_all_gather_group",
 )
-"""What the fully sharded wrapper looks for on its config besides Megatron-Core's fields."""
+"""Settings that the fully sharded wrapper reads from its config besides Megatron-Core's fields."""
 
 
 def transformer_config(args: argparse.Namespace) -> TransformerConfig:
-    """The model's config, MLATransformerConfig with --multi-latent-attention.
+    """Return the model's config, an MLATransformerConfig with --multi-latent-attention.
 
-    Raises ValueError or AssertionError where Megatron-Core refuses the combination.
+    Raises:
+        ValueError, AssertionError: Megatron-Core refuses the combination.
     """
-    set_experimental_flag(
-        args.enable_experimental
-    )  # Megatron-Core keeps this switch outside of its configs
+    # Megatron-Core has this switch outside of its configs.
+    set_experimental_flag(args.enable_experimental)
     cp_comm_type = args.cp_comm_type
     return from_destinations(
         MLATransformerConfig if args.multi_latent_attention else TransformerConfig,
@@ -61,7 +61,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
 
 
 def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The MLP's activation."""
+    """Return the MLP's activation."""
     if args.swiglu:
         return silu
     if args.squared_relu:
@@ -71,7 +71,7 @@ def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tenso
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
-    """The optimizer's config.
+    """Return the optimizer's config.
 
     The decoupled rates take effect through `get_standard_config_overrides`.
     """
@@ -81,11 +81,18 @@ def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
 def ddp_config(
     args: argparse.Namespace, *, num_parameters: int | None = None
 ) -> DistributedDataParallelConfig:
-    """The data-parallel config. `num_parameters`: elements this rank trains, from which the size of
-    --ddp-num-buckets follows; ValueError if that flag is given and `num_parameters` is not.
+    """Return the data-parallel config.
 
     Settings that have no field in this release of Megatron-Core (`ENGINE_SETTINGS`) are attributes
     of the result.
+
+    Args:
+        args: the completed arguments.
+        num_parameters: elements that this rank trains, from which the bucket size of
+            --ddp-num-buckets follows.
+
+    Raises:
+        ValueError: --ddp-num-buckets is given and `num_parameters` is not.
     """
     bucket_size = args.ddp_bucket_size
     if args.ddp_num_buckets is not None:
@@ -112,7 +119,10 @@ def ddp_config(
 def from_destinations(
     config: Callable[..., Config], args: argparse.Namespace, **exceptions: Any
 ) -> Config:
-    """A config whose fields come from `exceptions`, else from the destination of the same name, else stay default."""
+    """Make a config from `exceptions` and, for other fields, destinations of the same name.
+
+    Fields without either keep their defaults.
+    """
     names = {f.name for f in fields(config)}  # type: ignore[arg-type]
     values = {name: value for name, value in vars(args).items() if name in names}
     return config(**(values | exceptions))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One command-line flag as data, and flags made from the typed fields of Megatron-Core's config classes."""
+"""Command-line flags as data, and flags made from the fields of Megatron-Core's config classes."""
 
 import argparse
 import ast
@@ -18,20 +18,24 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag of the command line.
-
-    `kind` is "switch" (store true), "off" (destination True by default, the flag makes it False) or
-    "value". `choices` and `default` are values after `type` was applied.
-    """
+    """One flag of the command line."""
 
     names: tuple[str, ...]
+    """Its spellings."""
     dest: str
+    """The attribute of the namespace that it sets."""
     kind: Literal["switch", "off", "value"] = "value"
+    """A "switch" sets True, an "off" sets False where True is the default, a "value" has words."""
     type: Callable[[str], Any] = str
+    """Makes the value from a word."""
     default: Any = None
+    """The value without the flag, after `type` was applied."""
     choices: tuple[Any, ...] | None = None
+    """The values that are allowed, after `type` was applied."""
     nargs: str | int | None = None
+    """Number of words, as argparse takes it."""
     help: str = ""
+    """Text for --help."""
 
     def add_to(self, group: argparse._ArgumentGroup) -> None:
         """Declare this flag in an argparse group."""
@@ -53,14 +57,20 @@ class Flag:
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """Fields of one config class that become flags; `changes` gives per field what differs from the field itself."""
+    """Fields of one config class that become flags."""
 
     config: type
     names: tuple[str, ...]
+    """The names of the fields."""
     changes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Name of a field -> settings of its `Flag` that the field itself does not imply."""
 
     def flags(self) -> list[Flag]:
-        """The flags, in the order of `names`. Raises KeyError for a name that is not a field."""
+        """Return the flags, in the order of `names`.
+
+        Raises:
+            KeyError: a name is not a field.
+        """
         declared = {f.name: f for f in fields(self.config)}
         hints = typing.get_type_hints(self.config)
         helps = field_docstrings(self.config)
@@ -78,7 +88,7 @@ class ConfigFields:
 
 
 def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
-    """The `Flag` settings that a field's type and default imply."""
+    """Return the `Flag` settings that a field's type and default imply."""
     annotation = without_none(annotation)
     origin = typing.get_origin(annotation)
     if annotation is bool:
@@ -96,7 +106,7 @@ def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
 
 
 def without_none(annotation: Any) -> Any:
-    """`Optional[X]` -> `X`; anything else as it is."""
+    """Return `X` for `Optional[X]`, anything else unchanged."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         rest = [a for a in typing.get_args(annotation) if a is not type(None)]
         if len(rest) == 1:
@@ -104,19 +114,19 @@ def without_none(annotation: Any) -> Any:
     return annotation
 
 
-def enum_member(kind: type[enum.Enum]) -> Callable[[str], enum.Enum]:
-    """A converter from a member's name to the member."""
+def enum_member(members: type[enum.Enum]) -> Callable[[str], enum.Enum]:
+    """Return a converter from a member's name to the member."""
 
     def convert(text: str) -> enum.Enum:
-        if text not in kind.__members__:
-            raise argparse.ArgumentTypeError(f"choose from {', '.join(kind.__members__)}")
-        return kind[text]
+        if text not in members.__members__:
+            raise argparse.ArgumentTypeError(f"choose from {', '.join(members.__members__)}")
+        return members[text]
 
     return convert
 
 
 def one_of(table: dict[str, Any]) -> dict[str, Any]:
-    """`Flag` settings of a value that is written as a key of `table` and means the value there."""
+    """Return the `Flag` settings of words that are keys of `table` and mean its values."""
 
     def convert(text: str) -> Any:
         if text not in table:
@@ -127,9 +137,12 @@ def one_of(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def frequency(text: str) -> int | list[int]:
-    """`3`, or a list expression of zeros and ones such as `([0]*3+[1]*5)`.
+    """Convert a number such as `3`, or a list expression such as `([0]*3+[1]*5)`.
 
-    Only lists, `+` and `*` are evaluated.
+    Only lists of zeros and ones, `+` and `*` are evaluated.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither.
     """
     if re.fullmatch(r"\d+", text):
         return int(text)
@@ -147,9 +160,10 @@ def frequency(text: str) -> int | list[int]:
 
 
 def list_expression(node: ast.expr) -> Any:
-    """The value of an expression of lists, integers, `+` and `*`.
+    """Return the value of an expression of lists, integers, `+` and `*`.
 
-    Raises ValueError for anything else.
+    Raises:
+        ValueError: the expression has anything else.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
@@ -166,7 +180,7 @@ def list_expression(node: ast.expr) -> Any:
 
 
 def integer_pair(text: str) -> tuple[int, int]:
-    """`(128,0)` or `128,0` as two integers."""
+    """Convert `(128,0)` or `128,0` to two integers."""
     match = re.fullmatch(r"\(?\s*(-?\d+)\s*,\s*(-?\d+)\s*\)?", text)
     if match is None:
         raise argparse.ArgumentTypeError("write two integers such as (128,0)")
@@ -175,12 +189,12 @@ def integer_pair(text: str) -> tuple[int, int]:
 
 @functools.cache
 def field_docstrings(config: type) -> dict[str, str]:
-    """Field name -> the string literal written below the field, for a dataclass and its bases."""
+    """Return the string literals below the fields of a dataclass and its bases, by field name."""
     docs: dict[str, str] = {}
     for base in reversed(config.__mro__[:-1]):
-        # Type: ignore[attr-defined]
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
-        for statement, following in itertools.pairwise(body):
+        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in itertools.pairwise(definition.body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 text = literal_string(following)
                 if text:
@@ -189,17 +203,22 @@ def field_docstrings(config: type) -> dict[str, str]:
 
 
 def literal_string(statement: ast.stmt) -> str | None:
-    """The text of a statement that is nothing but a string, else None."""
+    """Return the text of a statement that is nothing but a string, else None."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return statement.value.value if isinstance(statement.value.value, str) else None
     return None
 
 
 def row(names: str, kind: Any, help: str, default: Any = None, **more: Any) -> Flag:
-    """A flag written as one line of a table. `kind` is "switch", "off" or the type of the value.
+    """Return a flag that is written as one line of a table.
 
-    `names` may hold several spellings, separated by blanks; the first gives the destination unless
-    `dest` does.
+    Args:
+        names: its spellings, separated by blanks. The first gives the destination, unless `dest`
+            does.
+        kind: "switch", "off", or the type of the value.
+        help: text for --help.
+        default: the value without the flag.
+        **more: other settings of `Flag`.
     """
     spellings: Sequence[str] = names.split()
     more.setdefault("dest", spellings[0].removeprefix("--").replace("-", "_"))

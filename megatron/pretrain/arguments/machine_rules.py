@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules that fit the arguments to the machine, so that one command runs on CPU and on GPU.
 
-What only changes speed (backend, layer implementation, fused kernels) is replaced with a note, also
-where it was given. What would change results is refused.
+Settings that only change speed (backend, layer implementation, fused kernels) are replaced with a
+note, also where they were given. Settings that would change results are refused.
 """
 
 from typing import Any
@@ -11,7 +11,6 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.pretrain.arguments.check import Check
 
-# What runs without Transformer Engine, and what runs without a GPU at all.
 PLAIN_LAYERS = {
     "transformer_impl": "local",
     "no_persist_layer_norm": True,
@@ -20,12 +19,14 @@ PLAIN_LAYERS = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
 }
+"""Settings that work without Transformer Engine."""
 NO_GPU = PLAIN_LAYERS | {
     "distributed_backend": "gloo",
     "masked_softmax_fusion": False,
     "gradient_accumulation_fusion": False,
 }
-# These run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
+"""Settings that work without a GPU."""
+# These fusions run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
 COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
 
 
@@ -45,8 +46,7 @@ def fit_to_machine(check: Check) -> None:
         keep_tanh_gelu(check)
         replace(check, "no CUDA", NO_GPU | COMPILED)
     elif not machine.transformer_engine:
-        # With a GPU the package can be installed, so asking for it by name is an error rather than
-        # a wish.
+        # With a GPU the package can be installed, so asking for it by name is an error.
         asked = check.given.get("transformer_impl") == "transformer_engine"
         check.require(
             not asked,
@@ -61,8 +61,8 @@ def fit_to_machine(check: Check) -> None:
     if not machine.fused_weight_gradient:
         replace(check, "no fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion": False})
     elif args.use_megatron_fsdp and args.transformer_impl != "local":
-        # Those layers add into a buffer that they expect on the weight all the time; here it is
-        # there in backward only.
+        # Those layers add into a buffer that they expect on the weight all the time; the sharded
+        # weight has one in backward only.
         replace(
             check,
             "Transformer Engine's layers under --use-megatron-fsdp",
@@ -71,7 +71,7 @@ def fit_to_machine(check: Check) -> None:
 
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
-    """Set the destinations to the values and note which of them changed."""
+    """Set the destinations to the values, and note which of them changed and the cause."""
     changed = {dest: value for dest, value in values.items() if getattr(check.args, dest) != value}
     for dest, value in changed.items():
         setattr(check.args, dest, value)
@@ -92,14 +92,17 @@ def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
 
 
 def keep_tanh_gelu(check: Check) -> None:
-    """Keep the numbers where the fused GELU is switched off for the machine: it is the tanh formula, not the exact one."""
+    """Use the tanh formula of GELU where the fused GELU, which computes that, is switched off.
+
+    Otherwise losses would change with the machine.
+    """
     args = check.args
     if args.bias_gelu_fusion and args.add_bias_linear and not args.swiglu and not args.squared_relu:
         args.openai_gelu = True
 
 
 def fit_local_layers(check: Check) -> None:
-    """Layers without Transformer Engine have one attention and PyTorch's norms."""
+    """Fit the arguments to local layers, which have one attention and PyTorch's norms."""
     args = check.args
     if args.attention_backend in (AttnBackend.flash, AttnBackend.fused):
         check.notes.append(
@@ -127,7 +130,7 @@ def fit_local_layers(check: Check) -> None:
 
 
 def fit_numerics(check: Check) -> None:
-    """Rules of deterministic mode and of environment variables."""
+    """Check deterministic mode and environment variables."""
     args, environment = check.args, check.machine.environment
     if args.deterministic_mode:
         check.require(
@@ -149,7 +152,10 @@ def fit_numerics(check: Check) -> None:
 
 
 def fit_connections(check: Check, single: bool) -> None:
-    """How many hardware queues of a GPU the environment allows: one keeps the order of kernels, more overlap them."""
+    """Check how many hardware queues of a GPU the environment allows.
+
+    A single queue keeps the order of kernels, several overlap them.
+    """
     args = check.args
     if args.use_megatron_fsdp:
         check.require(

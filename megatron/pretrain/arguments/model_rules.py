@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the flags of the model: sizes that follow from others, attention, experts, multi-token prediction."""
+"""Rules between the flags of the model: sizes, attention, experts, multi-token prediction."""
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import NOT_BUILT
 
 
 def complete_model(check: Check) -> None:
-    """Derived sizes of the model, and rules between its flags."""
+    """Complete the settings of the model, and check the rules between them."""
     args = check.args
     check.at_most_one("swiglu", "squared_relu", "openai_gelu")
     if args.use_rotary_position_embeddings:
@@ -38,7 +38,7 @@ def complete_model(check: Check) -> None:
 
 
 def complete_latent_attention(check: Check) -> None:
-    """Multi-latent attention makes queries, keys and values in a way of its own."""
+    """Complete multi-latent attention, which has flags of its own for queries, keys and values."""
     args = check.args
     check.require(
         not args.group_query_attention,
@@ -61,7 +61,7 @@ def complete_latent_attention(check: Check) -> None:
 
 
 def check_token_prediction(check: Check) -> None:
-    """What the layers that predict further tokens can do."""
+    """Check the layers that predict further tokens."""
     args = check.args
     if args.mtp_num_layers is None:
         return
@@ -78,7 +78,7 @@ def check_token_prediction(check: Check) -> None:
 
 
 def check_tensor_parallel_sizes(check: Check) -> None:
-    """Every slice of a weight is as large as the others."""
+    """Check that tensor-parallel ranks can have shards of the same size."""
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     if tensor > 1:
@@ -121,7 +121,7 @@ def check_tensor_parallel_sizes(check: Check) -> None:
 
 
 def complete_sizes(check: Check) -> None:
-    """Sizes that follow from hidden size, heads and sequence length."""
+    """Complete the sizes that follow from hidden size, heads and sequence length."""
     args = check.args
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     if args.seq_length and args.max_position_embeddings < args.seq_length:
@@ -131,7 +131,8 @@ def complete_sizes(check: Check) -> None:
         )
     if args.hidden_size and args.ffn_hidden_size is None:
         width = 4 * args.hidden_size
-        # A gated MLP has three matrices: two thirds of the width keep the size, in multiples of 64.
+        # A gated MLP has three matrices instead of two, so two thirds of the width keep the number
+        # of parameters, in multiples of 64: with --hidden-size 256, 682 becomes 640.
         args.ffn_hidden_size = int(width * 2 / 3) // 64 * 64 if args.swiglu else width
         check.require(
             args.ffn_hidden_size,
@@ -154,7 +155,7 @@ def complete_sizes(check: Check) -> None:
 
 
 def complete_experts(check: Check) -> None:
-    """Mixture of experts: no flag of it without experts, one value instead of a list of one."""
+    """Complete the settings of experts, and refuse them for a model without experts."""
     args = check.args
     for dest in ("moe_router_load_balancing_type", "moe_aux_loss_coeff"):
         value = getattr(args, dest)
@@ -213,7 +214,7 @@ def complete_experts(check: Check) -> None:
 
 
 def check_router(check: Check) -> None:
-    """How many experts, of which groups, a token goes to, and by which scores."""
+    """Check the number of experts that a token is sent to, their groups, and their scores."""
     args = check.args
     experts, chosen = args.num_experts, args.moe_router_topk
     groups, chosen_groups = args.moe_router_num_groups, args.moe_router_group_topk
@@ -257,28 +258,27 @@ def check_router(check: Check) -> None:
 
 
 def check_balancing(check: Check) -> None:
-    """Losses that balance the load of experts, and their weights."""
+    """Check the losses that balance the load of experts, and their weights."""
     args = check.args
-    kinds, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
-    num_kinds, num_weights = (
-        len(value) if isinstance(value, list) else 1 for value in (kinds, weights)
-    )
+    losses, weights = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff
+    num_losses = len(losses) if isinstance(losses, list) else 1
+    num_weights = len(weights) if isinstance(weights, list) else 1
     check.require(
-        num_kinds == num_weights,
+        num_losses == num_weights,
         "--moe-aux-loss-coeff needs one value for each --moe-router-load-balancing-type: got"
-        f" {num_weights} for {num_kinds}",
+        f" {num_weights} for {num_losses}",
     )
-    if kinds in ("sinkhorn", "none"):
+    if losses in ("sinkhorn", "none"):
         check.require(
             not weights,
-            f"--moe-aux-loss-coeff does nothing with --moe-router-load-balancing-type {kinds}:"
+            f"--moe-aux-loss-coeff does nothing with --moe-router-load-balancing-type {losses}:"
             " leave it out",
         )
     balanced = {"sinkhorn", "quantile_balancing"}.isdisjoint(
-        kinds if isinstance(kinds, list) else [kinds]
+        losses if isinstance(losses, list) else [losses]
     )
     check.require(
         args.moe_expert_capacity_factor is None or balanced,
-        f"--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type {kinds}:"
+        f"--moe-expert-capacity-factor does not go with --moe-router-load-balancing-type {losses}:"
         " use an aux_loss or none",
     )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the command line knows but this version does not do, with the reason; everything here is refused, never ignored.
+"""Flags and values that the command line knows but this version does not implement.
 
-A flag listed here is accepted at its default only, so scripts that spell a default out keep
-working.
+They are refused with the reason, never ignored. A flag listed here is accepted at its default only,
+so that scripts that spell a default out keep working.
 """
 
+import argparse
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,11 @@ FILE_TOKENIZERS = (
 )
 OTHER_FSDP = "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp"
 
-# Reason -> destinations.
 _REFUSED: dict[str, str] = {
     FP8: (
-        """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16
-        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache
-        fp4 fp4_param"""
+        """fp8 fp8_recipe fp8_param_gather fp8_margin fp8_amax_history_len fp8_amax_compute_algo
+        first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+        reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache fp4 fp4_param"""
     ),
     USER_BUFFERS: "nccl_ub disable_symmetric_registration fsdp_manual_registration",
     DOUBLE_BUFFER: (
@@ -121,11 +121,18 @@ _REFUSED: dict[str, str] = {
     "recording GPU allocations is not built yet": "record_memory_history memory_snapshot_path",
     "external loggers are not built": "one_logger_project",
 }
+"""Reason -> destinations, separated by blanks."""
 
-NOT_BUILT: dict[str, str] = {
-    dest: reason for reason, dests in _REFUSED.items() for dest in dests.split()
-}
-"""Destination -> why any value but the default is refused."""
+
+def _by_destination(refused: dict[str, str]) -> dict[str, str]:
+    reasons: dict[str, str] = {}
+    for reason, dests in refused.items():
+        reasons.update(dict.fromkeys(dests.split(), reason))
+    return reasons
+
+
+NOT_BUILT = _by_destination(_REFUSED)
+"""Destination -> the reason why any value but the default is refused."""
 
 _FEW_TOKENIZERS = f"{FILE_TOKENIZERS}, ByteTokenizer or NullTokenizer"
 
@@ -167,21 +174,30 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
         _FEW_TOKENIZERS,
     ),
 }
-"""Destination -> value -> why this one value is refused."""
+"""Destination -> value -> the reason why this one value is refused."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Flags that would do nothing unless `attribute` has one of `values` (none listed: is set): then they are errors.
-
-    `unless` may name another switch that gives them a meaning.
-    """
+    """A rule about flags that have an effect only beside another flag, and are refused without."""
 
     dests: str
+    """Their destinations, separated by blanks."""
     attribute: str
+    """The destination of the other flag."""
     values: tuple[Any, ...]
+    """Its values that they need; empty for any that is set."""
     remedy: str
+    """The end of the error message, which begins with the refused flag."""
     unless: str | None = None
+    """Another destination that also gives them an effect when it is set."""
+
+    def is_met(self, args: argparse.Namespace) -> bool:
+        """Tell whether the flags have an effect."""
+        if self.unless and getattr(args, self.unless):
+            return True
+        value = getattr(args, self.attribute)
+        return value in self.values if self.values else bool(value)
 
 
 NEEDS: tuple[Needs, ...] = (

@@ -18,7 +18,7 @@ INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_
 
 
 def complete_parallelism(check: Check) -> None:
-    """Sizes of the axes that were not given, and the rules between axes, layers and sequence length."""
+    """Complete the sizes of the axes, and check them against layers and sequence length."""
     args = check.args
     args.world_size = check.machine.world_size
     args.data_parallel_size = 1
@@ -26,14 +26,14 @@ def complete_parallelism(check: Check) -> None:
     if args.expert_tensor_parallel_size is None:
         args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     if any(getattr(args, dest) < 1 for dest in AXES):
-        return  # named already, as numbers
+        return  # reported as wrong numbers
     divide_ranks(check)
     complete_sequence_parallelism(check)
     complete_pipeline(check)
 
 
 def divide_ranks(check: Check) -> None:
-    """How many data-parallel ranks there are, and whether every axis comes out whole."""
+    """Find the number of data-parallel ranks, and check that every axis divides the ranks."""
     args = check.args
     world, tensor, pipeline = (
         args.world_size,
@@ -92,7 +92,7 @@ def divide_ranks(check: Check) -> None:
 
 
 def complete_sequence_parallelism(check: Check) -> None:
-    """Where sequences are cut: over context ranks in two chunks each, and over tensor ranks."""
+    """Check that context ranks, with two chunks each, and tensor ranks divide the sequence."""
     args = check.args
     tensor, context = args.tensor_model_parallel_size, args.context_parallel_size
     check.require(
@@ -124,7 +124,7 @@ def complete_sequence_parallelism(check: Check) -> None:
 
 
 def complete_pipeline(check: Check) -> None:
-    """Layers of every pipeline stage, and what only some schedules can do."""
+    """Divide the layers over pipeline stages, and check the settings of pipeline schedules."""
     args = check.args
     if args.pipeline_model_parallel_size == 1:
         for dest in (*INTERLEAVED, *UNEVEN, "pipeline_model_parallel_layout"):
@@ -164,7 +164,7 @@ def complete_pipeline(check: Check) -> None:
 
 
 def follow_layout(check: Check) -> None:
-    """Stages as --pipeline-model-parallel-layout names them."""
+    """Take the stages from --pipeline-model-parallel-layout."""
     args = check.args
     others = [
         check.flag(dest) for dest in (*INTERLEAVED, *UNEVEN) if getattr(args, dest) is not None
@@ -193,7 +193,7 @@ def follow_layout(check: Check) -> None:
 
 
 def divide_layers(check: Check) -> None:
-    """The same number of layers on every stage, but for a first and a last one that say otherwise."""
+    """Give all stages as many layers, but a first and a last one that have numbers of their own."""
     args = check.args
     check.at_most_one(*INTERLEAVED)
     ends = [getattr(args, dest) for dest in UNEVEN if getattr(args, dest)]
@@ -239,7 +239,7 @@ def divide_layers(check: Check) -> None:
 
 
 def check_microbatches(check: Check) -> None:
-    """An interleaved schedule sends microbatches through in groups of as many as there are stages."""
+    """Check that the microbatches of an interleaved schedule are a multiple of the stages."""
     args = check.args
     if (
         args.virtual_pipeline_model_parallel_size is None

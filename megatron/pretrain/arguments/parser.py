@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parse, complete, check; everything that is wrong is reported at once."""
+"""The parser of the command line, which reports everything that is wrong at once."""
 
 import argparse
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from megatron.pretrain.arguments.check import ArgumentErrors, Check, Machine
+from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
 from megatron.pretrain.arguments.config_flags import config_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import Flag
@@ -19,14 +19,21 @@ from megatron.pretrain.arguments.rules import RULES
 
 
 class CommandLineParser(argparse.ArgumentParser):
-    """A parser that raises ArgumentErrors instead of ending the process; --help still prints and exits."""
+    """A parser that raises CommandLineError instead of ending the process.
+
+    --help still prints and exits.
+    """
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentErrors([message])
+        """Raise the message as CommandLineError."""
+        raise CommandLineError([message])
 
 
 def all_flags() -> dict[str, list[Flag]]:
-    """Title of the --help group -> its flags, those of Megatron-Core's configs and those of the program."""
+    """Return all flags by the title of their group in --help.
+
+    Flags of Megatron-Core's configs come before those of the program.
+    """
     groups = config_flags()
     for title, flags in PROGRAM_GROUPS.items():
         groups.setdefault(title, []).extend(flags)
@@ -34,7 +41,7 @@ def all_flags() -> dict[str, list[Flag]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every known flag; destinations and defaults are those of Megatron-LM."""
+    """Return the parser with every known flag, with Megatron-LM's destinations and defaults."""
     parser = CommandLineParser(
         prog="pretrain_gpt.py",
         description="Train a GPT model with Megatron-Core.",
@@ -59,12 +66,23 @@ def parse_arguments(
     fused_weight_gradient: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Parse `argv` (without the program's name) for a run on `world_size` ranks.
+    """Parse, complete and check the command line of a run.
 
-    `fused_weight_gradient`: whether the kernel of --gradient-accumulation-fusion is installed;
-    None: look for it. `environment` defaults to `os.environ`. Returns the completed namespace, all
-    of whose values can be pickled, and notes to print, one line each. Raises ArgumentErrors with
-    all problems.
+    Args:
+        argv: the command line without the program's name.
+        world_size: number of ranks.
+        cuda: there are GPUs.
+        transformer_engine: Transformer Engine is installed.
+        fused_weight_gradient: the kernel of --gradient-accumulation-fusion is installed; None to
+            look for it.
+        environment: the environment variables; None for `os.environ`.
+
+    Returns:
+        The completed namespace, all of whose values can be pickled, and notes to print, one line
+        each. Nothing changes the namespace during a run.
+
+    Raises:
+        CommandLineError: with all problems.
     """
     parser = build_parser()
     defaults = {action.dest: action.default for action in parser._actions if action.dest != "help"}
@@ -83,19 +101,19 @@ def parse_arguments(
     if not check.problems:
         check_configs(check)
     if check.problems:
-        raise ArgumentErrors(check.problems)
+        raise CommandLineError(check.problems)
     return args, check.notes
 
 
 def parse_given(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """What the command line names, as destination -> value, and the problems of single flags.
+    """Return the values that the command line gives by destination, and problems of single flags.
 
-    argparse stops at the first bad value; so flags are parsed one at a time, each with the words
+    argparse stops at the first bad value, so flags are parsed one at a time, each with the words
     that follow it.
     """
-    known = {name for action in parser._actions for name in action.option_strings}
+    known = set(parser._option_string_actions)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given: dict[str, Any] = {}
@@ -109,7 +127,7 @@ def parse_given(
         else:
             try:
                 namespace, rest = parser.parse_known_args(words)
-            except ArgumentErrors as error:
+            except CommandLineError as error:
                 problems.extend(error.problems)
                 continue
             given |= vars(namespace)
@@ -119,23 +137,26 @@ def parse_given(
 
 
 def one_flag_each(argv: list[str]) -> list[list[str]]:
-    """Cut the words before every flag. A negative number is a value."""
-    pieces: list[list[str]] = []
+    """Divide the words into one list for each flag, which it begins.
+
+    A word that begins with a single dash, such as a negative number, is a value.
+    """
+    flags: list[list[str]] = []
     for word in argv:
-        if not pieces or word.startswith("--") or word == "-h":
-            pieces.append([])
-        pieces[-1].append(word)
-    return pieces
+        if not flags or word.startswith("--") or word == "-h":
+            flags.append([])
+        flags[-1].append(word)
+    return flags
 
 
 def suggestion(name: str, known: set[str]) -> str:
-    """A hint at the known flag that is spelled most like `name`."""
+    """Return a hint at the known flag that is spelled most like `name`, or nothing."""
     close = difflib.get_close_matches(name.replace("_", "-"), known, n=1, cutoff=0.7)
     return f", did you mean {close[0]}?" if close else ""
 
 
 def check_configs(check: Check) -> None:
-    """Megatron-Core's own rules: its config objects refuse in their constructors."""
+    """Apply Megatron-Core's own rules, which the constructors of its config objects check."""
     for make in (transformer_config, optimizer_config, partial(ddp_config, num_parameters=1)):
         try:
             make(check.args)

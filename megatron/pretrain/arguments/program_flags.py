@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flags of the training program itself: everything that is not a field of a Megatron-Core config class."""
+"""The flags of the training program itself, which are no fields of Megatron-Core's configs."""
 
 from megatron.pretrain.arguments.config_flags import FLOATS_OR_AUTO
 from megatron.pretrain.arguments.flags import Flag, one_of, row

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step of one microbatch, as Megatron-Core's schedules call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+from megatron.pretrain.errors import RunError
+
+Microbatches = Generator[dict[str, torch.Tensor], None, None]
+"""Microbatches of one rank, see :func:`megatron.pretrain.microbatches.build_iterator`."""
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""Sum of losses, number of tokens, and what the schedule hands on for the report."""
+
+
+class ForwardStep:
+    """A forward step that returns the losses of a microbatch and the function that sums them.
+
+    Args:
+        device: the device of the model.
+        iteration: the training steps done so far, for error messages.
+        check_for_nan: raise an error where a loss is NaN or infinite.
+    """
+
+    def __init__(self, device: torch.device, iteration: int, check_for_nan: bool):
+        self._device = device
+        self._iteration = iteration
+        self._check_for_nan = check_for_nan
+
+    def __call__(
+        self, data: Microbatches, model: MegatronModule
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
+        """Run the model on the next microbatch.
+
+        Returns:
+            The model's output, on the last pipeline stage the loss of every token, and the function
+            that sums it.
+        """
+        batch = {
+            name: value.to(self._device, non_blocking=True) for name, value in next(data).items()
+        }
+        batch = get_batch_on_this_cp_rank(batch)
+        mask = batch["loss_mask"]
+        output = model(
+            batch["tokens"],
+            batch["position_ids"],
+            batch.get("attention_mask"),
+            labels=batch["labels"],
+            loss_mask=mask,
+        )
+        return output, lambda output: self.loss(output, mask)
+
+    def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> Loss:
+        """Sum the losses where ``mask`` is 1.
+
+        Args:
+            losses: loss of every token, ``[batch, length]``.
+            mask: 1 for tokens that count, 0 for others, ``[batch, length]``.
+
+        Returns:
+            The sum, the number of tokens that count (int32), and under ``lm loss`` both of them in
+            float32, ``[2]``.
+
+        Raises:
+            RunError: the sum is NaN or infinite, and that is checked for.
+        """
+        total = torch.sum(losses.float() * mask)
+        tokens = mask.sum().to(torch.int)
+        if self._check_for_nan and not torch.isfinite(total):
+            raise RunError(
+                f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"
+                f" {self._iteration + 1}"
+            )
+        # A copy: the schedule scales the loss in place.
+        return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}
