@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
-from megatron.checkpoint.core.key_rules import canonical_name
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
-from megatron.checkpoint.core.spelling import plain_name
+from megatron.checkpoint.core.spelling import canonical_name, plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
     MODEL_PREFIX,

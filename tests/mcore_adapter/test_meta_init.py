@@ -26,7 +26,7 @@ from megatron.mcore_adapter.data_parallel import (
 )
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.gpt_model import layer_spec
+from megatron.pretrain.layer_specs import layer_spec
 from tests.pretrain.training_runs import SMALL, prepare
 from tests.rank_pool import run_ranks
 

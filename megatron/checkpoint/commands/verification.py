@@ -10,10 +10,11 @@ import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core import parameter_shapes
+from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import ignore_progress
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint, chunks_overlap
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 
 _BLOCK_BYTES = 64 << 20

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron.checkpoint.core import key_rules
-from megatron.checkpoint.core.key_rules import HALVES, canonical_name
-from megatron.checkpoint.core.spelling import plain_name
+from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
 
 CHECKPOINT_VERSION = 3.0
 MODEL_PREFIX = "module."

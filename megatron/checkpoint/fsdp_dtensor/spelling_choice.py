@@ -7,9 +7,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.checkpoint.core.key_rules import INNER_LAYER, Spelling, is_expert
+from megatron.checkpoint.core.key_rules import is_expert
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.spelling import OTHER_INNER_LAYER, layer_kinds
+from megatron.checkpoint.core.spelling import INNER_LAYER, OTHER_INNER_LAYER, Spelling, layer_kinds
 from megatron.checkpoint.core.training_state import TrainingState
 
 IMPLEMENTATIONS = ("local", "transformer_engine")

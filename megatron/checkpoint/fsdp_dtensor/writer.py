@@ -11,9 +11,9 @@ import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, whole
-from megatron.checkpoint.core.key_rules import HALVES, Spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.spelling import HALVES, Spelling
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, STATE_PREFIX, args_of_format
 
