@@ -17,7 +17,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp import models
-from tests.fsdp.reference import batch, loss_of, optimizer_over, shard_mesh
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.reference import batch, loss_of, optimizer_over
 from tests.fsdp.side_by_side import inner, mean_gradients, shard
 
 STEPS = 4
@@ -54,11 +55,11 @@ def nothing(module: models.Stack, backend: str) -> None:
 
 
 WAYS: dict[str, tuple[Callable[[models.Stack, str], None], list[type]]] = {
-    "block.compile": (blocks_compiled_in_place, [models.Block]),
+    "block.compile": (blocks_compiled_in_place, [models.ResidualBlock]),
     "torch.compile(block)": (blocks_wrapped, [torch._dynamo.eval_frame.OptimizedModule]),
     "block_in_unit": (blocks_in_units, [CompiledUnit]),
-    "model": (nothing, [models.Block]),
-    "model.compile": (nothing, [models.Block]),
+    "model": (nothing, [models.ResidualBlock]),
+    "model.compile": (nothing, [models.ResidualBlock]),
 }
 
 

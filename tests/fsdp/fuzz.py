@@ -21,9 +21,10 @@ from tqdm import tqdm
 
 from megatron.fsdp import MixedPrecisionPolicy
 from tests import rank_pool
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.models import MODELS
 from tests.fsdp.random_models import draw_model
-from tests.fsdp.reference import Case, Meshes, compare
+from tests.fsdp.reference import Case, compare
 
 WORLD_SIZES = (1, 2, 3, 4)
 DRAWS_PER_JOB = 25

@@ -16,7 +16,7 @@ from tests.fsdp.models import WIDTH
 
 
 @dataclass(frozen=True)
-class Layer:
+class DrawnLayer:
     """One block of a drawn model."""
 
     hidden: int
@@ -34,7 +34,7 @@ class Layer:
 class Drawn:
     """A drawn model. It is built by `DrawnModel`, with the same weights at every call."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[DrawnLayer, ...]
     seed: int = 0
     tied_layers: tuple[int, int] | None = None  # their up projections are one parameter
     # "linear", "tied" with the embedding, "functional": the code reads the embedding's weight
@@ -135,7 +135,7 @@ def scatter_sum(x: Tensor, group: Any) -> Tensor:
 
 
 class DrawnBlock(nn.Module):
-    def __init__(self, layer: Layer, places: ExpertPlaces) -> None:
+    def __init__(self, layer: DrawnLayer, places: ExpertPlaces) -> None:
         super().__init__()
         self.layer = layer
         self.norm = nn.LayerNorm(WIDTH) if layer.norm else nn.Identity()
@@ -224,7 +224,7 @@ def draw_model(random: Random, num_experts: int = 0) -> Drawn:
         tied = tuple(sorted(random.sample(range(len(layers)), 2)))
         hidden = layers[tied[0]].hidden
         layers = tuple(
-            Layer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
+            DrawnLayer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
             for number, layer in enumerate(layers)
         )
     return Drawn(
@@ -238,8 +238,8 @@ def draw_model(random: Random, num_experts: int = 0) -> Drawn:
     )
 
 
-def draw_layer(random: Random, num_experts: int) -> Layer:
-    return Layer(
+def draw_layer(random: Random, num_experts: int) -> DrawnLayer:
+    return DrawnLayer(
         hidden=random.choice([1, 2, 3, 7, 8, 16, 33]),
         bias=random.random() < 0.7,
         norm=random.random() < 0.5,

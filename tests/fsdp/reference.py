@@ -15,13 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
 from tests.fsdp import models
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
+
+Ranks = Callable[..., list[Any]]
+"""The fixture `ranks`: calls a function on so many ranks and returns their results."""
+
+LEVELS = (0, 1, 2, 3)
 
 TOLERANCE = 1e-11
 """For float64: a few hundred roundings of 1e-16 with sums over at most four ranks."""
@@ -48,62 +53,6 @@ class Case:
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float64
     settings: dict[str, Any] = field(default_factory=dict)
-
-
-def shard_mesh() -> DeviceMesh:
-    """One per job: every mesh costs process groups."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-
-
-class Meshes:
-    """The meshes of one job, each made when a case first asks for it.
-
-    Kinds: "flat"; "default", none given; "gather_group"; "outer2", hybrid with two outer ranks;
-    "cp2", the shard axis flattened from two; "ep2", expert parallelism of two.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[str, dict[str, Any]] = {}
-
-    def arguments(self, kind: str) -> dict[str, Any]:
-        """Arguments of `fully_shard`."""
-        if kind not in self._made:
-            self._made[kind] = self._make(kind)
-        return self._made[kind]
-
-    def _make(self, kind: str) -> dict[str, Any]:
-        world_size = dist.get_world_size()
-        name, size = kind.rstrip("0123456789"), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz_") or 1)
-        if name == "default":
-            return {}
-        if name == "outer":
-            mesh = init_device_mesh(
-                "cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard")
-            )
-            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
-        if name == "cp":
-            mesh = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp")
-            )
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
-        flat = {"device_mesh": shard_mesh(), "dp_shard_dim": "dp_shard"}
-        if name == "gather_group":
-            return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}
-        if name == "ep":
-            experts = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep")
-            )
-            return {**flat, "expt_device_mesh": experts}
-        return flat
-
-    def expert_places(self, kind: str) -> ExpertPlaces:
-        experts = self.arguments(kind).get("expt_device_mesh")
-        if experts is None:
-            return ExpertPlaces()
-        return ExpertPlaces(
-            experts.get_local_rank("ep"), experts["ep"].size(), experts["ep"].get_group()
-        )
 
 
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
@@ -147,7 +96,7 @@ def clip(model: nn.Module, order: float | None) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainedStep:
     """What one step of training leaves: the norm of final gradients, these, the size of what they are sums of, new weights,
     all by name, and outputs.
     """
@@ -159,7 +108,7 @@ class Step:
     outputs: list[Tensor]
 
 
-def unsharded_training(case: Case) -> list[Step]:
+def unsharded_training(case: Case) -> list[TrainedStep]:
     """Plain PyTorch over the data of all ranks: gradients are summed over microbatches, averaged (or summed) over ranks.
 
     The model computes in the case's dtype; weights, gradients and the optimizer are float64.
@@ -187,7 +136,7 @@ def _unsharded_training(
     order: float | None,
     optimizer_name: str,
     dtype: torch.dtype,
-) -> list[Step]:
+) -> list[TrainedStep]:
     case = Case(model=name, forwards=forwards, dtype=dtype)
     model = build(name).to(dtype)
     main = build(name).to(dtype).double()
@@ -223,7 +172,7 @@ def _unsharded_training(
         model.load_state_dict(main.state_dict())
         outputs = evaluate(model, step, dtype)
         trace.append(
-            Step(
+            TrainedStep(
                 norm,
                 gradients,
                 {key: size * factor / divisor for key, size in sizes.items()},
@@ -313,6 +262,17 @@ def compare(case: Case, meshes: Meshes) -> None:
                 zip(evaluate(model, number, case.dtype), step.outputs, strict=True)
             ):
                 close_by_size(left, right, f"output {index} after step {number}", case.dtype)
+
+
+def compare_all(cases: list[Case]) -> None:
+    """Compare every case on meshes that they share."""
+    meshes = Meshes()
+    for case in cases:
+        try:
+            compare(case, meshes)
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
 
 
 def compare_pieces(

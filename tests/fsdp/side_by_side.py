@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from tests.fsdp.models import Block
-from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over, shard_mesh
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import TOLERANCE, batch, close, compare_pieces, loss_of, optimizer_over
 
 Backward = Callable[[nn.Module, int, int], None]
 """`backward(model, step, rank)` runs the backward passes of one step on the data of a rank."""
@@ -21,7 +23,7 @@ def shard(
     module: nn.Module, level: int, mesh: DeviceMesh | None = None, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """`module` and an AdamW over it, with weights, gradients and main weights of one dtype; units are blocks."""
-    settings = {"fsdp_unit_modules": [Block], "preserve_fp32_weights": False, **settings}
+    settings = {"fsdp_unit_modules": [ResidualBlock], "preserve_fp32_weights": False, **settings}
     settings = {"device_mesh": mesh or shard_mesh(), "dp_shard_dim": "dp_shard", **settings}
     return fully_shard(module, optimizer_over(module), zero_dp_strategy=level, **settings)
 
@@ -82,6 +84,11 @@ def train_side_by_side(
     return reference, model
 
 
+def plain_backward(model: nn.Module, step: int, rank: int) -> None:
+    """One forward and one backward."""
+    loss_of(model(batch(step, rank, 0))).backward()
+
+
 def inner(model: nn.Module) -> nn.Module:
     """The user's module, sharded or not."""
     return model.module if isinstance(model, MegatronFSDP) else model
@@ -90,3 +97,16 @@ def inner(model: nn.Module) -> nn.Module:
 def compare_outputs(model: nn.Module, reference: nn.Module, x: Tensor, what: str) -> None:
     with torch.no_grad():
         close(model(x), reference(x), what)
+
+
+def shard_two_layers(level: int = 3, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Two linear layers that two ranks divide evenly, in float32."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.1), zero_dp_strategy=level, **settings
+    )
+
+
+def whole_weights(model: MegatronFSDP) -> list[Tensor]:
+    return [full_tensor(parameter) for parameter in model.parameters()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers are taken or refused by what they do to small tensors, whole and in pieces."""
+"""Optimizers are taken or refused by what they do to small tensors, whole and cut."""
 
 import copy
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face's transformers train, recompute, generate and save as they do unsharded."""
+"""Models of Hugging Face transformers: training, generation, outputs and state dicts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,17 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over
+from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_pieces, optimizer_over
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 
-Ranks = Callable[..., list[Any]]
+
 VOCABULARY, LENGTH = 41, 9
+
+
 LLAMA_LAYER = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+
+
 GPT2_LAYER = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
 
 

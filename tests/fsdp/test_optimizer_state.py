@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a sharded optimizer: what it is at first, and how it is saved, copied and loaded."""
+"""The state of a sharded optimizer: its first values, and how it is saved, copied and loaded."""
 
 import copy
 import io
@@ -13,18 +13,21 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp import models
-from tests.fsdp.reference import shard_mesh
-from tests.fsdp.test_optimizer import (
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.optimizers import (
     IN_ONE_GROUP,
     OPTIMIZERS,
-    Ranks,
     sharded_pair,
     sharded_step,
     sharding,
     two_groups,
     unsharded_step,
+    weights,
 )
+from tests.fsdp.reference import Ranks, batch, close, compare_pieces, loss_of
+from tests.fsdp.state_dicts import whole_state
 
 FRESH = (
     *(
@@ -252,3 +255,88 @@ def load_before_the_first_step() -> None:
 
 def test_state_exists_after_loading_none(ranks: Ranks) -> None:
     ranks(1, load_before_the_first_step)
+
+
+def look_at_fresh_state(level: int) -> None:
+    """State exists, is zero and says step 0; making it has moved no weight."""
+    reference = weights(models.build("frozen_in_part"))
+    model, optimizer = sharded_pair("frozen_in_part", level)
+    compare_pieces(model, weights(model), reference, "weight", 0.0)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert list(optimizer.state) == trainable
+    for parameter in trainable:
+        slots = optimizer.state[parameter]
+        assert sorted(slots) == ["exp_avg", "exp_avg_sq", "step"]
+        assert slots["step"].item() == 0
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert slots[name].shape == parameter.shape
+            assert slots[name].to_local().shape == parameter.to_local().shape
+            assert not slots[name].to_local().any()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_state_exists_at_once(ranks: Ranks, level: int) -> None:
+    ranks(2, look_at_fresh_state, level)
+
+
+def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
+    module, reference = models.build("several_units"), models.build("several_units")
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    optimizer, expected = (
+        getattr(torch.optim, kind)(each.parameters(), **settings) for each in (module, reference)
+    )
+    model, optimizer = fully_shard(
+        module, optimizer, shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False
+    )
+    torch_state_dict.get_optimizer_state_dict(
+        model, optimizer
+    )  # torch takes a step where it finds no state
+    for slots in optimizer.state_dict()["state"].values():
+        assert float(slots["step"]) == 0
+        assert not slots["exp_avg"].to_local().any() and not slots["exp_avg_sq"].to_local().any()
+    for name, value in whole_state(model.state_dict()).items():
+        assert torch.equal(value, reference.get_parameter(name)), name
+    x = batch(0, 0, 0)
+    for each, each_optimizer in ((model, optimizer), (reference, expected)):
+        loss_of(each(x)).backward()
+        each_optimizer.step()
+    for name, value in whole_state(model.state_dict()).items():
+        close(value, reference.get_parameter(name).detach(), name)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_making_state_neither_counts_a_step_nor_decays_weights(ranks: Ranks, kind: str) -> None:
+    for level in (0, 1, 3):
+        ranks(2, look_at_a_fresh_optimizer, kind, level)
+
+
+class ScaledInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+def nadam_on_a_scalar() -> float:
+    torch.manual_seed(0)
+    net = ScaledInput()
+    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = fully_shard(net, optimizer)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return full_tensor(next(model.parameters())).item()
+
+
+def test_counters_of_a_scalar_parameter_are_not_sharded(ranks: Ranks) -> None:
+    net = ScaledInput()
+    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert ranks(2, nadam_on_a_scalar) == pytest.approx([net.scale.item()] * 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies and precision policies: what they take, what they mean, what they refuse."""
+"""Strategies and precision policies: what they take, mean and refuse."""
 
 import re
 from typing import Any

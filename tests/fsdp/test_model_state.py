@@ -1,71 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts: full shapes at any moment, copies and files, checkpoints from any layout into any other."""
+"""State dicts of model and optimizer: full shapes, current weights, copies, and what does not fit."""
 
 import copy
 import io
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron.fsdp import fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven_dtensor import (
     gather_uneven_dtensor_to_full_tensor,
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
 )
 from tests.fsdp import models
-from tests.fsdp.reference import Meshes, batch, evaluate, loss_of, optimizer_over, shard_mesh
-
-Ranks = Callable[..., list[Any]]
-NAMES = ["scalars", "tied_across_units", "frozen_in_part"]
-
-
-def sharded(
-    name: str, level: int, module: nn.Module | None = None, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
-    module = models.build(name) if module is None else module
-    return fully_shard(
-        module,
-        optimizer_over(module),
-        shard_mesh(),
-        fsdp_unit_modules=type(module).units,
-        zero_dp_strategy=level,
-        mixed_precision_policy=MixedPrecisionPolicy(None),
-        **settings,
-    )
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """On the same data on every rank, so that the result is the same in every world."""
-    for step in range(steps):
-        loss_of(model(batch(step, 0, 0), step=step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {
-        name: uneven_dtensor_to_full_tensor(value) if isinstance(value, DTensor) else value
-        for name, value in state.items()
-    }
-
-
-def assert_equal(
-    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 0.0
-) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
-        )
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
+from tests.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
 
 
 def look_at_any_moment(name: str, level: int) -> None:
@@ -159,79 +114,6 @@ def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
     ranks(2, keep_the_best, level)
 
 
-def save(name: str, level: int, path: str, with_torch_functions: bool) -> None:
-    model, optimizer = sharded(name, level)
-    train(model, optimizer, 2)
-    state = checkpointed_state(model, optimizer, with_torch_functions)
-    dcp.save(state, checkpoint_id=path)
-
-
-def checkpointed_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, with_torch_functions: bool
-) -> dict[str, Any]:
-    if with_torch_functions:
-        model_state, optimizer_state = torch_state_dict.get_state_dict(model, optimizer)
-        assert set(optimizer_state["state"]) == {
-            name for name, p in model.named_parameters() if p.requires_grad
-        }
-        return {"model": model_state, "optimizer": optimizer_state}
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def load(name: str, level: int, path: str, with_torch_functions: bool) -> None:
-    """Into a freshly built model of other weights; then both go on as if nothing had happened."""
-    expected = models.build(name)
-    expected_optimizer = optimizer_over(expected)
-    train(expected, expected_optimizer, 2)
-    module = models.build(name)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(1.0)
-    model, optimizer = sharded(name, level, module)
-    state = checkpointed_state(model, optimizer, with_torch_functions)
-    dcp.load(state, checkpoint_id=path)
-    if with_torch_functions:
-        torch_state_dict.set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-    else:
-        model.load_state_dict(state["model"], strict=False)
-        optimizer.load_state_dict(state["optimizer"])
-    for left, right in zip(
-        evaluate(model, 0), evaluate(expected, 0), strict=True
-    ):  # active at once
-        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-11)
-    train(model, optimizer, 2)
-    train(expected, expected_optimizer, 2)
-    assert_equal(
-        whole(model.state_dict()),
-        {"module." + key: value for key, value in expected.state_dict().items()},
-        1e-11,
-    )
-
-
-PAIRS = [((2, 3), (3, 3)), ((4, 3), (1, 0)), ((1, 2), (4, 1)), ((2, 0), (4, 3)), ((3, 1), (2, 2))]
-"""World size and level of saving, and of loading."""
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded", "with_torch_functions"),
-    [(*pair, False) for pair in PAIRS] + [(*pair, True) for pair in PAIRS[:2]],
-    ids=str,
-)
-def test_checkpoint_loads_into_another_world_and_strategy(
-    ranks: Ranks,
-    tmp_path: Path,
-    saved: tuple[int, int],
-    loaded: tuple[int, int],
-    with_torch_functions: bool,
-) -> None:
-    for name in NAMES:
-        path = str(tmp_path / name)
-        ranks(saved[0], save, name, saved[1], path, with_torch_functions)
-        ranks(loaded[0], load, name, loaded[1], path, with_torch_functions)
-
-
 def load_unsharded(level: int) -> None:
     """Plain state dicts of model and optimizer, under the module's own names and the wrapper's."""
     expected = models.build("scalars")
@@ -269,7 +151,7 @@ def load_into_bf16() -> None:
     model = fully_shard_model(
         models.build("several_units", torch.bfloat16),
         shard_mesh(),
-        fsdp_unit_modules=[models.Block],
+        fsdp_unit_modules=[models.ResidualBlock],
     )
     other = models.Stack().bfloat16()
     model.load_state_dict(other.float().state_dict())
@@ -335,33 +217,6 @@ def test_buffers_are_in_the_state(ranks: Ranks) -> None:
     ranks(2, buffers_travel)
 
 
-def load_state_of_another_layout() -> str:
-    saved = fully_shard_model(
-        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]),
-        shard_mesh(),
-        disable_bucketing=True,
-    )
-    units = fully_shard_model(
-        nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 24, bias=False)]),
-        shard_mesh(),
-        fsdp_unit_modules=[nn.Linear],
-    )
-    runs = [
-        [value._local_tensor.run for value in model.state_dict().values()]
-        for model in (saved, units)
-    ]
-    assert any(left != right for left, right in zip(*runs))
-    with pytest.raises(RuntimeError) as error:
-        units.load_state_dict(saved.state_dict())
-    return str(error.value)
-
-
-def test_state_of_another_layout_is_refused(ranks: Ranks) -> None:
-    for message in ranks(2, load_state_of_another_layout):
-        assert "sharded for another layout" in message
-        assert "torch.distributed.checkpoint" in message
-
-
 def write_piece_of_the_same_size() -> None:
     model = fully_shard_model(nn.Linear(8, 8, bias=False), shard_mesh())
     state = model.state_dict()
@@ -377,67 +232,48 @@ def test_a_piece_of_the_same_size_from_elsewhere_is_refused(ranks: Ranks) -> Non
     ranks(2, write_piece_of_the_same_size)
 
 
-LAYOUTS: dict[str, tuple[int, str, int, int, torch.dtype]] = {
-    "hybrid_optim": (4, "outer2", 3, 1, torch.float32),
-    "hybrid_bf16": (4, "outer2", 2, 0, torch.bfloat16),
-    "flat_of_three": (3, "flat", 3, 0, torch.float32),
-    "bf16_on_two": (2, "flat", 1, 0, torch.bfloat16),
-    "one_rank": (1, "flat", 0, 0, torch.float32),
-    "more_outer_ranks": (4, "outer4", 3, 1, torch.float32),
-}
-"""World, mesh, level, outer level and compute dtype; main weights are fp32 everywhere."""
-
-
-def laid_out(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    _, mesh, level, outer, dtype = LAYOUTS[layout]
-    module = models.build("tied_across_units", dtype)
-    return fully_shard(
+def copy_and_train_on(level: int, dtype: torch.dtype) -> None:
+    module = models.build("scalars", dtype)
+    model, optimizer = fully_shard(
         module,
         optimizer_over(module),
-        **Meshes().arguments(mesh),
-        fsdp_unit_modules=type(module).units,
+        shard_mesh(),
         zero_dp_strategy=level,
-        outer_dp_sharding_strategy=outer,
-        grad_reduce_in_fp32=True,
+        fsdp_unit_modules=[ResidualBlock],
     )
-
-
-def all_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Main weights and moments, whole, by name."""
-    state = whole(model.state_dict())
-    for name, parameter in model.named_parameters():
-        for slot in ("exp_avg", "exp_avg_sq"):
-            state[f"{name}.{slot}"] = uneven_dtensor_to_full_tensor(
-                optimizer.state[parameter][slot]
-            )
-    return state
-
-
-def save_layout(layout: str, path: str) -> dict[str, Tensor]:
-    model, optimizer = laid_out(layout)
-    for step in range(2):
-        loss_of(model(batch(step, dist.get_rank(), 0).to(LAYOUTS[layout][4]))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    dcp.save(checkpointed_state(model, optimizer, False), checkpoint_id=path)
-    return all_state(model, optimizer)
-
-
-def load_layout(layout: str, path: str, expected: dict[str, Tensor]) -> None:
-    model, optimizer = laid_out(layout)
-    state = checkpointed_state(model, optimizer, False)
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    assert_equal(all_state(model, optimizer), expected)
-    loss_of(model(batch(0, 0, 0).to(LAYOUTS[layout][4]))).backward()  # and training goes on
+    loss_of(model(batch(0, 0, 0).to(dtype))).backward()
     optimizer.step()
+    optimizer.zero_grad()
+    offsets = {parameter.to_local().storage_offset() for parameter in model.parameters()}
+    assert len(offsets) > 1  # the local tensors do not begin where their storage does
+    best, best_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before = {name: value.clone() for name, value in whole_state(model.state_dict()).items()}
+    loss_of(model(batch(1, 0, 0).to(dtype))).backward()
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in whole_state(best).items())
+    assert not all(
+        torch.equal(value, before[name]) for name, value in whole_state(model.state_dict()).items()
+    )
+    model.load_state_dict(best)
+    optimizer.load_state_dict(best_optimizer)
+    assert all(
+        torch.equal(value, before[name]) for name, value in whole_state(model.state_dict()).items()
+    )
+    assert {float(slots["step"]) for slots in optimizer.state_dict()["state"].values()} == {1.0}
 
 
-@pytest.mark.parametrize("saved", ["hybrid_optim", "hybrid_bf16", "bf16_on_two"])
-def test_checkpoint_loads_bitwise_under_every_other_layout(
-    ranks: Ranks, saved: str, tmp_path: Path
-) -> None:
-    expected = ranks(LAYOUTS[saved][0], save_layout, saved, str(tmp_path))[0]
-    for layout, (world_size, *_) in LAYOUTS.items():
-        ranks(world_size, load_layout, layout, str(tmp_path), expected)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_state_dicts_can_be_deep_copied(ranks: Ranks, dtype: torch.dtype) -> None:
+    for level in (1, 3):
+        ranks(2, copy_and_train_on, level, dtype)
+
+
+def load_by_assignment() -> str:
+    model = fully_shard_model(nn.Linear(4, 4))
+    with pytest.raises(NotImplementedError) as error:
+        model.load_state_dict(model.state_dict(), assign=True)
+    return str(error.value)
+
+
+def test_assigning_a_state_dict_is_refused_not_ignored(ranks: Ranks) -> None:
+    assert all("assign" in message for message in ranks(1, load_by_assignment))

@@ -1,120 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts: every element has one owner, no cut divides a grain, boxes are exactly the range, padding is small.
+"""Layouts: every element has one owner, no cut divides an alignment, chunks are exactly the range.
 
-Small modules are drawn by hypothesis and compared element by element; sweeps over thousands of
-random modules reach world sizes of 4096.
+Small modules are drawn by hypothesis and compared element by element; sweeps over random modules
+reach world sizes of 4096.
 """
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import permutations, product
-from math import lcm, prod
+from itertools import product
+from math import prod
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.padding_table import MODELS, Unit, main, shapes_on_one_rank
 from megatron.fsdp.engine import layout as layout_module
 from megatron.fsdp.engine.layout import (
     ALIGNMENT,
-    ELEMENTS,
     PREFER_ROWS,
-    ROW_BUDGET,
     ROWS,
     WHOLE_TENSOR,
     Granularity,
     Layout,
     Run,
-    Slot,
     plan,
     row_size,
 )
-
-Shape = tuple[int, ...]
-Module = list[tuple[Shape, Granularity]]
-
-dims = st.one_of(st.integers(1, 9), st.integers(1, 70))
-shapes = st.one_of(
-    st.just(()),
-    st.tuples(dims),
-    st.tuples(dims, dims),
-    st.tuples(dims, st.integers(1, 9), st.integers(1, 5)),
-    st.just((0,)),
+from tests.fsdp.engine.layouts import (
+    REQUIREMENTS,
+    Module,
+    allowed_cut,
+    cuts,
+    examples,
+    modules,
+    plan_module,
+    random_modules,
+    world_sizes,
 )
-REQUIREMENTS = [ELEMENTS, Granularity("elements", 32), ROWS, Granularity("rows", 3), WHOLE_TENSOR]
-granularities = st.sampled_from(
-    [
-        PREFER_ROWS,
-        PREFER_ROWS,
-        PREFER_ROWS,
-        Granularity("rows", 4, is_required=False),
-        *REQUIREMENTS,
-    ]
-)
-modules = st.lists(st.tuples(shapes, granularities), min_size=1, max_size=8)
-world_sizes = st.one_of(st.integers(1, 5), st.integers(1, 33))
-examples = settings(max_examples=500, deadline=None, database=None, derandomize=True)
-
-
-def plan_module(module: Module, world_size: int) -> Layout:
-    return plan(
-        [shape for shape, _ in module], world_size, [granularity for _, granularity in module]
-    )
-
-
-def random_shape(random: Random, size: int) -> Shape:
-    kind = random.random()
-    if kind < 0.05:
-        return random.choice([(), (0,), (0, 5), (5, 0), (1,), (1, 1)])
-    dims = [random.randint(1, size) for _ in range(random.choice([1, 2, 2, 2, 3]))]
-    return tuple(dim * random.choice([1, 1, 8, 64]) if kind < 0.6 else dim for dim in dims)
-
-
-def random_modules(seed: int, count: int, requirement_share: float) -> Iterator[tuple[Module, int]]:
-    """Modules and world sizes, small and large alike likely."""
-    random = Random(seed)
-    for _ in range(count):
-        world_size = random.choice(
-            [random.randint(1, 16), 2 ** random.randint(0, 12), random.randint(1, 4096)]
-        )
-        size = random.choice([4, 12, 40, 150])
-        of_this_module = random.choice([0.0, requirement_share])
-        yield (
-            [
-                (
-                    random_shape(random, size),
-                    (
-                        random.choice(REQUIREMENTS)
-                        if random.random() < of_this_module
-                        else PREFER_ROWS
-                    ),
-                )
-                for _ in range(random.randint(1, 9))
-            ],
-            world_size,
-        )
-
-
-def cuts(slot: Slot, layout: Layout) -> list[int]:
-    """Where the slot is cut, counted from its first element."""
-    borders = range(layout.shard_size, layout.numel, layout.shard_size)
-    near = borders[max(slot.start // layout.shard_size - 2, 0) : slot.stop // layout.shard_size + 2]
-    return [border - slot.start for border in near if slot.start < border < slot.stop]
-
-
-def allowed_cut(shape: Shape, granularity: Granularity, cut: int) -> bool:
-    if granularity.unit == "tensor":
-        return False
-    if granularity.unit == "rows":
-        rows, rest = divmod(cut, prod(shape[1:]))
-        return rest == 0 and rows % granularity.count == 0
-    return cut % granularity.count == 0
 
 
 @examples
@@ -256,114 +181,6 @@ def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
                 assert not slot.by_rows or len(boxes) <= 1
 
 
-def wishes_only(module: Module) -> bool:
-    return not any(granularity.is_required for _, granularity in module)
-
-
-def bound(module: Module, world_size: int) -> float:
-    """What the docstring of `plan` promises where nothing is required."""
-    return max(
-        ROW_BUDGET * sum(prod(shape) for shape, _ in module), ALIGNMENT * (world_size + len(module))
-    )
-
-
-def test_padding_is_bounded_in_thousands_of_modules() -> None:
-    for module, world_size in random_modules(seed=4, count=4000, requirement_share=0.0):
-        layout = plan_module(module, world_size)
-        assert layout.shard_size % ALIGNMENT == 0
-        assert 0 <= layout.padding <= bound(module, world_size)
-
-
-def test_element_runs_cost_alignment_only() -> None:
-    for module, world_size in random_modules(seed=5, count=1000, requirement_share=0.0):
-        layout = plan([shape for shape, _ in module], world_size, ELEMENTS)
-        assert layout.padding <= max(
-            (ALIGNMENT - 1) * len(module) + ALIGNMENT * (world_size - 1), ALIGNMENT * world_size
-        )
-
-
-def test_wishes_add_no_padding_to_what_requirements_cost() -> None:
-    mixed = 0
-    for module, world_size in random_modules(seed=6, count=2000, requirement_share=0.4):
-        required = [
-            (shape, granularity if granularity.is_required else ELEMENTS)
-            for shape, granularity in module
-        ]
-        layout, without_wishes = plan_module(module, world_size), plan_module(required, world_size)
-        assert layout.padding <= max(bound(module, world_size), without_wishes.padding)
-        mixed += not wishes_only(module) and any(
-            not granularity.is_required for _, granularity in module
-        )
-    assert mixed > 500
-
-
-def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
-    """The usual rule pads the buffer to the world size times the least common multiple of all row sizes."""
-    random = Random(7)
-    for _ in range(2000):
-        world_size = random.choice([2, 3, 8, 64, 1000])
-        shapes = [
-            (random.randint(1, 60), random.choice([1, 3, 8, 20, 48]))
-            for _ in range(random.randint(1, 5))
-        ]
-        rows = [lcm(row_size(shape), ALIGNMENT) for shape in shapes]
-        usual = world_size * lcm(*rows)
-        assert plan(shapes, world_size, ROWS).padding <= usual + sum(rows)
-
-
-def best_of_all_orders(shapes: list[Shape], world_size: int, largest_shard: int) -> tuple[int, int]:
-    """Brute force over orders and shard sizes: fewest parameters cut inside a row, then the smallest shard."""
-    found = [(len(shapes), largest_shard)]
-    for shard in range(ALIGNMENT, largest_shard + 1, ALIGNMENT):
-        found += [
-            (0, shard) for order in permutations(shapes) if fits_by_rows(order, world_size, shard)
-        ]
-    return min(found)
-
-
-def fits_by_rows(order: tuple[Shape, ...], world_size: int, shard: int) -> bool:
-    cursor = 0
-    for shape in order:
-        starts = range(
-            -(-cursor // ALIGNMENT) * ALIGNMENT, world_size * shard - prod(shape) + 1, ALIGNMENT
-        )
-        borders = range(0, world_size * shard, shard)
-        good = (
-            s
-            for s in starts
-            if all((b - s) % row_size(shape) == 0 for b in borders if s < b < s + prod(shape))
-        )
-        start = next(good, None)
-        if start is None:
-            return False
-        cursor = start + prod(shape)
-    return True
-
-
-def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard_size() -> None:
-    """The planner is greedy; what it misses among these modules is known and must not grow."""
-    random, possible, reached, smallest = Random(8), 0, 0, 0
-    for _ in range(400):
-        world_size = random.choice([2, 3, 4])
-        shapes = [
-            (random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16]))
-            for _ in range(random.randint(1, 3))
-        ]
-        elements = sum(map(prod, shapes))
-        largest = (
-            int(elements + bound([(shape, PREFER_ROWS) for shape in shapes], world_size))
-            // world_size
-        )
-        broken, shard = best_of_all_orders(shapes, world_size, largest)
-        layout = plan(shapes, world_size)
-        if not broken:
-            possible += 1
-            reached += all(slot.by_rows for slot in layout.slots)
-            smallest += all(slot.by_rows for slot in layout.slots) and layout.shard_size == shard
-    assert possible > 300
-    assert reached >= 0.98 * possible and smallest >= 0.97 * possible
-
-
 @st.composite
 def runs(draw: st.DrawFn) -> Run:
     shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
@@ -389,42 +206,6 @@ def test_boxes_are_the_range_in_order(run: Run) -> None:
     assert len(boxes) <= max(2 * len(run.shape) - 1, 1)
 
 
-UNITS = [
-    pytest.param(unit, id=f"{model}-{unit.name}".replace(" ", "_"))
-    for model, units in MODELS.items()
-    for unit in units
-]
-
-
-@pytest.mark.parametrize("unit", UNITS)
-def test_padding_of_known_models_is_at_most_one_percent(unit: Unit) -> None:
-    for world_size in (1, 3, 8, 64, 256, 1024, 4096):
-        layout = plan(shapes_on_one_rank(unit, 1), world_size)
-        assert layout.padding <= 0.01 * sum(slot.numel for slot in layout.slots)
-
-
-def test_the_padding_table_is_a_command_that_judges_its_figures() -> None:
-    result = CliRunner().invoke(main, ["--dp", "64", "--expert-parallel", "8"])
-    assert result.exit_code == 0, result.output
-    rows = [line for line in result.output.splitlines() if line.startswith("| DeepSeek-V3")]
-    assert len(rows) == len(MODELS["DeepSeek-V3"]) + 1  # and one of seconds
-    assert CliRunner().invoke(main, ["--expert-parallel", "3"]).exit_code == 2
-
-
-@pytest.mark.parametrize(
-    ("model", "unit", "millions"),
-    [
-        ("Llama-3-70B", "layer", 856),
-        ("Qwen2.5-7B", "layer", 233),
-        ("DeepSeek-V3", "dense", 233),
-        ("GPT-OSS-120B", "dense", 26.9),
-    ],
-)
-def test_the_shapes_of_known_models_add_up(model: str, unit: str, millions: float) -> None:
-    (shapes,) = (candidate.shapes for candidate in MODELS[model] if candidate.name == unit)
-    assert sum(map(prod, shapes)) / 1e6 == pytest.approx(millions, rel=2e-3)
-
-
 def test_rows_are_kept_whole_where_that_is_cheap() -> None:
     layout = plan([(64, 16), (64,), (30, 16)], 4)
     assert all(slot.by_rows for slot in layout.slots)
@@ -441,13 +222,6 @@ def test_flat_runs_where_rows_would_cost_more() -> None:
     layout = plan([(3, 1000)], 2)
     assert [layout.owned(0, rank).local_shape for rank in range(2)] == [(1504,), (1496,)]
     assert layout.owned(0, 0).boxes() == [((0, 0), (1, 1000)), ((1, 0), (1, 504))]
-
-
-def test_only_the_parameter_whose_rows_cost_too_much_falls_back() -> None:
-    """Whole rows of 8192 and of 28672 elements would need shards of a multiple of 57344: 1.2 % here."""
-    layer = MODELS["Llama-3-70B"][0].shapes
-    assert [slot.shape for slot in plan(layer, 256).slots if not slot.by_rows] == [(8192, 28672)]
-    assert not [slot.shape for slot in plan(layer, 64).slots if not slot.by_rows]
 
 
 def test_required_rows_are_kept_whatever_they_cost() -> None:
