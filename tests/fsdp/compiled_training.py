@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program for `torchrun`: trains compiled models, sharded, and compares with plain ones.
+"""Train compiled models, sharded, and compare them with plain ones: a program for `torchrun`.
 
-See test_compile.py.
-
-Processes of their own, because the ranks of other tests were started with compilation switched off.
+`test_compile.py` runs it. It needs processes of its own, because the ranks of other tests were
+started with compilation switched off.
 """
 
 import sys
@@ -18,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.reference import batch, loss_of, optimizer_over
+from tests.fsdp.reference import batch, close, loss_of, optimizer_over
 from tests.fsdp.side_by_side import inner, mean_gradients, shard
 
 STEPS = 4
 WARM = 2
-"""Steps after which nothing may be compiled any more: in the second one gradients and weights are as they stay."""
+"""Steps after which nothing may be compiled: in the second one gradients are as they stay."""
 
 
 class CompiledUnit(nn.Module):
@@ -117,7 +116,7 @@ def evaluate(model: nn.Module, reference: nn.Module) -> None:
 
 
 def clean(name: str) -> str:
-    """A parameter's name without the parts that wrappers add."""
+    """Return a parameter's name without the parts that wrappers add."""
     return name.removeprefix("module.").replace("._orig_mod", "").replace(".block.", ".")
 
 
@@ -130,9 +129,7 @@ def check(
         run = members[name].run
         piece = actual[name].to_local().detach().reshape(-1)
         wanted = whole.detach().reshape(-1)[run.start : run.stop]
-        torch.testing.assert_close(
-            piece, wanted, rtol=1e-11, atol=1e-11, msg=lambda text: f"{what}: {name}: {text}"
-        )
+        close(piece, wanted, f"{what}: {name}")
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ def mesh_of(*axes: str, sizes: tuple[int, ...] = ()) -> DeviceMesh:
 
 
 def shard_mesh() -> DeviceMesh:
-    """One per job: every mesh costs process groups."""
+    """Return a mesh of one axis. Make one per job: every mesh costs process groups."""
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
 
 
@@ -31,7 +31,7 @@ class Meshes:
         self._made: dict[str, dict[str, Any]] = {}
 
     def arguments(self, kind: str) -> dict[str, Any]:
-        """Arguments of `fully_shard`."""
+        """Return the arguments of `fully_shard` for a kind of mesh."""
         if kind not in self._made:
             self._made[kind] = self._make(kind)
         return self._made[kind]

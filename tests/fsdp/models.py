@@ -118,7 +118,7 @@ class Table(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Projects with a weight that it is handed, and adds a bias of its own."""
+    """A head that projects with a weight it receives, and adds a bias of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Scalars(Stack):
 
 
 class Splitting(nn.Module):
-    """Returns a dataclass or a nest of named tuples, dicts and lists."""
+    """A unit that returns a dataclass or a nest of named tuples, dicts and lists."""
 
     def __init__(self, nest: bool) -> None:
         super().__init__()
@@ -298,7 +298,7 @@ class CheckpointsInsideOnly(Checkpointed):
 
 
 class WithPositions(nn.Module):
-    """Its path of learned positions ends in parameters: their gradients come after that of the input."""
+    """A unit in which the gradients of learned positions come after that of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,11 +378,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model `name`, with the same weights at every call."""
+    """Build the model `name`, with the same weights at every call."""
     torch.manual_seed(7)
     return MODELS[name]().to(dtype)
 
 
 def build_stack() -> Stack:
-    """The model of most tests: parameters of its own around three units, in float64."""
+    """Build the model of most tests: its own parameters around three units, in float64."""
     return build("several_units")

@@ -84,7 +84,7 @@ IN_ONE_GROUP = {"disable_bucketing": True, "mixed_precision_policy": FLOAT64}
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices with the optimizer's defaults, vectors with a learning rate of their own."""
+    """Return a group of matrices, and one of vectors with a learning rate of their own."""
     parameters = list(model.parameters())
     return [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
@@ -123,7 +123,10 @@ def train_both(
     level: int | None,
     made_after: bool = False,
 ) -> None:
-    """Four steps; the first `before` of them unsharded on both sides, so that state exists when the optimizer is sharded."""
+    """Compare four steps, the first `before` of which are taken before sharding.
+
+    State therefore exists when the optimizer is sharded.
+    """
     reference, module = models.build("scalars"), models.build("scalars")
     settings = IN_ONE_GROUP if level is None else sharding(module, level)
     expected = make(two_groups(reference))
@@ -168,7 +171,7 @@ def sharded_pair(
 
 
 class Signs(torch.optim.Optimizer):
-    """A stranger: element-wise, assigns by mask, and counts in tensors."""
+    """An element-wise optimizer of a user: it assigns by mask, and counts in tensors."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})

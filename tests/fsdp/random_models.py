@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models drawn at random: sizes, ties, frozen and unused parts, recomputation, repeated calls, what is a unit, experts."""
+"""Models drawn at random: sizes, ties, frozen parts, recomputation, repeated calls, experts."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class Up(nn.Module):
 
 
 class Experts(nn.Module):
-    """Some of the experts of a layer: every token goes to all of them, with weights that its first feature decides.
+    """Some of the experts of a layer: every token goes to all, weighted by its first feature.
 
-    With expert parallelism ranks hold different ones: the tokens of the group are gathered, and its
+    With expert parallelism ranks own different ones: the tokens of the group are gathered, and its
     outputs added up.
     """
 
@@ -89,7 +89,7 @@ class Experts(nn.Module):
 
 @dataclass
 class ExpertPlaces:
-    """Which experts a rank holds: number `rank` of `size` equal parts."""
+    """The experts of a rank: number `rank` of `size` equal parts."""
 
     rank: int = 0
     size: int = 1
@@ -165,8 +165,9 @@ class DrawnBlock(nn.Module):
 class DrawnModel(nn.Module):
     units = (DrawnBlock,)
 
-    def __init__(self, drawn: Drawn, places: ExpertPlaces = ExpertPlaces()) -> None:
+    def __init__(self, drawn: Drawn, places: ExpertPlaces | None = None) -> None:
         super().__init__()
+        places = places or ExpertPlaces()
         torch.manual_seed(drawn.seed)
         self.drawn = drawn
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -207,7 +208,7 @@ class DrawnModel(nn.Module):
         )
 
     def global_name(self, name: str) -> str:
-        """The name, in the model with all experts, of a parameter of this one."""
+        """Return the name that a parameter has in the model with all experts."""
         parts = name.split(".")
         if "experts" in parts:
             place = parts.index("local") + 1
@@ -217,7 +218,7 @@ class DrawnModel(nn.Module):
 
 
 def draw_model(random: Random, num_experts: int = 0) -> Drawn:
-    """A model; its layers have `num_experts` experts each or none."""
+    """Draw a model; its layers have `num_experts` experts each or none."""
     layers = tuple(draw_layer(random, num_experts) for _ in range(random.randint(1, 4)))
     tied = None
     if len(layers) > 1 and random.random() < 0.3:

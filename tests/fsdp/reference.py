@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
 from tests.fsdp import models
 from tests.fsdp.meshes import Meshes
@@ -32,7 +32,9 @@ TOLERANCE = 1e-11
 """For float64: a few hundred roundings of 1e-16 with sums over at most four ranks."""
 
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""By the dtype that a model computes in, relative to the largest sum of sizes; a wrong factor shows as at least 0.25."""
+"""By the dtype that a model computes in, relative to the largest sum of sizes.
+
+A wrong factor shows as at least 0.25."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +58,13 @@ class Case:
 
 
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
-    """Data of its own for every rank and microbatch, float64 [BATCH, WIDTH]."""
+    """Return data of its own for every rank and microbatch, float64 [BATCH, WIDTH]."""
     generator = torch.Generator().manual_seed(((step * 8 + rank) * 8 + microbatch) * 8 + forward)
     return torch.randn(models.BATCH, models.WIDTH, generator=generator, dtype=torch.float64)
 
 
 def loss_of(output: object) -> Tensor:
-    """A number that every tensor of `output` adds to, each in its own way."""
+    """Return a number that every tensor of `output` adds to, each in its own way."""
     return sum(
         (number + 1) * (tensor.pow(2).mean() + tensor.mean())
         for number, tensor in enumerate(tensors_in(output))
@@ -76,7 +78,7 @@ def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int)
     return sum(loss_of(model(x, step=step)) for x in inputs)
 
 
-def build(model: str | Drawn, places: ExpertPlaces = ExpertPlaces()) -> nn.Module:
+def build(model: str | Drawn, places: ExpertPlaces | None = None) -> nn.Module:
     return DrawnModel(model, places).double() if isinstance(model, Drawn) else models.build(model)
 
 
@@ -87,7 +89,7 @@ def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimiz
 
 
 def clip(model: nn.Module, order: float | None) -> float:
-    """The norm of all gradients, which are scaled to a norm of one half."""
+    """Scale all gradients to a norm of one half and return their norm."""
     return (
         0.0
         if order is None
@@ -97,8 +99,9 @@ def clip(model: nn.Module, order: float | None) -> float:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """What one step of training leaves: the norm of final gradients, these, the size of what they are sums of, new weights,
-    all by name, and outputs.
+    """The results of one step: the norm of gradients, and by name gradients, weights and outputs.
+
+    `sizes` are those of the numbers that a gradient is the sum of.
     """
 
     norm: float
@@ -109,9 +112,10 @@ class TrainedStep:
 
 
 def unsharded_training(case: Case) -> list[TrainedStep]:
-    """Plain PyTorch over the data of all ranks: gradients are summed over microbatches, averaged (or summed) over ranks.
+    """Train in plain PyTorch over the data of all ranks.
 
-    The model computes in the case's dtype; weights, gradients and the optimizer are float64.
+    Gradients are summed over microbatches and averaged (or summed) over ranks. The model computes
+    in the case's dtype; weights, gradients and the optimizer are float64.
     """
     mean = not case.settings.get("calculate_per_token_loss", False)
     return _unsharded_training(
@@ -198,9 +202,7 @@ def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
 
 
 def compare(case: Case, meshes: Meshes) -> None:
-    """Raise AssertionError where gradients, their norm, weights or outputs of the sharded model are not those of the
-    unsharded one.
-    """
+    """Compare gradients, their norm, weights and outputs with those of the unsharded model."""
     trace = unsharded_training(case)
     module = build(case.model, meshes.expert_places(case.mesh)).to(case.dtype)
     main = None if case.dtype == torch.float64 else torch.float32
@@ -213,55 +215,49 @@ def compare(case: Case, meshes: Meshes) -> None:
         sync_model_each_microbatch=case.sync in ("auto", "no_sync"),
         **settings,
     )
-    global_name: Callable[[str], str] = getattr(module, "global_name", str)
-
-    def compare_with(
-        actual: dict[str, DTensor],
-        expected: dict[str, Tensor],
-        what: str,
-        sizes: dict[str, float] | None = None,
-    ) -> None:
-        names = {
-            key.removeprefix("module."): global_name(key.removeprefix("module.")) for key in actual
-        }
-        sizes = {name: (sizes or {}).get(other, 0.0) for name, other in names.items()}
-        compare_pieces(
-            model,
-            actual,
-            {name: expected[other] for name, other in names.items()},
-            what,
-            None,
-            case.dtype,
-            sizes,
-        )
-
     for number, step in enumerate(trace):
         sharded_backward(case, model, number)
         if case.sync == "step":
             optimizer.step()
-        if case.sync != "step":
-            norm = clip(model, case.clip)
-            close(
-                torch.tensor(norm),
-                torch.tensor(step.norm),
-                f"norm in step {number}",
-                max(TOLERANCES[case.dtype], 1e-6),
-            )
+        else:
+            compare_norm(case, clip(model, case.clip), step.norm, number)
         gradients = {
             key: parameter.grad
             for key, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        compare_with(gradients, step.gradients, f"gradient in step {number}", step.sizes)
+        what = f"gradient in step {number}"
+        compare_by_global_name(case, model, gradients, step.gradients, what, step.sizes)
         if case.sync != "step":
             optimizer.step()
         optimizer.zero_grad()
-        compare_with(dict(model.named_parameters()), step.weights, f"weight after step {number}")
+        weights, what = dict(model.named_parameters()), f"weight after step {number}"
+        compare_by_global_name(case, model, weights, step.weights, what, {})
         if case.evaluate:
-            for index, (left, right) in enumerate(
-                zip(evaluate(model, number, case.dtype), step.outputs, strict=True)
-            ):
+            outputs = evaluate(model, number, case.dtype)
+            for index, (left, right) in enumerate(zip(outputs, step.outputs, strict=True)):
                 close_by_size(left, right, f"output {index} after step {number}", case.dtype)
+
+
+def compare_norm(case: Case, actual: float, expected: float, step: int) -> None:
+    tolerance = max(TOLERANCES[case.dtype], 1e-6)
+    close(torch.tensor(actual), torch.tensor(expected), f"norm in step {step}", tolerance)
+
+
+def compare_by_global_name(
+    case: Case,
+    model: MegatronFSDP,
+    actual: dict[str, DTensor],
+    expected: dict[str, Tensor],
+    what: str,
+    sizes: dict[str, float],
+) -> None:
+    """Compare shards with whole tensors that have the names of the model with all experts."""
+    global_name: Callable[[str], str] = getattr(model.module, "global_name", str)
+    names = [key.removeprefix("module.") for key in actual]
+    wanted = {name: expected[global_name(name)] for name in names}
+    sizes = {name: sizes.get(global_name(name), 0.0) for name in names}
+    compare_pieces(model, actual, wanted, what, None, case.dtype, sizes)
 
 
 def compare_all(cases: list[Case]) -> None:
@@ -284,7 +280,10 @@ def compare_pieces(
     dtype: torch.dtype = torch.float64,
     sizes: dict[str, float] | None = None,
 ) -> None:
-    """Compare what this rank holds; that the pieces of all ranks make up the whole is for test_layout and test_state_dict."""
+    """Compare this rank's shards with the same ranges of whole tensors.
+
+    That the shards of all ranks make up the whole is for the tests of layouts and state dicts.
+    """
     parameters = dict(model.named_parameters())
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
@@ -312,7 +311,7 @@ def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERA
 def close_by_size(
     actual: Tensor, expected: Tensor, what: str, dtype: torch.dtype, size: float | None = None
 ) -> None:
-    """Differences relative to the largest number, which is what rounding in a low precision keeps small."""
+    """Compare relative to the largest number, which rounding in a low precision keeps small."""
     if dtype == torch.float64:
         return close(actual, expected, what)
     size = size if size is not None else float(expected.abs().max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model trained with and without sharding by a loop that a test writes: for uses that `reference.Case` has no word for."""
+"""A model trained with and without sharding by a loop of the test, where `Case` does not reach."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,14 @@ Backward = Callable[[nn.Module, int, int], None]
 def shard(
     module: nn.Module, level: int, mesh: DeviceMesh | None = None, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """`module` and an AdamW over it, with weights, gradients and main weights of one dtype; units are blocks."""
+    """Shard `module` and an AdamW over it, all in one dtype, with blocks as units."""
     settings = {"fsdp_unit_modules": [ResidualBlock], "preserve_fp32_weights": False, **settings}
     settings = {"device_mesh": mesh or shard_mesh(), "dp_shard_dim": "dp_shard", **settings}
     return fully_shard(module, optimizer_over(module), zero_dp_strategy=level, **settings)
 
 
 def mean_gradients(reference: nn.Module, backward: Backward, step: int) -> dict[str, Tensor]:
-    """What the unsharded model gets from the data of all ranks, also left on its parameters."""
+    """Return the unsharded model's gradients on the data of all ranks, and leave them on it."""
     reference.zero_grad()
     for rank in range(dist.get_world_size()):
         backward(reference, step, rank)
@@ -55,12 +55,10 @@ def train_side_by_side(
     build_sharded: Callable[[], nn.Module] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, MegatronFSDP]:
-    """Compare gradients before and weights after every step; both models as they are then.
+    """Compare gradients before and weights after every step, and return both models.
 
-    `prepare` is done to either.
-
-    `build_sharded` builds what is sharded, where that is not `build`; both begin with the same
-    seed.
+    `prepare` is applied to both. `build_sharded` builds the model to shard, where that is not
+    `build`; both begin with the same seed.
     """
     torch.manual_seed(7)
     reference = build()
@@ -85,12 +83,12 @@ def train_side_by_side(
 
 
 def plain_backward(model: nn.Module, step: int, rank: int) -> None:
-    """One forward and one backward."""
+    """Run one forward and one backward."""
     loss_of(model(batch(step, rank, 0))).backward()
 
 
 def inner(model: nn.Module) -> nn.Module:
-    """The user's module, sharded or not."""
+    """Return the user's module, sharded or not."""
     return model.module if isinstance(model, MegatronFSDP) else model
 
 
@@ -100,7 +98,7 @@ def compare_outputs(model: nn.Module, reference: nn.Module, x: Tensor, what: str
 
 
 def shard_two_layers(level: int = 3, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """Two linear layers that two ranks divide evenly, in float32."""
+    """Shard two linear layers that two ranks divide evenly, in float32."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     return fully_shard(

@@ -11,7 +11,7 @@ from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.reference import batch, loss_of, optimizer_over
+from tests.fsdp.reference import batch, close, loss_of, optimizer_over
 
 NAMES = ["scalars", "tied_across_units", "frozen_in_part"]
 
@@ -32,7 +32,7 @@ def sharded(
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """On the same data on every rank, so that the result is the same in every world."""
+    """Train on the same data on every rank, so that the result is the same in every world."""
     for step in range(steps):
         loss_of(model(batch(step, 0, 0), step=step)).backward()
         optimizer.step()
@@ -51,13 +51,11 @@ def assert_equal(
 ) -> None:
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(
-            actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda text: f"{name}: {text}"
-        )
+        close(actual[name], value, name, tolerance)
 
 
 def whole_state(state: dict[str, Any]) -> dict[str, Tensor]:
-    """The whole tensors of a state dict, by the names of the unsharded model."""
+    """Return the whole tensors of a state dict, by the names of the unsharded model."""
     return {
         name.removeprefix("module."): uneven_dtensor_to_full_tensor(value)
         for name, value in state.items()

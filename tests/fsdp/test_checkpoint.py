@@ -39,7 +39,7 @@ def checkpointed_state(
 
 
 def load(name: str, level: int, path: str, with_torch_functions: bool) -> None:
-    """Into a freshly built model of other weights; then both go on as if nothing had happened."""
+    """Load into a fresh model of other weights, then train both on alike."""
     expected = models.build(name)
     expected_optimizer = optimizer_over(expected)
     train(expected, expected_optimizer, 2)
@@ -145,7 +145,7 @@ def laid_out(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def all_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Main weights and moments, whole, by name."""
+    """Return main weights and moments, whole, by name."""
     state = whole(model.state_dict())
     for name, parameter in model.named_parameters():
         for slot in ("exp_avg", "exp_avg_sq"):

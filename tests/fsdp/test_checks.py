@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong arguments of `fully_shard` and `fully_shard_model` are refused before anything has happened."""
+"""Wrong arguments are refused before anything has happened."""
 
 import os
 from collections.abc import Callable

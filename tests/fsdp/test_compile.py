@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of units and of the sharded model: the numbers stay, and nothing is compiled at every step.
+"""torch.compile of units and models changes no number and does not compile at every step.
 
 The compiler that generates code is left out: it would take most of the time of all tests.
 """
@@ -17,7 +17,7 @@ RUNS = [*(f"aot_eager {way}" for way in WAYS), "eager block.compile"]
 
 
 def test_compiled_models_match_plain_ones_and_are_compiled_once() -> None:
-    """Levels 2 and 3; "aot_eager" also traces the backward pass."""
+    """Levels 2 and 3 are run; "aot_eager" also traces the backward pass."""
     launcher = [
         sys.executable,
         "-m",

@@ -115,7 +115,7 @@ def fresh(scale: float = 1.0, level: int = 3) -> tuple[MegatronFSDP, torch.optim
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-    """On the same data everywhere, so that worlds of any size agree."""
+    """Train on the same data everywhere, so that worlds of any size agree."""
     for step in range(first, last):
         loss_of(model(batch(step, 0, 0))).backward()
         optimizer.step()

@@ -14,7 +14,7 @@ from megatron.fsdp.elementwise import KNOWN, torch_class, why_not_elementwise
 
 
 class Simple(torch.optim.Optimizer):
-    """Base of the optimizers here: ``direction`` of each parameter, times the learning rate."""
+    """Base of the optimizers here: `direction` of each parameter, times the learning rate."""
 
     def __init__(self, params: Any, lr: float = 0.01, **more: Any) -> None:
         super().__init__(params, {"lr": lr, **more})
@@ -45,7 +45,7 @@ class Lion(Simple):
 
 
 class DecaysMatrices(Simple):
-    """Looks at the number of dims, which pieces in DTensors keep."""
+    """An optimizer that looks at the number of dims, which local parts of DTensors keep."""
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + 0.1 * parameter if parameter.dim() > 1 else grad
@@ -83,10 +83,9 @@ class Orthogonalizes(Simple):
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
-        if any(
-            parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]
-        ):
-            raise ValueError("matrices only")
+        for group in self.param_groups:
+            if any(parameter.dim() != 2 for parameter in group["params"]):
+                raise ValueError("matrices only")
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         left, _, right = torch.linalg.svd(grad, full_matrices=False)
@@ -182,7 +181,7 @@ def reason(optimizer: torch.optim.Optimizer) -> str | None:
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_optimizers_of_torch_are_elementwise_as_known(kind: type) -> None:
-    """Under another name, so that they are tried out."""
+    """They have another name here, so that they are tried out."""
 
     class Unknown(kind):
         def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fully_shard` in its surroundings: options, other models, pipeline stages, Megatron-Core beside it or missing."""
+"""`fully_shard` in its surroundings: options, other models, pipeline stages, Megatron-Core."""
 
 import copy
 import os
@@ -32,7 +32,7 @@ from tests.fsdp.wrong_calls import message_of
 
 
 def settings_that_arrive() -> None:
-    """Options that change no number, each where it acts."""
+    """Check options that change no number, each where it acts."""
     other_group = dist.new_group(list(range(dist.get_world_size())))
     arrives: dict[str, tuple[Any, Callable[[MegatronFSDP], bool]]] = {
         "overlap_grad_reduce": (False, lambda model: not model._schedule._overlap.grad_reduce),
@@ -73,12 +73,15 @@ def settings_that_arrive() -> None:
 
 
 def test_every_option_of_the_public_function_is_passed_on(ranks: Ranks) -> None:
-    """What each does is in `test_interface_walk`, which fails for an argument that has no test."""
+    """The effect of each is in `test_interface_walk`, where an argument without a test fails."""
     ranks(2, settings_that_arrive)
 
 
 def train_a_stage() -> None:
-    """Two pipeline stages with other modules on two ranks each; activations and their gradients travel between them."""
+    """Train two pipeline stages with other modules, on two ranks each.
+
+    Activations and their gradients travel between them.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))
     stage, place = mesh.get_local_rank("stage"), mesh.get_local_rank("dp")
     whole_model = models.build("several_units")
@@ -123,7 +126,7 @@ def run_stage(model: nn.Module, stage: int, x: Tensor, group: dist.ProcessGroup)
 
 
 def shard_other_stages_by_mistake() -> str:
-    """Ranks of one data axis that hold other stages."""
+    """Shard, over one data axis, the modules of different pipeline stages."""
     return message_of(
         ValueError,
         fully_shard_model,
@@ -196,7 +199,7 @@ def test_the_engine_works_with_megatron_core_beside_it_and_without(ranks: Ranks)
 
 
 def two_models(level: int) -> None:
-    """Trained in turn, then one inside the loss of the other, which is what distillation does."""
+    """Train two models in turn, then one inside the loss of the other, as distillation does."""
     mesh = shard_mesh()
     pairs = []
     for number in range(2):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients, weights and outputs are those of the unsharded model, whatever the model, the strategy and the schedule."""
+"""Gradients, weights and outputs are those of the unsharded model, in any combination."""
 
 from dataclasses import replace
 from math import inf
@@ -95,7 +95,7 @@ WITHOUT_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
 def gradients_of(model: str | Drawn, **options: Any) -> Case:
-    """One step: what matters is in the gradients."""
+    """Return a case of one step: its gradients are what matters."""
     return Case(model=model, steps=1, evaluate=False, **options)
 
 
@@ -149,23 +149,17 @@ def test_a_shard_axis_of_one_rank_does_not_double_gradients_at_every_microbatch(
 
 def test_only_the_new_contribution_is_divided_at_each_microbatch(ranks: Ranks) -> None:
     case = gradients_of("several_units", microbatches=3)
-    cases = [replace(case, sync=sync) for sync in ("auto", "manual")]
-    ranks(
-        2,
-        compare_all,
-        [
-            each
-            for one in cases
-            for each in with_settings(one, *({"zero_dp_strategy": level} for level in LEVELS))
-        ],
-    )
+    cases = [*at_levels(replace(case, sync="auto")), *at_levels(replace(case, sync="manual"))]
+    ranks(2, compare_all, cases)
 
 
 def test_hybrid_sharding_keeps_the_gradients_of_every_microbatch(ranks: Ranks) -> None:
     case = gradients_of("several_units", mesh="outer2", microbatches=3)
     settings = [{"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, {"outer_dp_sharding_strategy": 1}]
-    cases = [replace(case, sync=sync) for sync in ("auto", "no_sync", "manual")]
-    ranks(4, compare_all, [each for one in cases for each in with_settings(one, *settings)])
+    cases = []
+    for sync in ("auto", "no_sync", "manual"):
+        cases += with_settings(replace(case, sync=sync), *settings)
+    ranks(4, compare_all, cases)
 
 
 def test_averaging_in_the_collective_remembers_the_expert_factor(ranks: Ranks) -> None:
@@ -192,7 +186,7 @@ def test_level_1_with_frozen_parameters_and_without_overlap_trains(ranks: Ranks)
 
 
 def gradients_of_nothing(level: int) -> list[int]:
-    """Numbers of elements that this rank has of each gradient; all of them are there."""
+    """Return how many elements this rank has of each gradient, all of which exist."""
     model = fully_shard_model(models.build("scalars"), shard_mesh(), zero_dp_strategy=level)
     loss_of(model(batch(0, dist.get_rank(), 0))).backward()
     return [parameter.grad.to_local().numel() for parameter in model.parameters()]
@@ -222,7 +216,7 @@ def attributes_of_the_output_layer() -> None:
 def test_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_optimizer(
     ranks: Ranks,
 ) -> None:
-    """Which copies on other pipeline stages count is the adapter's decision, by Megatron-Core's attribute `shared`."""
+    """Megatron-Core's attribute `shared` marks copies on other stages; the adapter counts one."""
     ranks(2, attributes_of_the_output_layer)
     case = Case(model="tied_across_units", clip=2.0)
     ranks(
@@ -279,9 +273,7 @@ def train_drawn(case: Case) -> None:
 def test_a_block_called_plainly_and_then_recomputed_keeps_its_weights_to_the_end(
     ranks: Ranks,
 ) -> None:
-    """The pass inside a reentrant checkpoint brought all gradients of the whole model's unit, which was freed; the plain call
-    of the same block was still to come. Found by fuzzing (seed 12, draw 872).
-    """
+    """The recomputed call brings all gradients before the plain call's backward runs."""
     first = random_models.DrawnLayer(
         3, norm=True, recompute="reentrant", calls=2, frozen=("up", "down")
     )

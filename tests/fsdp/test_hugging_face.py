@@ -26,7 +26,7 @@ GPT2_LAYER = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
 
 
 def build_llama(tied: bool = False) -> nn.Module:
-    """Two layers with grouped queries; odd sizes where the architecture lets them be."""
+    """Build two layers with grouped queries; sizes are odd where the architecture allows it."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=12,
@@ -45,7 +45,7 @@ def build_llama(tied: bool = False) -> nn.Module:
 
 
 def build_gpt2() -> nn.Module:
-    """Its output layer's weight is that of the embedding."""
+    """Build a model whose output layer has the weight of its embedding."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=32,
@@ -89,7 +89,7 @@ def loss_on(model: nn.Module, step: int, rank: int) -> Tensor:
 def train(
     name: str, recompute: str, steps: int = 3, **settings: Any
 ) -> tuple[nn.Module, MegatronFSDP]:
-    """Compare losses, gradients and weights of every step with those of the unsharded model in float64."""
+    """Compare losses, gradients and weights of every step with the unsharded model in float64."""
     build, _ = MODELS[name]
     reference, module = build(), build()
     if recompute:
@@ -163,7 +163,7 @@ def test_one_line_is_enough(ranks: Ranks, model: str) -> None:
 
 
 def outputs(name: str) -> None:
-    """What is asked for of the outputs is there, by name, by key and by number, and has gradients."""
+    """Check that outputs are there by name, by key and by number, and have gradients."""
     build, layer = MODELS[name]
     reference, module = build(), build()
     model, _ = fully_shard(
@@ -199,7 +199,7 @@ def test_model_outputs_are_whole_and_differentiable(ranks: Ranks, model: str) ->
 
 
 def generate(name: str) -> None:
-    """Greedy, with a cache and without; then train on."""
+    """Generate greedily, with a cache and without; then train on."""
     reference, model = train(
         name, "", steps=1, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False
     )

@@ -33,11 +33,13 @@ def walk(owner: str, name: str) -> None:
     function(wrapped if owner == "MegatronFSDP" else fully_shard_model)
 
 
-STEPS = [(owner, name) for owner, names in WALK.items() for name in names]
+STEPS: list[tuple[str, str]] = []
+for _owner, _names in WALK.items():
+    STEPS += [(_owner, name) for name in _names]
 
 
 def _shared(owner: str, name: str) -> bool:
-    """Whether an earlier step runs the same function the same way."""
+    """Return True if an earlier step runs the same function the same way."""
     _, function = WALK[owner][name]
     makes_wrapped = owner == "MegatronFSDP"
     earlier = STEPS[: STEPS.index((owner, name))]

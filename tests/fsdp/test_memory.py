@@ -22,7 +22,6 @@ from tests.fsdp.watched_memory import (
     train_deep,
     watching,
 )
-from tests.fsdp.watched_memory import train_deep as train
 
 
 def watch_level_3(recompute: str, overlap: bool) -> None:
@@ -59,9 +58,8 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         assert peak_in_units(samples, "with_gradients") <= 1 + window
         left = look_at(model)
         assert (left.gathered, left.with_gradients) == (nothing.gathered, nothing.with_gradients)
-        assert all(
-            parameter.grad is None for group in model.groups for parameter in group.parameters
-        )
+        for group in model.groups:
+            assert all(parameter.grad is None for parameter in group.parameters)
         model.zero_grad()
 
 
@@ -119,7 +117,7 @@ def test_every_level_peaks_below_the_one_before(ranks: Ranks) -> None:
 
 
 def step_after_step() -> list[int]:
-    """Bytes alive between steps."""
+    """Return the bytes alive between steps."""
     model = build_deep(3)
     alive = []
     for _ in range(4):
@@ -134,12 +132,12 @@ def test_nothing_piles_up_over_steps(ranks: Ranks) -> None:
 
 
 def watch_small_model() -> list[int]:
-    """Units alive after every change of storage, in the first and in later passes."""
+    """Return the most units alive at once, in the first pass and in later ones."""
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
     peaks = []
     for _ in range(3):
         with watching(model) as samples:
-            train(model)
+            train_deep(model)
         peaks.append(peak_in_units(samples, "gathered"))
     return peaks
 
@@ -152,7 +150,7 @@ def test_a_small_model_is_not_gathered_whole_by_prefetch(ranks: Ranks) -> None:
 def gradients_without_units(level: int) -> tuple[int, int, int]:
     model = fully_shard_model(Deep(), shard_mesh(), zero_dp_strategy=level)
     with watching(model) as samples:
-        train(model)
+        train_deep(model)
     return (
         peak_in_units(samples, "with_gradients"),
         max(sample.bytes for sample in samples),
@@ -177,7 +175,7 @@ def watch_both_ends() -> None:
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
     with watching(model) as samples:
         output = model(torch.randn(BATCH, WIDTH))
-    assert {name for sample in samples for name in sample.gathered} >= ENDS
+    assert set().union(*(sample.gathered for sample in samples)) >= ENDS
     assert not any(
         ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered
     )
@@ -198,7 +196,7 @@ def watch_reduction_inputs(level: int) -> int:
     model = fully_shard_model(
         Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock], zero_dp_strategy=level
     )
-    train(model)
+    train_deep(model)
     with watching(model) as samples:
         loss_of(model(torch.randn(BATCH, WIDTH))).backward()
     assert look_at(model).with_gradients == []
@@ -228,9 +226,6 @@ def watch_recomputation(reentrant: bool) -> None:
 def test_recomputation_leaves_nothing_gathered_and_frees_nothing_too_early(ranks: Ranks) -> None:
     for reentrant in (True, False):
         ranks(2, watch_recomputation, reentrant)
-    names = [
-        f"checkpoint_{where}{kind}"
-        for where in ("", "inside_")
-        for kind in ("reentrant", "non_reentrant")
-    ]
+    kinds = ("reentrant", "non_reentrant", "inside_reentrant", "inside_non_reentrant")
+    names = [f"checkpoint_{kind}" for kind in kinds]
     ranks(2, compare_all, [gradients_of(name, microbatches=2) for name in names])

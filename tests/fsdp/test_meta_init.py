@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built on the meta device get the weights of models built on the CPU, and are never whole on the way."""
+"""Models from the meta device get the weights of those from the CPU, and are never whole."""
 
 import gc
 from contextlib import nullcontext
@@ -78,7 +78,7 @@ class InitialisedModel(nn.Module):
 
 
 class UpAndDown(nn.Module):
-    """Three units in a row, in a model of units and nothing else."""
+    """A unit of a model that has units and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Tensor]:
-    """Whole weights, and buffers, of the model built on meta, as this rank has them after sharding."""
+    """Return whole weights and buffers, after sharding, of the model built on meta."""
     mesh, settings = CASES[case]
     module = build(on_meta=True, freeze=freeze)
     before = dict(module.named_parameters())
@@ -172,7 +172,7 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 def train(case: str, freeze: bool) -> None:
-    """With an optimizer that was made on meta parameters."""
+    """Train with an optimizer that was made on meta parameters."""
     mesh, settings = CASES[case]
     settings = {"fsdp_unit_modules": [InitialisedLayer], **Meshes().arguments(mesh), **settings}
     level = settings.pop("zero_dp_strategy", 3)
@@ -197,7 +197,7 @@ def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: b
 
 
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that operations have touched, looked at after every operation."""
+    """The bytes of all storages that operations have touched, counted after every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class LiveBytes(TorchDispatchMode):
 def peak_of_sharding(
     on_meta: bool, level: int, policy: MixedPrecisionPolicy, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes at the peak of building and sharding, and afterwards."""
+    """Return the bytes at the peak of building and sharding, and afterwards."""
     gc.collect()
     mesh = Meshes().arguments("flat")
     with LiveBytes() as tracker:
@@ -279,7 +279,7 @@ def test_no_more_than_one_unit_is_whole_at_a_time(
 
 
 def keep_what_is_there() -> None:
-    """Only what is on the meta device is initialised; the rest, weights loaded by the user, stays."""
+    """Initialise only what is on the meta device: weights loaded by the user stay."""
     module = build()
     module.layers[1] = build(on_meta=True).layers[1]
     expected = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
@@ -309,7 +309,7 @@ def test_what_has_values_keeps_them(ranks: Ranks) -> None:
 
 
 class TiedHeadWithBias(nn.Module):
-    """The head has something of its own to initialise beside the weight that is another's."""
+    """A model whose head has a bias of its own to initialise, and a weight that is tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def initialise_tied_head(level: int, world_mesh: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_tied_weight_is_initialised_as_torch_would_have(ranks: Ranks, level: int) -> None:
-    """By its first owner: the constructor of the second one draws too, but what it has drawn is thrown away."""
+    """The constructor of its second owner draws too, but that draw is thrown away."""
     torch.manual_seed(7)
     expected = dict(TiedHeadWithBias().named_parameters())
     for values in ranks(2, initialise_tied_head, level, "flat"):

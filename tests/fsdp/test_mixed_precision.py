@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights, gradients and what travels have the dtypes that were asked for."""
+"""Weights, gradients and collectives have the dtypes that were asked for."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +19,7 @@ from tests.fsdp.watched_communication import watching_reductions
 
 
 class Numbers(nn.Module):
-    """Its gradient is its input."""
+    """A model whose gradient is its input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def gradient_of_numbers(
     mode: str,
     **settings: Any,
 ) -> Tensor:
-    """The whole gradient after one backward for each number that this rank has in `inputs`."""
+    """Return the whole gradient after one backward for each of this rank's numbers in `inputs`."""
     model = fully_shard_model(
         Numbers(dtype),
         device_mesh=shard_mesh(),
@@ -71,7 +71,7 @@ def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
-    """What one rank adds is lost in a bf16 sum and kept in an fp32 one; the division by two is exact in both."""
+    """A rank's addend is lost in a bf16 sum and kept in an fp32 one; halving is exact in both."""
     inputs = [[1.0], [SMALL]]
     for comm, expected in (
         (torch.bfloat16, 0.5),
@@ -95,7 +95,7 @@ def test_fp16_gradients_do_not_overflow_where_their_mean_fits(ranks: Ranks, leve
 
 
 def train_bf16(level: int, mesh: DeviceMesh) -> None:
-    """Compare with an unsharded bf16 copy of fp32 weights; reductions in fp32 add up the same numbers."""
+    """Compare with an unsharded bf16 copy of fp32 weights, in every bit."""
     reference = models.build("several_units", torch.bfloat16)
     masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
     expected_optimizer = torch.optim.AdamW(masters, lr=0.02)
@@ -115,7 +115,7 @@ def train_bf16(level: int, mesh: DeviceMesh) -> None:
             loss_of(reference(batch(step, rank, 0).bfloat16())).backward()
             for total, parameter in zip(summed, reference.parameters()):
                 total.add_(parameter.grad)
-        for master, parameter, total in zip(masters, reference.parameters(), summed):
+        for master, total in zip(masters, summed):
             master.grad = total / dist.get_world_size()
         loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
         names = [name for name, _ in reference.named_parameters()]
@@ -140,7 +140,7 @@ def train_bf16_at_all_levels() -> None:
 
 
 def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: Ranks) -> None:
-    """On two ranks, where a sum has one order; any weight that differed in a bit would show in a later gradient."""
+    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
     ranks(2, train_bf16_at_all_levels)
 
 

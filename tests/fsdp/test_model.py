@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MegatronFSDP` is used as any module: read, switched to evaluation, copied, converted and loaded."""
+"""`MegatronFSDP` is used as any module: read, evaluated, copied, converted and loaded."""
 
 import copy
 import io

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of model and optimizer: full shapes, current weights, copies, and what does not fit."""
+"""State dicts of model and optimizer: full shapes, current weights, copies, wrong contents."""
 
 import copy
 import io
@@ -77,7 +77,7 @@ def test_uneven_dtensors_are_gathered_whole(ranks: Ranks) -> None:
 
 
 def keep_the_best(level: int) -> None:
-    """copy.deepcopy keeps what was, torch.save and torch.load (weights_only, its default) bring it back."""
+    """Keep a state by copy.deepcopy, and by torch.save and torch.load (weights only)."""
     model, optimizer = sharded("scalars", level)
     train(model, optimizer, 1)
     best_model, best_optimizer = (
@@ -115,7 +115,7 @@ def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
 
 
 def load_unsharded(level: int) -> None:
-    """Plain state dicts of model and optimizer, under the module's own names and the wrapper's."""
+    """Load plain state dicts, under the module's own names and the wrapper's."""
     expected = models.build("scalars")
     expected_optimizer = torch.optim.AdamW(expected.named_parameters(), lr=0.02, weight_decay=0.1)
     train(expected, expected_optimizer, 2)
@@ -147,7 +147,7 @@ def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: i
 
 
 def load_into_bf16() -> None:
-    """The weights of the next forward are the loaded ones, before any optimizer step."""
+    """Check that the next forward uses the loaded weights, before any optimizer step."""
     model = fully_shard_model(
         models.build("several_units", torch.bfloat16),
         shard_mesh(),

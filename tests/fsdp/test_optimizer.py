@@ -59,7 +59,7 @@ def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
 
 
 def keep_state_of_scalars() -> None:
-    """An optimizer of nothing else: shapes do not tell moments from counters."""
+    """Shard an optimizer of scalars alone: shapes do not tell moments from counters."""
     for name in ("adamw", "nadam", "asgd"):
         reference, module = models.build("scalars"), models.build("scalars")
         expected, optimizer = (
@@ -102,13 +102,15 @@ def step_with_closure(level: int) -> None:
     for step in range(3):
         unsharded_step(reference, expected, step)
 
-        def closure() -> Tensor:
+        x = batch(step, dist.get_rank(), 0)
+
+        def closure(x: Tensor = x) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model(batch(step, dist.get_rank(), 0)))
+            loss = loss_of(model(x))
             loss.backward()
             return loss
 
-        before = loss_of(model(batch(step, dist.get_rank(), 0))).detach()
+        before = loss_of(model(x)).detach()
         assert torch.equal(optimizer.step(closure), before)
         compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
 
@@ -119,7 +121,7 @@ def test_closures_run_inside_the_step(ranks: Ranks, level: int) -> None:
 
 
 def in_sequence(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """Begins at a learning rate of nearly nothing."""
+    """Return a schedule that begins at a learning rate of nearly nothing."""
     parts = [
         lr_scheduler.LinearLR(optimizer, start_factor=1e-6, total_iters=2),
         lr_scheduler.ExponentialLR(optimizer, 0.5),
@@ -139,7 +141,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 
 
 def train_with_scheduler(scheduler_name: str, optimizer_name: str, made_before: bool) -> None:
-    """Any warning, torch's about the order of calls included, is an error."""
+    """Train with a scheduler; any warning, even torch's about the order of calls, is an error."""
     reference, module = models.build("several_units"), models.build("several_units")
     make, schedule = OPTIMIZERS[optimizer_name], SCHEDULERS[scheduler_name]
     expected, optimizer = make(two_groups(reference)), make(two_groups(module))

@@ -17,7 +17,7 @@ from tests.fsdp.side_by_side import shard_two_layers
 
 
 def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> None:
-    """Norm and clipped gradients, by torch's own function on both sides."""
+    """Compare norm and clipped gradients, by torch's own function on both sides."""
     reference = models.build(name)
     model, _ = sharded_pair(name, level)
     world_size = dist.get_world_size()
@@ -60,7 +60,7 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
-    """On four ranks, some of which own nothing of a parameter."""
+    """Some of the four ranks own nothing of a parameter."""
     ranks(4, clip_norms, name, level, max_norm=0.05, norms=[2.0, 1.0, 3.0])
 
 
@@ -78,8 +78,17 @@ def clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, way: str
             parameter.grad = None
 
 
+def gradients_after(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Run one more backward and return this rank's shards of all gradients."""
+    loss_of(model(x)).backward()
+    return {name: parameter.grad.to_local().clone() for name, parameter in model.named_parameters()}
+
+
 def backward_after_clearing(level: int, way: str) -> None:
-    """A cleared gradient does not come back, one that was not cleared is added to; in fp32 for bf16 weights too."""
+    """Check that cleared gradients do not come back, and others are added to.
+
+    This holds in fp32 for bf16 weights too.
+    """
     for dtype in (torch.float64, torch.bfloat16):
         module = models.build("several_units", dtype)
         precision = MixedPrecisionPolicy(None if dtype == torch.float64 else torch.float32)
@@ -92,16 +101,9 @@ def backward_after_clearing(level: int, way: str) -> None:
         )
         x = batch(0, dist.get_rank(), 0).to(dtype)
 
-        def gradients() -> dict[str, Tensor]:
-            loss_of(model(x)).backward()
-            return {
-                name: parameter.grad.to_local().clone()
-                for name, parameter in model.named_parameters()
-            }
-
-        once, twice = gradients(), gradients()
+        once, twice = gradients_after(model, x), gradients_after(model, x)
         clear_gradients(model, optimizer, way)
-        again = gradients()
+        again = gradients_after(model, x)
         for name, gradient in once.items():
             assert torch.equal(again[name], gradient), f"{dtype} {name} after {way}"
             assert torch.equal(twice[name], 2 * gradient), f"{dtype} {name}"
@@ -155,7 +157,7 @@ def test_scale_gradients_multiplies_what_the_optimizer_sees(ranks: Ranks, level:
 
 
 def scale_and_overflow(fused: bool) -> None:
-    """Scaled losses train as plain ones; a step in which one rank overflows is left out by all."""
+    """Scale losses, and leave out the step in which one rank overflows on all ranks."""
     reference, module = models.build("scalars"), models.build("scalars")
     expected = torch.optim.AdamW(reference.parameters(), lr=0.02)
     model, optimizer = fully_shard(
@@ -194,7 +196,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> Non
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:
-    """On four ranks, some of which own nothing of a parameter."""
+    """Some of the four ranks own nothing of a parameter."""
     ranks(4, clip_norms, name, level, max_norm=0.05, norms=[torch.inf])
 
 

@@ -27,7 +27,7 @@ from tests.fsdp.state_dicts import whole_state
 
 
 def grow_by_a_group(name: str, named: bool) -> None:
-    """Half of the parameters join after two steps, with settings of their own."""
+    """Add half of the parameters after two steps, with settings of their own."""
     reference = models.build("several_units")
     model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
     halves = [list(each.named_parameters()) for each in (reference, model)]
@@ -49,9 +49,8 @@ def grow_by_a_group(name: str, named: bool) -> None:
         reference.zero_grad()
         model.zero_grad()
         compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
-    assert [name for group in optimizer.param_groups for name in group["param_names"]] == list(
-        weights(model)
-    )
+    first_group, second_group = optimizer.param_groups
+    assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
 
 
 @pytest.mark.parametrize(("name", "named"), [("adamw", True), ("adamw", False), ("adagrad", False)])
@@ -86,7 +85,7 @@ def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
 
 
 def train_two_models(level: int) -> None:
-    """One optimizer over two models, with frozen parameters in its groups."""
+    """Train two models by one optimizer, with frozen parameters in its groups."""
     names = ("several_units", "frozen_in_part")
     references = [models.build(name) for name in names]
     mesh = shard_mesh()
@@ -94,12 +93,9 @@ def train_two_models(level: int) -> None:
         fully_shard_model(models.build(name), mesh, **sharding(each, level))
         for name, each in zip(names, references)
     ]
-    expected = OPTIMIZERS["adamw"](
-        [parameter for each in references for parameter in each.parameters()]
-    )
-    optimizer = fully_shard_optimizer(
-        OPTIMIZERS["adamw"]([parameter for each in sharded for parameter in each.parameters()])
-    )
+    expected = OPTIMIZERS["adamw"](nn.ModuleList(references).parameters())
+    parameters = [*sharded[0].parameters(), *sharded[1].parameters()]
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](parameters))
     for step in range(3):
         expected.zero_grad()
         for rank in range(dist.get_world_size()):
@@ -119,7 +115,10 @@ def test_one_optimizer_may_have_several_models(ranks: Ranks, level: int) -> None
 
 
 def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_sync: bool) -> None:
-    """Each clears its gradients right after its step; a third of the parameters is in neither, and theirs add up."""
+    """Train by two optimizers, each of which clears its gradients right after its step.
+
+    A third of the parameters is in neither, and their gradients add up.
+    """
     precision = MixedPrecisionPolicy(None, main_grads)
     settings = {"mixed_precision_policy": precision, "sync_model_each_microbatch": auto_sync}
     reference, module = models.build("several_units"), models.build("several_units")

@@ -4,6 +4,7 @@
 import copy
 import io
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def look_at_fresh_states() -> None:
 def compare_fresh_states(
     make: Callable[..., torch.optim.Optimizer], pairs: list[tuple[nn.Module, torch.optim.Optimizer]]
 ) -> None:
-    """The keys, shapes and dtypes that torch makes at the first step, and the values it begins with."""
+    """Compare keys, shapes, dtypes and first values with those that torch makes."""
     reference = models.build("scalars")
     expected = make(reference.parameters())
     for parameter in reference.parameters():
@@ -88,9 +89,9 @@ def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
 
 
 def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """What this rank holds of the state."""
+    """Return this rank's shards of the state."""
     state = optimizer.state_dict()
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    names = list(chain.from_iterable(group["param_names"] for group in state["param_groups"]))
     return {
         names[key]: {
             slot: (value.to_local() if isinstance(value, DTensor) else value).clone()
@@ -128,7 +129,10 @@ def reordered(parameters: list[tuple[str, nn.Parameter]], way: str) -> list[dict
 
 
 def load_by_name(source: str) -> None:
-    """Saved in one order, loaded in others; sources: this package, torch's functions, an unsharded optimizer."""
+    """Save in one order and load in others.
+
+    Sources are this package, torch's functions and an unsharded optimizer.
+    """
     mesh = shard_mesh()
     expected_module = models.build("scalars")
     if source == "unsharded":
@@ -169,7 +173,7 @@ def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
 
 
 def load_what_does_not_fit() -> None:
-    """And nothing is changed."""
+    """Check that a refused state changes nothing."""
     module = models.build("several_units")
     model, optimizer = fully_shard(
         module, OPTIMIZERS["adamw"](two_groups(module)), shard_mesh(), **sharding(module)
@@ -211,7 +215,7 @@ def test_state_that_does_not_fit_is_refused(ranks: Ranks) -> None:
 
 
 def copy_state(level: int, flatten: bool) -> None:
-    """Before the first step and after one: by copy, by pickle, and by torch's functions."""
+    """Copy state before the first step and after one, in every way that torch has."""
     options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = sharded_pair("frozen_in_part", level)
     for step in range(2):
@@ -245,7 +249,7 @@ def test_state_can_be_copied_at_any_time(ranks: Ranks, level: int, flatten: bool
 
 
 def load_before_the_first_step() -> None:
-    """The state of an unsharded optimizer that has not stepped is none; ours exists all the same."""
+    """Load the state of an unsharded optimizer that has not stepped, which has none."""
     module = models.build("several_units")
     _, optimizer = sharded_pair("several_units")
     optimizer.load_state_dict(OPTIMIZERS["adamw"](module.named_parameters()).state_dict())
@@ -258,7 +262,7 @@ def test_state_exists_after_loading_none(ranks: Ranks) -> None:
 
 
 def look_at_fresh_state(level: int) -> None:
-    """State exists, is zero and says step 0; making it has moved no weight."""
+    """Check that state exists, is zero and has step 0, and that no weight has moved."""
     reference = weights(models.build("frozen_in_part"))
     model, optimizer = sharded_pair("frozen_in_part", level)
     compare_pieces(model, weights(model), reference, "weight", 0.0)
@@ -311,7 +315,7 @@ def test_making_state_neither_counts_a_step_nor_decays_weights(ranks: Ranks, kin
 
 
 class ScaledInput(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
 

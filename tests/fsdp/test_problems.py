@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that are given different things are told together: the same message everywhere, listing everything."""
+"""Ranks that are given different things all raise the same message, which lists everything."""
 
 from collections.abc import Callable
 from typing import Any
@@ -87,7 +87,7 @@ def test_what_one_rank_has_wrong_is_raised_on_all(ranks: Ranks, wrong: str, part
 
 
 def differing(**values: Any) -> Callable[[Scene], Any]:
-    """Rank 0 and all others give different values of an argument."""
+    """Give rank 0 and all others different values of an argument."""
     return lambda scene: fully_shard(
         scene.module,
         scene.optimizer,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models split by torch's tensor parallelism match the unsharded ones, and their checkpoints load elsewhere."""
+"""Models split by torch's tensor parallelism match the unsharded ones and load elsewhere."""
 
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ def mesh_arguments(name: str) -> dict[str, Any]:
 
 
 def data_place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among the data ranks, and how many there are."""
+    """Return this rank's number among the data ranks, and how many there are."""
     tp = mesh["tp"].size()
     return dist.get_rank() // tp, dist.get_world_size() // tp
 
@@ -126,7 +126,7 @@ def compare_all(
 
 
 def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -> None:
-    """Compare gradients, their norm after clipping and weights with those of the unsharded model in float64."""
+    """Compare gradients, their norm after clipping and weights with the unsharded model."""
     place = mesh_arguments(mesh_name)
     data_rank, data_size = data_place(place["device_mesh"])
     reference, module = build(hidden), split(build(hidden), place["device_mesh"]["tp"], style)
@@ -182,7 +182,7 @@ def test_hybrid_sharding_with_tensor_parallelism_matches(
 
 
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """On the same data everywhere, so that it does not matter how many data ranks there are."""
+    """Train on the same data everywhere, so that the number of data ranks does not matter."""
     for step in steps:
         optimizer.zero_grad()
         loss_on(model, step, 0).backward()

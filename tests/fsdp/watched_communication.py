@@ -16,7 +16,7 @@ from megatron.fsdp.engine.device import CpuLanes, Pending
 
 @contextmanager
 def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
-    """Kind, group and operation of every gather and reduction."""
+    """Record name, group and operation of every gather and reduction."""
     calls: list[tuple[str, Any, Any]] = []
     gather, scatter = collectives._all_gather_single, collectives._reduce_scatter_single
 
@@ -36,7 +36,7 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
 
 @contextmanager
 def watching_dtypes() -> Iterator[list[torch.dtype]]:
-    """In which dtypes gradients travel."""
+    """Record the dtypes in which gradients travel."""
     dtypes: list[torch.dtype] = []
     scatter = collectives._reduce_scatter_single
 
@@ -50,7 +50,7 @@ def watching_dtypes() -> Iterator[list[torch.dtype]]:
 
 @contextmanager
 def watching_lanes() -> Iterator[list[tuple[str, int]]]:
-    """What is launched and waited for, in order."""
+    """Record, in order, all launches and waits."""
     events: list[tuple[str, int]] = []
     launch, wait = CpuLanes.launch, Pending.wait
     lanes: dict[int, str] = {}
@@ -77,7 +77,7 @@ def watching_lanes() -> Iterator[list[tuple[str, int]]]:
 
 @contextmanager
 def watching_reductions() -> Iterator[list[torch.dtype]]:
-    """The dtype of everything that travels in a reduction."""
+    """Record the dtype of everything that travels in a reduction."""
     dtypes: list[torch.dtype] = []
     reduce_scatter, all_reduce = collectives._reduce_scatter_single, dist.all_reduce
 

@@ -21,7 +21,7 @@ NUM_BLOCKS = 6
 
 
 class Deep(Stack):
-    """A large embedding, six equal units, a final norm and a large head; with or without activation checkpointing."""
+    """A large embedding, six equal units, a norm and a large head; perhaps with recomputation."""
 
     def __init__(self, recompute: str = "") -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class Deep(Stack):
 
 
 def stored(tensor: Tensor | None) -> int:
-    """Bytes that the storage of a tensor holds now."""
+    """Return the bytes of the storage of a tensor."""
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
 @dataclass
 class Sample:
-    """What is alive: units with gathered weights, units with a buffer of local gradients, and all bytes of both kinds."""
+    """The living units: with gathered weights, with local gradients, and their bytes."""
 
     gathered: list[str]
     with_gradients: list[str]
@@ -60,15 +60,11 @@ def look_at(model: MegatronFSDP) -> Sample:
     def names(is_alive: Callable[[Any], int]) -> list[str]:
         return [unit.name for unit in model._units if any(map(is_alive, unit.groups))]
 
-    tensors = [
-        tensor
-        for group in model.groups
-        for tensor in (
-            *(group.compute.flat, group.compute_shard, group.main_shard, local_gradients(group)),
-            *(group._grad_sum._total, group._inner_sum._total),
-        )
-    ]
-    tensors += [parameter.grad for group in model.groups for parameter in group.parameters]
+    tensors: list[Tensor | None] = []
+    for group in model.groups:
+        tensors += (group.compute.flat, group.compute_shard, group.main_shard)
+        tensors += (local_gradients(group), group._grad_sum._total, group._inner_sum._total)
+        tensors += [parameter.grad for parameter in group.parameters]
     storages = {
         tensor.untyped_storage().data_ptr(): stored(tensor)
         for tensor in tensors
@@ -89,7 +85,7 @@ def local_gradients(group: Any) -> Tensor | None:
 
 @contextmanager
 def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
-    """A sample after every change of storage, and wherever autograd has left gradients on the parameters of a unit."""
+    """Take a sample after every change of storage, and before gradients are accumulated."""
     samples: list[Sample] = []
     originals = device.allocate, device.free
     accumulate = ParamGroup.accumulate
@@ -125,7 +121,7 @@ def build_deep(level: int, recompute: str = "", **settings: Any) -> MegatronFSDP
 
 
 def train_deep(model: MegatronFSDP) -> None:
-    """Two microbatches: below level 2 whole gradients wait for the second one."""
+    """Run two microbatches: below level 2 whole gradients wait for the second one."""
     with model.no_sync():
         loss_of(model(torch.randn(BATCH, WIDTH))).backward()
     loss_of(model(torch.randn(BATCH, WIDTH))).backward()
@@ -133,12 +129,12 @@ def train_deep(model: MegatronFSDP) -> None:
 
 
 def peak_in_units(samples: list[Sample], what: str) -> int:
-    """Units alive at once."""
+    """Return the most units alive at once."""
     return max(len(getattr(sample, what)) for sample in samples)
 
 
 def peak_bytes() -> list[int]:
-    """At each level, in the steady state."""
+    """Return the peak at each level, in the steady state."""
     peaks = []
     for level in range(4):
         model = build_deep(level)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong calls: what they raise, and that they leave a model and its optimizer as they were."""
+"""Wrong calls: what they raise, and that they leave model and optimizer as they were."""
 
 import importlib
 from collections.abc import Callable
@@ -31,7 +31,7 @@ TIMEOUT = 30.0
 
 
 class Scene:
-    """What a wrong call finds: a model and its optimizer, which has stepped once."""
+    """A model and its optimizer, which has stepped once, before a wrong call."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -86,7 +86,7 @@ class WrongCall:
 
 
 def with_arguments(*parts: str, kind: type[Exception] = ValueError, **arguments: Any) -> WrongCall:
-    """`fully_shard` of a good model and a good optimizer with wrong arguments."""
+    """Return a call of `fully_shard` with wrong arguments and a good model and optimizer."""
     return WrongCall(
         parts, lambda scene: fully_shard(scene.module, scene.optimizer, **arguments), kind
     )
@@ -99,7 +99,10 @@ def on_mesh(
     sizes: tuple[int, ...] | None = None,
     **arguments: Any,
 ) -> WrongCall:
-    """The same on a mesh of the axes `names`; functions among the arguments are given the mesh."""
+    """Return such a call on a mesh of the axes `names`.
+
+    Functions among the arguments receive the mesh.
+    """
 
     def call(scene: Scene) -> None:
         mesh = mesh_of(*names, sizes=sizes)

@@ -19,7 +19,7 @@ from tests.fsdp.reference import batch, loss_of, optimizer_over
 
 
 class Odd(models.Scaled):
-    """A scalar, matrices that cuts divide inside of rows (`inner.weight` is another) and some that they cannot."""
+    """A scalar, and matrices that cuts divide inside of rows or cannot divide there."""
 
     units = (nn.Linear,)
 
@@ -42,7 +42,7 @@ class Odd(models.Scaled):
 
 
 class TwoLayers(nn.Module):
-    """Split by tensor parallelism, its first layer by rows (dim 0), its second by columns (dim 1)."""
+    """Two layers split by tensor parallelism, the first by rows, the second by columns."""
 
     units = ()
 
@@ -68,7 +68,10 @@ KINDS = ["level0", "level1", "level3", "hybrid", "hybrid_optim", "tensor"]
 def build(
     kind: str, shift: float = 0.0, train: bool = True, ready: bool = True
 ) -> tuple[Any, Any, nn.Module, Any]:
-    """A sharded model and optimizer, and the same without sharding; both after one step, with gradients of another."""
+    """Return a sharded model and optimizer, and the same without sharding.
+
+    Both have taken one step and have the gradients of another.
+    """
     torch.manual_seed(3)
     plain = (TwoLayers if kind == "tensor" else Odd)().double()
     with torch.no_grad():
@@ -110,7 +113,7 @@ def build(
 
 
 def run_step(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | None) -> None:
-    """On the same data on every rank."""
+    """Run one forward and backward on the same data on every rank, and perhaps a step."""
     loss_of(model(batch(step, 0, 0), step=step)).backward()
     if optimizer is not None:
         optimizer.step()
@@ -120,7 +123,7 @@ def run_step(model: nn.Module, step: int, optimizer: torch.optim.Optimizer | Non
 def everything(
     model: Any, optimizer: Any, plain: nn.Module, plain_optimizer: Any
 ) -> Iterator[tuple[str, DTensor, Tensor]]:
-    """Every DTensor that a user gets hold of, beside the whole tensor."""
+    """Yield every DTensor that a user can reach, beside the whole tensor."""
     state, optimizer_state = model.state_dict(), optimizer.state_dict()["state"]
     for position, ((name, sharded), whole) in enumerate(
         zip(model.named_parameters(), plain.parameters(), strict=True)
@@ -141,7 +144,7 @@ def close(actual: Tensor, expected: Tensor, name: str) -> None:
 
 
 def uneven(whole: Tensor, mesh: DeviceMesh, sizes: list[int], dim: int = 0) -> DTensor:
-    """A user's own DTensor with ranges of ``sizes`` of ``dim`` over a mesh of one axis."""
+    """Return a user's own DTensor with ranges of `sizes` of `dim` over a mesh of one axis."""
     local = whole.split(sizes, dim)[dist.get_rank()]
     return DTensor.from_local(
         local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
@@ -149,7 +152,7 @@ def uneven(whole: Tensor, mesh: DeviceMesh, sizes: list[int], dim: int = 0) -> D
 
 
 def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
-    """Four ranks. Even and uneven parts, empty ones, of one axis and of two, in both orders."""
+    """Yield DTensors over four ranks: even, uneven and empty parts, of one mesh axis and of two."""
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(6 * 10, dtype=torch.float64).view(6, 10)

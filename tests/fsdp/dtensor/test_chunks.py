@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks say where local elements lie in the whole tensor, without communication where the layout knows."""
+"""Chunks tell where local elements lie in the whole tensor, often without communication."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ from tests.fsdp.reference import Ranks
 
 
 def compare_chunks(kind: str) -> None:
-    """Chunks say where the local elements lie in the whole tensor, before and after the DTensor is told."""
+    """Compare chunks with the whole tensor, before and after the DTensor is annotated."""
     tensors = users_own() if kind == "users_own" else everything(*build(kind))
     for name, dtensor, whole in tensors:
         local = dtensor._local_tensor.detach().reshape(-1)
@@ -91,7 +91,7 @@ def test_a_rank_with_nothing_has_size_zero(ranks: Ranks) -> None:
 
 
 class Count(TorchDispatchMode):
-    """Collectives that are begun, whichever function began them."""
+    """The names of all collectives that are begun, whichever function began them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_what_the_layout_knows_is_not_communicated(ranks: Ranks, kind: str) -> N
 
 
 def claim(rows: list[tuple[int, int]]) -> str:
-    """The error, if there is one, where each rank says that it holds these rows of [4, 3]."""
+    """Let each rank claim these rows of a [4, 3] tensor and return the error, if there is one."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     begin, end = rows[dist.get_rank()]
     local = with_boxes(torch.zeros(end - begin, 3), [((begin, 0), (end - begin, 3))], (4, 3))

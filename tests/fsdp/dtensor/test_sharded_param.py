@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plain tensors that say which part of a whole they are, as Megatron-Core's layers do."""
+"""Plain tensors with Megatron-Core's attributes of tensor parallelism are parts of a whole."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.fsdp.test_tensor_parallel import data_place, mesh_arguments, whole
 
 
 class Marked(nn.Module):
-    """Plain tensors that say which part of a whole they are, as Megatron-Core's layers do."""
+    """Plain tensors with the attributes by which Megatron-Core's layers mark parts of a whole."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ PLACEMENTS = {"column": Shard(0), "row": Shard(1), "bias": Shard(0), "norm": Rep
 def chunks_of_marked(
     level: int,
 ) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
-    """Offsets, sizes and values of every chunk that this rank would write."""
+    """Return offsets, sizes and values of every chunk that this rank would write."""
     place = mesh_arguments("dp2_tp2")
     tp = place["device_mesh"]["tp"]
     module = Marked(tp.get_local_rank(), tp.size())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of DTensors that were told where their local parts lie."""
+"""Checkpoints of DTensors that were annotated with the offsets of their local parts."""
 
 import copy
 import io
@@ -43,7 +43,7 @@ def test_state_dicts_that_differ_between_ranks_are_refused_everywhere(ranks: Ran
 
 
 def state_of(kind: str, way: str, shift: float, train: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """A state with plain DTensors that one of the two functions has made ready."""
+    """Return a state with plain DTensors that one of the two functions has prepared."""
     model, optimizer, *_ = build(kind, shift, train, ready=False)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     if way == "parameters":
@@ -63,7 +63,7 @@ def save(kind: str, way: str, path: str) -> None:
 
 
 def load(kind: str, way: str, path: str) -> None:
-    """Into other weights; what was made ready still trains, like the model that was never sharded."""
+    """Load into other weights, then train on like the model that was never sharded."""
     model, optimizer, state = state_of(kind, way, 1.0, train=False)
     dcp.load(state, checkpoint_id=path)
     if way != "parameters":
@@ -120,19 +120,22 @@ def make_users_own() -> dict[str, DTensor]:
 
 def save_users_own(path: str) -> None:
     state = preprocess_state_dict_for_uneven_dtensor(make_users_own())
-    halves = {
-        f"{name}.{i}": half
-        for name in ("rows", "runs")
-        for i, half in enumerate(split_dtensor(state[name], 6))
-    }
-    strips = {
-        f"strip.{i}": part for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))
-    }
-    dcp.save({**state, **halves, **strips}, checkpoint_id=path)
+    dcp.save({**state, **parts_of(state)}, checkpoint_id=path)
+
+
+def parts_of(state: dict[str, DTensor]) -> dict[str, DTensor]:
+    """Return halves of rows and of element runs, and strips of columns."""
+    parts = {}
+    for name in ("rows", "runs"):
+        for number, half in enumerate(split_dtensor(state[name], 6)):
+            parts[f"{name}.{number}"] = half
+    for number, strip in enumerate(split_dtensor(state["columns"], [1, 3], dim=1)):
+        parts[f"strip.{number}"] = strip
+    return parts
 
 
 def load_users_own(path: str) -> None:
-    """Whole ones into whole ones and parts into parts of them, which share their storage."""
+    """Load whole DTensors, and then parts of them that share their storage."""
     expected = {
         name: uneven_dtensor_to_full_tensor(value) for name, value in make_users_own().items()
     }
@@ -141,18 +144,7 @@ def load_users_own(path: str) -> None:
         preprocess_state_dict_for_uneven_dtensor(state)
         for value in state.values():
             value._local_tensor.zero_()
-        wanted: dict[str, DTensor] = dict(state)
-        if in_parts:
-            wanted = {
-                f"{name}.{i}": half
-                for name in ("rows", "runs")
-                for i, half in enumerate(split_dtensor(state[name], 6))
-            }
-            wanted |= {
-                f"strip.{i}": part
-                for i, part in enumerate(split_dtensor(state["columns"], [1, 3], dim=1))
-            }
-        dcp.load(wanted, checkpoint_id=path)
+        dcp.load(parts_of(state) if in_parts else dict(state), checkpoint_id=path)
         for name, value in state.items():
             assert torch.equal(uneven_dtensor_to_full_tensor(value), expected[name]), name
 

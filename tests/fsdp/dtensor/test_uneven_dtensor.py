@@ -51,7 +51,7 @@ def test_whole_tensors_come_back(ranks: Ranks, kind: str) -> None:
 
 
 def look_for_odd_cases() -> None:
-    """What the other tests rely on: pieces that are element runs and pieces that are empty."""
+    """Check that some local parts here are element runs and some are empty."""
     model = build("level3", train=False)[0]
     runs = {name: parameter._fsdp_sharded.run for name, parameter in model.named_parameters()}
     cut = {name for name, run in runs.items() if not run.by_rows}

@@ -77,7 +77,7 @@ def random_shape(random: Random, size: int) -> Shape:
 
 
 def random_modules(seed: int, count: int, requirement_share: float) -> Iterator[tuple[Module, int]]:
-    """Modules and world sizes, small and large alike likely."""
+    """Yield modules and world sizes, small and large alike likely."""
     random = Random(seed)
     for _ in range(count):
         world_size = random.choice(
@@ -102,7 +102,7 @@ def random_modules(seed: int, count: int, requirement_share: float) -> Iterator[
 
 
 def cuts(slot: Slot, layout: Layout) -> list[int]:
-    """Where the slot is cut, counted from its first element."""
+    """Return the elements of a slot, counted from its first, before which it is cut."""
     borders = range(layout.shard_size, layout.numel, layout.shard_size)
     near = borders[max(slot.start // layout.shard_size - 2, 0) : slot.stop // layout.shard_size + 2]
     return [border - slot.start for border in near if slot.start < border < slot.stop]
@@ -122,7 +122,7 @@ def wishes_only(module: Module) -> bool:
 
 
 def bound(module: Module, world_size: int) -> float:
-    """What the docstring of `plan` promises where nothing is required."""
+    """Return the most padding that `plan` promises where no granularity is required."""
     return max(
         ROW_BUDGET * sum(prod(shape) for shape, _ in module), ALIGNMENT * (world_size + len(module))
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Autograd on a sharded model: partial gradients, graphs kept and used again, functions of one's own."""
+"""Autograd on a sharded model: partial gradients, graphs used again, custom functions."""
 
 import copy
 from collections.abc import Callable
@@ -49,7 +49,7 @@ class WithFunction(ResidualBlock):
 
 
 class FunctionsOfOthers(Stack):
-    """The code of the model and of a unit uses weights of other modules, which are units or inside of one."""
+    """A model that uses weights of other modules, which are units or inside of one."""
 
     units = (ResidualBlock, WithFunction)
 
@@ -65,7 +65,7 @@ class FunctionsOfOthers(Stack):
 
 
 class GradientInForward(Stack):
-    """Calls autograd inside its forward, as force fields do."""
+    """A model that calls autograd inside its forward, as force fields do."""
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
         x = x.detach().requires_grad_()
@@ -82,7 +82,7 @@ class PartlyDetached(Stack):
 
 
 class SavedTensorHooks(Stack):
-    """What autograd saves is packed and unpacked, as offloading does."""
+    """A model whose saved tensors are packed and unpacked, as offloading does."""
 
     def body(self, x: Tensor, step: int) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -132,7 +132,7 @@ def backward_from_two_tensors(model: nn.Module, step: int, rank: int) -> None:
 
 
 def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
-    """A saliency map, then training on the same graph."""
+    """Compute a saliency map, then train on the same graph."""
     x = batch(step, rank, 0).requires_grad_()
     output = model(x)
     (saliency,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
@@ -140,7 +140,7 @@ def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
 
 
 def gradient_of_a_hidden_state(model: nn.Module, step: int, rank: int) -> None:
-    """Only the units above it have a backward, and the gradients of their weights are not asked for."""
+    """Differentiate to a hidden state: only the units above it run a backward."""
     hidden: list[Tensor] = []
     handle = (
         inner(model)
@@ -198,7 +198,7 @@ def backward_with_a_graph(model: nn.Module, step: int, rank: int) -> None:
 
 
 def double_backward(level: int, name: str) -> str:
-    """ "right", or the error."""
+    """Return "right", or the error."""
     try:
         use = {"penalty": gradient_penalty, "create_graph": backward_with_a_graph}.get(
             name, plain_backward
@@ -221,7 +221,7 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(ranks: Ranks, level: int, 
 
 
 def gradient_of_parameters(level: int) -> None:
-    """Of the module's own parameters there is none to ask for; the message is torch's, and training goes on."""
+    """Ask for gradients of the sharded parameters, which torch refuses, and train on."""
     model, _ = shard(build_stack(), level)
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
@@ -325,7 +325,7 @@ def test_after_a_failed_backward_every_level_begins_anew(ranks: Ranks, level: in
 
 
 class ForceField(nn.Module):
-    """Differentiates inside its forward, and goes on with parameters of its own."""
+    """A unit that differentiates inside its forward, and then uses its own parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,13 +16,15 @@ from megatron.fsdp.engine.device import Pending
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import BATCH, WIDTH, ResidualBlock
 from tests.fsdp.reference import Ranks
-from tests.fsdp.watched_memory import Deep
-from tests.fsdp.watched_memory import train_deep as train
+from tests.fsdp.watched_memory import Deep, train_deep
 
 
 @contextmanager
 def watching_order(seen: list[int]) -> Iterator[None]:
-    """Fail where storage is freed that a collective still uses; `seen` has the number under way at every release."""
+    """Fail where storage is freed that a collective still uses.
+
+    `seen` records the number of collectives under way at every release.
+    """
     users: dict[int, set[int]] = {}
 
     def watched(name: str) -> Callable[..., Pending]:
@@ -58,12 +60,12 @@ def watching_order(seen: list[int]) -> Iterator[None]:
         "reduce_scatter_outer",
         "all_reduce_outer",
     )
-    with patch.multiple(Communicator, **{name: watched(name) for name in names}):
-        with (
-            patch.object(Pending, "wait", watched_wait),
-            patch.object(device, "free", watched_free),
-        ):
-            yield
+    with (
+        patch.multiple(Communicator, **{name: watched(name) for name in names}),
+        patch.object(Pending, "wait", watched_wait),
+        patch.object(device, "free", watched_free),
+    ):
+        yield
 
 
 def watch_releases(level: int) -> list[int]:
@@ -73,7 +75,7 @@ def watch_releases(level: int) -> list[int]:
     seen: list[int] = []
     with watching_order(seen):
         for _ in range(2):
-            train(model)
+            train_deep(model)
         with torch.no_grad():
             model(torch.randn(BATCH, WIDTH))
     return seen

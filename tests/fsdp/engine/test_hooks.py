@@ -62,7 +62,7 @@ def living_activations() -> int:
         gc.enable()
 
 
-def test_activations_die_with_their_backward_pass(ranks) -> None:
+def test_activations_die_with_their_backward_pass(ranks: Ranks) -> None:
     assert ranks(2, living_activations) == [0, 0]
 
 
@@ -113,7 +113,7 @@ def test_hooks_of_users_change_the_same_numbers(ranks: Ranks) -> None:
 
 
 class Failing(nn.Module):
-    """Fails in forward or backward when told so."""
+    """A unit that fails in forward or backward on request."""
 
     def __init__(self) -> None:
         super().__init__()

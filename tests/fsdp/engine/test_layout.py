@@ -61,7 +61,7 @@ def test_every_element_has_one_owner(module: Module, world_size: int) -> None:
 @examples
 @given(modules, world_sizes)
 def test_shard_ranges_are_where_the_flat_buffer_has_them(module: Module, world_size: int) -> None:
-    """Brute force: write each element's name into the flat buffer and read every rank's shard back."""
+    """Write each element's name into the flat buffer and read every rank's shard back."""
     layout = plan_module(module, world_size)
     flat: list[tuple[int, int] | None] = [None] * layout.numel
     for index, slot in enumerate(layout.slots):
@@ -99,7 +99,7 @@ def test_pieces_by_rows_are_whole_rows_on_every_rank(module: Module, world_size:
 
 
 def test_no_cut_violates_a_granularity_in_thousands_of_modules() -> None:
-    """Requirements hold always; parameters by rows are cut between rows only, and the others really are cut inside one."""
+    """Requirements hold always, and parameters by rows are cut between rows only."""
     cut_inside = 0
     for module, world_size in random_modules(seed=1, count=3000, requirement_share=0.3):
         layout = plan_module(module, world_size)
@@ -113,7 +113,7 @@ def test_no_cut_violates_a_granularity_in_thousands_of_modules() -> None:
 
 
 def test_requirements_do_not_give_way_to_wishes_where_space_is_short() -> None:
-    """Two to five ranks and a few parameters of some rows: there is not room for everybody's rows."""
+    """Over two to five ranks there is no room for the rows of a few parameters."""
     random, given_up = Random(10), 0
     for _ in range(4000):
         shapes = [
@@ -159,7 +159,7 @@ def test_every_element_has_one_owner_in_thousands_of_modules() -> None:
 
 
 def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
-    """Number the elements of a tensor, take its boxes, and find the numbers of the run."""
+    """Number the elements of a tensor and find the numbers of a range in its chunks."""
     random = Random(3)
     for module, world_size in random_modules(seed=3, count=400, requirement_share=0.2):
         layout = plan_module([entry for entry in module if prod(entry[0]) <= 100_000], world_size)
@@ -191,16 +191,12 @@ def runs(draw: st.DrawFn) -> Run:
 @settings(max_examples=1500, deadline=None, database=None, derandomize=True)
 @given(runs())
 def test_boxes_are_the_range_in_order(run: Run) -> None:
-    """Brute force: the multi-indices of the boxes, one box behind the other, are those of the range."""
+    """List the multi-indices of all chunks in order: they are those of the range."""
     expected = list(product(*(range(size) for size in run.shape)))[run.start : run.stop]
     boxes = run.boxes()
-    covered = [
-        index
-        for offsets, sizes in boxes
-        for index in product(
-            *(range(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-        )
-    ]
+    covered: list[tuple[int, ...]] = []
+    for offsets, sizes in boxes:
+        covered += product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
     assert covered == expected
     assert all(prod(sizes) for _, sizes in boxes)
     assert len(boxes) <= max(2 * len(run.shape) - 1, 1)
@@ -218,7 +214,7 @@ def test_rows_are_kept_whole_where_that_is_cheap() -> None:
 
 
 def test_flat_runs_where_rows_would_cost_more() -> None:
-    """Three rows of 1000 over two ranks: whole rows would cost a third of the memory."""
+    """Whole rows would cost a third of the memory: three rows of 1000 over two ranks."""
     layout = plan([(3, 1000)], 2)
     assert [layout.owned(0, rank).local_shape for rank in range(2)] == [(1504,), (1496,)]
     assert layout.owned(0, 0).boxes() == [((0, 0), (1, 1000)), ((1, 0), (1, 504))]
@@ -254,9 +250,10 @@ def test_element_runs_stay_on_the_block_of_a_quantized_format() -> None:
     assert [layout.owned(0, rank).numel for rank in range(5)] == [224, 224, 224, 224, 160]
 
 
-def test_shapes_that_broke_others() -> None:
+def test_one_row_before_several_shorter_rows_is_owned_whole() -> None:
     layout = plan([(1, 7), (6, 3)], 2)
-    assert sum(layout.owned(index, rank).numel for index in (0, 1) for rank in (0, 1)) == 25
+    owned = [layout.owned(index, rank).numel for index, rank in product((0, 1), (0, 1))]
+    assert sum(owned) == 25
 
 
 def test_one_rank_owns_everything_in_its_own_shape() -> None:
@@ -279,7 +276,7 @@ def test_far_more_ranks_than_elements(granularity: Granularity) -> None:
 
 
 def test_parameters_without_elements_lie_behind_all_others() -> None:
-    """Between two others they would split a gap, or look like the end of one inside another parameter."""
+    """Between two others they would split a gap, or look like an end inside a parameter."""
     layout = plan([(0,), (5, 3), (0, 7), (12,)], 2)
     assert all(
         slot.start >= max(layout.slots[1].stop, layout.slots[3].stop)

@@ -44,7 +44,7 @@ def test_wishes_add_no_padding_to_what_requirements_cost() -> None:
 
 
 def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
-    """The usual rule pads the buffer to the world size times the least common multiple of all row sizes."""
+    """The usual rule pads to the world size times the common multiple of all row sizes."""
     random = Random(7)
     for _ in range(2000):
         world_size = random.choice([2, 3, 8, 64, 1000])
@@ -58,7 +58,7 @@ def test_required_rows_cost_no_more_than_the_usual_rule() -> None:
 
 
 def best_of_all_orders(shapes: list[Shape], world_size: int, largest_shard: int) -> tuple[int, int]:
-    """Brute force over orders and shard sizes: fewest parameters cut inside a row, then the smallest shard."""
+    """Try all orders and shard sizes: fewest parameters cut in a row, then the smallest shard."""
     found = [(len(shapes), largest_shard)]
     for shard in range(ALIGNMENT, largest_shard + 1, ALIGNMENT):
         found += [
@@ -87,7 +87,7 @@ def fits_by_rows(order: tuple[Shape, ...], world_size: int, shard: int) -> bool:
 
 
 def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard_size() -> None:
-    """The planner is greedy; what it misses among these modules is known and must not grow."""
+    """The planner is greedy: the share of these modules that it misses must not grow."""
     random, possible, reached, smallest = Random(8), 0, 0, 0
     for _ in range(400):
         world_size = random.choice([2, 3, 4])
@@ -110,11 +110,9 @@ def test_small_modules_keep_all_rows_nearly_as_often_as_the_best_order_and_shard
     assert reached >= 0.98 * possible and smallest >= 0.97 * possible
 
 
-UNITS = [
-    pytest.param(unit, id=f"{model}-{unit.name}".replace(" ", "_"))
-    for model, units in MODELS.items()
-    for unit in units
-]
+UNITS = []
+for _model, _units in MODELS.items():
+    UNITS += [pytest.param(unit, id=f"{_model}-{unit.name}".replace(" ", "_")) for unit in _units]
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -147,7 +145,7 @@ def test_the_shapes_of_known_models_add_up(model: str, unit: str, millions: floa
 
 
 def test_only_the_parameter_whose_rows_cost_too_much_falls_back() -> None:
-    """Whole rows of 8192 and of 28672 elements would need shards of a multiple of 57344: 1.2 % here."""
+    """Whole rows of 8192 and 28672 elements need shards of a multiple of 57344: 1.2 % here."""
     layer = MODELS["Llama-3-70B"][0].shapes
     assert [slot.shape for slot in plan(layer, 256).slots if not slot.by_rows] == [(8192, 28672)]
     assert not [slot.shape for slot in plan(layer, 64).slots if not slot.by_rows]

@@ -75,7 +75,7 @@ def write_after_steps(level: int) -> None:
 def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(
     ranks: Ranks, level: int
 ) -> None:
-    """Gloo writes a rank's own part too, at any time before an in-place gather ends."""
+    """Gloo writes a rank's own shard too, at any time before an in-place all-gather ends."""
     ranks(2, write_after_steps, level)
 
 
@@ -111,7 +111,7 @@ def test_weights_of_frozen_parameters_can_be_installed(ranks: Ranks, level: int)
 
 
 def outputs_are_those_of_the_main_weights(model: MegatronFSDP, name: str) -> None:
-    """In every bit: of a module that is built from the main weights."""
+    """Compare outputs, in every bit, with a module that is built from the main weights."""
     unsharded = models.build(name, torch.bfloat16)
     unsharded.load_state_dict(
         {key: value.bfloat16() for key, value in whole_state(model.state_dict()).items()}

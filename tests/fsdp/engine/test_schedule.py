@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When units are gathered, freed and reduced: in any order of forwards and backwards, and after one that failed."""
+"""Units are gathered, freed and reduced in any order of forwards and backwards."""
 
 import collections
 import copy
@@ -41,7 +41,7 @@ def inference_in_between(model: nn.Module, step: int, rank: int) -> None:
 
 
 def exception_in_between(model: nn.Module, step: int, rank: int) -> None:
-    """In a forward, which leaves units held and a pass half recorded."""
+    """Raise in a forward, which leaves units unsharded and a pass half recorded."""
     loss = loss_of(model(batch(step, rank, 0)))
     with pytest.raises(RuntimeError):
         model(torch.ones(1, WIDTH + 1, dtype=torch.float64))
@@ -57,7 +57,7 @@ def raise_interrupt(*unused: Any) -> None:
 
 
 def generation_in_between(model: nn.Module, step: int, rank: int) -> None:
-    """Several forwards, each on what the one before gave."""
+    """Run several forwards, each on the output of the one before."""
     with torch.no_grad():
         x = batch(step, rank, 0)
         for _ in range(3):
@@ -83,7 +83,7 @@ def forward_that_is_dropped(model: nn.Module, step: int, rank: int) -> None:
 
 
 def units_called_alone(model: nn.Module, step: int, rank: int) -> None:
-    """Outside of the forward of the whole."""
+    """Call units outside of the forward of the whole model."""
     module = inner(model)
     loss_of(module.blocks[2](module.blocks[0](batch(step, rank, 0)))).backward()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def an_empty_batch_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
 
 
 def a_loss_of_a_part(model: nn.Module, step: int, rank: int) -> None:
-    """The last unit's backward never runs."""
+    """Train on a hidden state: the last unit's backward never runs."""
     module = inner(model)
     kept: list[Tensor] = []
     handle = module.blocks[1].register_forward_hook(lambda each, args, output: kept.append(output))
@@ -139,7 +139,7 @@ def raise_value_error(*unused: Any) -> None:
 
 
 def states_after_an_exception(interrupt: bool) -> set[str]:
-    """What is gathered at level 3 after a forward that failed in the middle, and one that did not."""
+    """Return the states of groups at level 3 after one forward that failed and one that did not."""
     model, _ = shard(build_stack(), 3)
     handle = model.module.blocks[1].up.register_forward_hook(
         raise_interrupt if interrupt else raise_value_error
@@ -202,9 +202,9 @@ class GivenWeight(nn.Module):
 
 
 class TiedEmbedding(nn.Module):
-    """The output layer takes the embedding's weight as an argument, as Megatron-Core's does."""
+    """A model whose output layer takes the embedding's weight as an argument."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 8)
         self.layers = nn.Sequential(*[TanhLayer() for _ in range(3)])
@@ -269,7 +269,7 @@ def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
 
 
 class Tree(nn.Module):
-    """Calls itself."""
+    """A model that calls itself."""
 
     def __init__(self) -> None:
         super().__init__()

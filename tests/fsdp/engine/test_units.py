@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are units, and to which unit a parameter belongs."""
+"""Modules become units, and every parameter belongs to one unit."""
+
+from itertools import product
 
 import pytest
 from torch import nn
@@ -10,7 +12,7 @@ from tests.fsdp.models import Outer, ResidualBlock
 
 
 def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
-    """Names of the parameters of every unit, by the unit's name."""
+    """Return the names of the parameters of every unit, by the unit's name."""
     return {
         unit.name: list(names)
         for unit, names in assign_parameters(find_units(module, units)).items()
@@ -49,9 +51,7 @@ def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
             nn.ModuleDict({"blocks": nn.ModuleList(ResidualBlock() for _ in range(3))}), []
         )
     ]
-    assert units == [""] + [
-        f"{block}.{name}" for block in blocks for name in ("norm", "up", "down")
-    ]
+    assert units == ["", *map(".".join, product(blocks, ("norm", "up", "down")))]
     assert [unit.name for unit in find_units(model, [ResidualBlock], only_root=True)] == [""]
     inside = [
         unit.name

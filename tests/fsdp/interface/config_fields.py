@@ -132,7 +132,7 @@ def shows_fine_grained_of_config(make: Make) -> None:
     "fsdp_all_gather_in_start_param_sync",
 )
 def shows_what_has_nothing_to_change(make: Make) -> None:
-    """They tune another way of communicating; the class says so."""
+    """Show that fields which tune another way of communicating change nothing here."""
     for name, value in {
         "bucket_size": 1,
         "gradient_reduce_div_fusion": False,

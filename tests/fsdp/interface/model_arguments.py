@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of the walk: arguments of `fully_shard_model`, `MegatronFSDP` and `MixedPrecisionPolicy`."""
+"""Entries of the walk: arguments of the model, its wrapper and its precision policy."""
 
 import copy
 from typing import Any
@@ -116,7 +116,10 @@ def shows_mixed_precision_policy(make: Make) -> None:
 
 
 def is_waited_for_at_once(model: MegatronFSDP, lane: str) -> bool:
-    """Whether nothing happens between a launch on `lane` and its end, in the second pass, which knows the order."""
+    """Return True if nothing happens between a launch on `lane` and its end.
+
+    The second pass is watched, because it knows the order of units.
+    """
     backward(model)
     with watching_lanes() as events:
         backward(model)
@@ -127,7 +130,7 @@ def is_waited_for_at_once(model: MegatronFSDP, lane: str) -> bool:
 
 
 def most_units_gathered(model: MegatronFSDP) -> int:
-    """At once, in the second forward, which knows the order."""
+    """Return the most units gathered at once in the second forward, which knows their order."""
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64)
     with torch.no_grad():
         model(x)

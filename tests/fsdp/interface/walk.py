@@ -42,13 +42,13 @@ OWNERS: dict[str, Any] = {
 
 
 WALK: dict[str, dict[str, tuple[int, Callable[..., None]]]] = defaultdict(dict)
-"""By owner and name: how many ranks it takes, and the function that shows the effect to one of them."""
+"""By owner and name: the number of ranks, and the function that shows the effect to one of them."""
 
 
 def shows(
     owner: str, *names: str, world_size: int = 2
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The decorated function shows what each of `names` of `owner` does."""
+    """Enter the decorated function, which shows the effect of each of `names` of `owner`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         for name in names:
@@ -59,12 +59,12 @@ def shows(
 
 
 def shows_both(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """An argument of both ways in: the function is handed one that makes a sharded model."""
+    """Enter an argument of both ways in; the function receives one that makes a sharded model."""
     return lambda function: shows("MegatronFSDP", name)(shows("fully_shard_model", name)(function))
 
 
 def wrapped(module: nn.Module, **arguments: Any) -> MegatronFSDP:
-    """By the class, which synchronises on request only; the function does so after every backward."""
+    """Wrap a module by the class, which unlike the function synchronises on request only."""
     return MegatronFSDP(
         module,
         FSDPDistributedIndex(mesh_of("dp")),
@@ -81,7 +81,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def gradient(model: nn.Module) -> Tensor:
-    """The whole gradient of one weight; main weights are in fp32 unless something else is asked for."""
+    """Return the whole gradient of one weight, in float64."""
     return whole(dict(model.named_parameters())["module.head.weight"].grad).double()
 
 
@@ -93,10 +93,10 @@ def mean_gradient(num_ranks: int) -> Tensor:
 
 
 def names_of_units(model: MegatronFSDP) -> set[str]:
-    """What is seen to be gathered by itself."""
+    """Return the names of the units that are gathered by themselves."""
     with watching(model) as samples, torch.no_grad():
         model(torch.randn(BATCH, WIDTH, dtype=torch.float64))
-    return {name for sample in samples for name in sample.gathered}
+    return set().union(*(sample.gathered for sample in samples))
 
 
 def num_local(model: nn.Module) -> int:
