@@ -52,7 +52,7 @@ class Case:
     forwards: int = 1  # of the root before one backward
     evaluate: bool = True
     clip: float | None = None  # order of the norm that gradients are clipped by
-    optimizer: str = "adamw"
+    optimizer: str = "fused_adamw"
     dtype: torch.dtype = torch.float64
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -83,9 +83,11 @@ def build(model: str | Drawn, places: ExpertPlaces | None = None) -> nn.Module:
 
 
 def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
+    """Return "sgd", "adamw", or "fused_adamw", which costs a test a tenth of the time."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
-    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    fused = name == "fused_adamw"
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=fused)
 
 
 def clip(model: nn.Module, order: float | None) -> float:
@@ -303,6 +305,13 @@ def compare_pieces(
 
 
 def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Compare as `torch.testing.assert_close`, which explains a difference but is slow."""
+    if (actual.shape, actual.dtype, actual.device) == (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    ) and torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
+        return
     torch.testing.assert_close(
         actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )

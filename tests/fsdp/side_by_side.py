@@ -25,7 +25,8 @@ def shard(
     """Shard `module` and an AdamW over it, all in one dtype, with blocks as units."""
     settings = {"fsdp_unit_modules": [ResidualBlock], "preserve_fp32_weights": False, **settings}
     settings = {"device_mesh": mesh or shard_mesh(), "dp_shard_dim": "dp_shard", **settings}
-    return fully_shard(module, optimizer_over(module), zero_dp_strategy=level, **settings)
+    optimizer = optimizer_over(module, "fused_adamw")
+    return fully_shard(module, optimizer, zero_dp_strategy=level, **settings)
 
 
 def mean_gradients(reference: nn.Module, backward: Backward, step: int) -> dict[str, Tensor]:
@@ -64,7 +65,7 @@ def train_side_by_side(
     reference = build()
     torch.manual_seed(7)
     model, optimizer = shard((build_sharded or build)(), level, mesh, **settings)
-    expected_optimizer = optimizer_over(reference)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
     for each in (reference, model):
         prepare(each)
     for step in range(steps):

@@ -94,7 +94,15 @@ def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
             )
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 1, 1, 2),
+        pytest.param((2, 2, 1, 2), marks=pytest.mark.exhaustive),
+        (1, 2, 2, 2),
+    ],
+    ids=str,
+)
 def test_the_documented_mesh(ranks: Ranks, sizes: tuple[int, int, int, int]) -> None:
     ranks(int(torch.tensor(sizes).prod()), documented_mesh, sizes)
 

@@ -6,16 +6,21 @@ from random import Random
 
 import pytest
 
-from tests.fsdp.fuzz import WORLD_SIZES, draw_case, run_draws
+from tests.fsdp.fuzz import DRAWS_PER_JOB, WORLD_SIZES, draw_case, run_draws
 from tests.fsdp.reference import Ranks
 
-DRAWS = 12
+DRAWS = [4, pytest.param(100, marks=pytest.mark.exhaustive)]
 """For each world size; a failing draw becomes a named test elsewhere."""
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_random_combinations_match_the_unsharded_model(ranks: Ranks, world_size: int) -> None:
-    ranks(world_size, run_draws, 0, 0, DRAWS, world_size)
+def test_random_combinations_match_the_unsharded_model(
+    ranks: Ranks, world_size: int, draws: int
+) -> None:
+    for first in range(0, draws, DRAWS_PER_JOB):
+        last = min(first + DRAWS_PER_JOB, draws)
+        ranks(world_size, run_draws, 0, first, last, world_size, timeout=300)
 
 
 def test_draws_reach_everything() -> None:

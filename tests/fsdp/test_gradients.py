@@ -2,6 +2,7 @@
 """Gradients, weights and outputs are those of the unsharded model, in any combination."""
 
 from dataclasses import replace
+from itertools import product
 from math import inf
 from typing import Any
 
@@ -30,8 +31,20 @@ def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("world_size", LEVELS_OF_WORLD)
-@pytest.mark.parametrize("model", MODELS)
+DIVIDED_UNEVENLY = {"several_units", "nested_units", "scalars", "tied_across_units", "no_units"}
+"""Models whose every world is quick enough; others run on one and three ranks in the long suite."""
+
+MODELS_AND_WORLDS = [
+    pytest.param(
+        model,
+        world_size,
+        marks=() if model in DIVIDED_UNEVENLY or world_size in (2, 4) else pytest.mark.exhaustive,
+    )
+    for model, world_size in product(MODELS, LEVELS_OF_WORLD)
+]
+
+
+@pytest.mark.parametrize(("model", "world_size"), MODELS_AND_WORLDS)
 def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, world_size: int) -> None:
     everywhere = model in ("several_units", "nested_units")
     ranks(

@@ -87,7 +87,7 @@ def loss_on(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def train(
-    name: str, recompute: str, steps: int = 3, **settings: Any
+    name: str, recompute: str, steps: int = 2, **settings: Any
 ) -> tuple[nn.Module, MegatronFSDP]:
     """Compare losses, gradients and weights of every step with the unsharded model in float64."""
     build, _ = MODELS[name]
@@ -97,8 +97,8 @@ def train(
         if recompute == "reentrant":
             # Without it torch's reentrant kind gives the first layer no gradients
             module.enable_input_require_grads()
-    expected_optimizer = optimizer_over(reference)
-    model, optimizer = fully_shard(module, optimizer_over(module), **settings)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
+    model, optimizer = fully_shard(module, optimizer_over(module, "fused_adamw"), **settings)
     # The one-line call keeps fp32 main weights and gradients unless told otherwise; fp64 weights
     # are rounded to them.
     tolerance = TOLERANCE if "preserve_fp32_weights" in settings else 2e-6

@@ -184,6 +184,7 @@ def train(case: str, freeze: bool) -> None:
         lambda: build(freeze=freeze),
         backward,
         level,
+        steps=2,
         mesh=settings["device_mesh"],
         **place,
         **settings,
@@ -259,10 +260,14 @@ def test_no_more_than_one_unit_is_whole_at_a_time(
     unit = sum(parameter.numel() for parameter in UpAndDown().parameters()) * dtype.itemsize
     policy = MixedPrecisionPolicy(torch.float32)
     slack = unit // 8
-    # gloo's thread may hold a broadcast's memory for a moment after the broadcast is over: the
-    # lowest peak of some runs.
-    runs = [ranks(4, peak_of_sharding, True, level, policy, dtype) for _ in range(3)]
-    for peak, left in map(min, zip(*runs)):
+    # Gloo's thread may keep a broadcast's memory for a moment after the broadcast is over: another
+    # run may have a lower peak.
+    results = ranks(4, peak_of_sharding, True, level, policy, dtype)
+    for _ in range(2):
+        if any(peak > left + unit + slack for peak, left in results):
+            again = ranks(4, peak_of_sharding, True, level, policy, dtype)
+            results = list(map(min, zip(results, again)))
+    for peak, left in results:
         shards = (
             8 * unit / 4 * (4 / dtype.itemsize + (dtype != torch.float32))
         )  # main weights, and compute shards

@@ -153,14 +153,14 @@ def accumulate_small_numbers(mesh: str) -> None:
         for keywords in ({"mixed_precision_policy": BF16_WITH_FP32}, {"grad_reduce_in_fp32": True}):
             for sync in (True, False):
                 model = fully_shard_model(
-                    Numbers(),
+                    Numbers(torch.bfloat16),
                     **arguments,
                     zero_dp_strategy=level,
                     sync_model_each_microbatch=sync,
                     **keywords,
                 )
                 for number in (1.0, *[SMALL] * 8):
-                    model(number).backward()
+                    model(torch.full((5,), number)).backward()
                 model.finish_grad_sync()
                 assert (
                     uneven_dtensor_to_full_tensor(next(model.parameters()).grad).tolist()

@@ -26,7 +26,7 @@ from tests.fsdp.reference import Ranks, close, optimizer_over
 WIDTH, LENGTH = 6, 8
 
 
-STEPS = 3
+STEPS = 2
 
 
 class SplitBlock(nn.Module):
@@ -130,14 +130,15 @@ def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -
     place = mesh_arguments(mesh_name)
     data_rank, data_size = data_place(place["device_mesh"])
     reference, module = build(hidden), split(build(hidden), place["device_mesh"]["tp"], style)
-    expected_optimizer = optimizer_over(reference)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
     settings = {
         "fsdp_unit_modules": [SplitBlock],
         "zero_dp_strategy": level,
         "preserve_fp32_weights": False,
     }
+    optimizer = optimizer_over(module, "fused_adamw")
     model, optimizer = fully_shard(
-        module, optimizer_over(module), **place, **settings, outer_dp_sharding_strategy=outer
+        module, optimizer, **place, **settings, outer_dp_sharding_strategy=outer
     )
     for step in range(STEPS):
         expected_optimizer.zero_grad()
@@ -174,7 +175,16 @@ def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: in
     ranks(4, train, "dp2_tp2", level, 7, "tensor")
 
 
-@pytest.mark.parametrize(("level", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("level", "outer"),
+    [
+        pytest.param(0, 0, marks=pytest.mark.exhaustive),
+        (1, 0),
+        pytest.param(2, 0, marks=pytest.mark.exhaustive),
+        pytest.param(3, 0, marks=pytest.mark.exhaustive),
+        (3, 1),
+    ],
+)
 def test_hybrid_sharding_with_tensor_parallelism_matches(
     ranks: Ranks, level: int, outer: int
 ) -> None:

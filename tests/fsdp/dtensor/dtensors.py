@@ -98,14 +98,14 @@ def build(
         )
     model, optimizer = fully_shard(
         module,
-        optimizer_over(module),
+        optimizer_over(module, "fused_adamw"),
         device_mesh=mesh,
         fsdp_unit_modules=type(plain).units,
         mixed_precision_policy=MixedPrecisionPolicy(None),
         preproc_state_dict_for_dcp_ckpt=ready,
         **settings,
     )
-    plain_optimizer = optimizer_over(plain)
+    plain_optimizer = optimizer_over(plain, "fused_adamw")
     for step in range(2 if train else 0):
         run_step(model, step, optimizer if step == 0 else None)
         run_step(plain, step, plain_optimizer if step == 0 else None)

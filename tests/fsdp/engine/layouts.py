@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random modules to lay out, and where a layout cuts them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from random import Random
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fsdp.engine.layout import (
@@ -59,7 +60,15 @@ modules = st.lists(st.tuples(shapes, granularities), min_size=1, max_size=8)
 world_sizes = st.one_of(st.integers(1, 5), st.integers(1, 33))
 
 
-examples = settings(max_examples=500, deadline=None, database=None, derandomize=True)
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Run a test with `few` examples, and with `many` in the long suite."""
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
+
+
+def run_examples(check: Callable[..., None], count: int, *strategies: st.SearchStrategy) -> None:
+    """Call `check` with `count` drawn examples, the same in every run."""
+    limits = settings(max_examples=count, deadline=None, database=None, derandomize=True)
+    limits(given(*strategies)(check))()
 
 
 def plan_module(module: Module, world_size: int) -> Layout:

@@ -14,7 +14,6 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.fsdp.engine import layout as layout_module
@@ -34,17 +33,16 @@ from tests.fsdp.engine.layouts import (
     Module,
     allowed_cut,
     cuts,
-    examples,
+    few_or_many,
     modules,
     plan_module,
     random_modules,
+    run_examples,
     world_sizes,
 )
 
 
-@examples
-@given(modules, world_sizes)
-def test_every_element_has_one_owner(module: Module, world_size: int) -> None:
+def check_owners(module: Module, world_size: int) -> None:
     layout = plan_module(module, world_size)
     for index, (shape, _) in enumerate(module):
         position = 0
@@ -58,9 +56,12 @@ def test_every_element_has_one_owner(module: Module, world_size: int) -> None:
         assert position == prod(shape)
 
 
-@examples
-@given(modules, world_sizes)
-def test_shard_ranges_are_where_the_flat_buffer_has_them(module: Module, world_size: int) -> None:
+@few_or_many(60, 500)
+def test_every_element_has_one_owner(count: int) -> None:
+    run_examples(check_owners, count, modules, world_sizes)
+
+
+def check_shard_ranges(module: Module, world_size: int) -> None:
     """Write each element's name into the flat buffer and read every rank's shard back."""
     layout = plan_module(module, world_size)
     flat: list[tuple[int, int] | None] = [None] * layout.numel
@@ -82,9 +83,12 @@ def test_shard_ranges_are_where_the_flat_buffer_has_them(module: Module, world_s
         )
 
 
-@examples
-@given(modules, world_sizes)
-def test_pieces_by_rows_are_whole_rows_on_every_rank(module: Module, world_size: int) -> None:
+@few_or_many(60, 500)
+def test_shard_ranges_are_where_the_flat_buffer_has_them(count: int) -> None:
+    run_examples(check_shard_ranges, count, modules, world_sizes)
+
+
+def check_whole_rows(module: Module, world_size: int) -> None:
     layout = plan_module(module, world_size)
     for index, slot in enumerate(layout.slots):
         runs = [layout.owned(index, rank) for rank in range(world_size)]
@@ -98,10 +102,16 @@ def test_pieces_by_rows_are_whole_rows_on_every_rank(module: Module, world_size:
             assert all(run.local_shape[1:] == slot.shape[1:] for run in runs if run.numel)
 
 
-def test_no_cut_violates_a_granularity_in_thousands_of_modules() -> None:
+@few_or_many(60, 500)
+def test_pieces_by_rows_are_whole_rows_on_every_rank(count: int) -> None:
+    run_examples(check_whole_rows, count, modules, world_sizes)
+
+
+@few_or_many(600, 3000)
+def test_no_cut_violates_a_granularity_in_random_modules(count: int) -> None:
     """Requirements hold always, and parameters by rows are cut between rows only."""
     cut_inside = 0
-    for module, world_size in random_modules(seed=1, count=3000, requirement_share=0.3):
+    for module, world_size in random_modules(seed=1, count=count, requirement_share=0.3):
         layout = plan_module(module, world_size)
         for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
             between_rows = all(allowed_cut(shape, ROWS, cut) for cut in cuts(slot, layout))
@@ -109,13 +119,14 @@ def test_no_cut_violates_a_granularity_in_thousands_of_modules() -> None:
             cut_inside += not between_rows
             if granularity.is_required:
                 assert all(allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout))
-    assert cut_inside > 1000  # or this would say little about the fall back
+    assert cut_inside > count / 3  # or this would say little about the fall back
 
 
-def test_requirements_do_not_give_way_to_wishes_where_space_is_short() -> None:
+@few_or_many(800, 4000)
+def test_requirements_do_not_give_way_to_wishes_where_space_is_short(count: int) -> None:
     """Over two to five ranks there is no room for the rows of a few parameters."""
     random, given_up = Random(10), 0
-    for _ in range(4000):
+    for _ in range(count):
         shapes = [
             (random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16, 50]))
             for _ in range(random.randint(2, 5))
@@ -129,11 +140,12 @@ def test_requirements_do_not_give_way_to_wishes_where_space_is_short() -> None:
                 allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout)
             )
             given_up += not slot.by_rows
-    assert given_up > 100
+    assert given_up > count / 40
 
 
-def test_every_element_has_one_owner_in_thousands_of_modules() -> None:
-    for module, world_size in random_modules(seed=2, count=1500, requirement_share=0.2):
+@few_or_many(200, 1500)
+def test_every_element_has_one_owner_in_random_modules(count: int) -> None:
+    for module, world_size in random_modules(seed=2, count=count, requirement_share=0.2):
         layout = plan_module(module, world_size)
         assert layout.numel == world_size * layout.shard_size
         end = 0
@@ -158,10 +170,11 @@ def test_every_element_has_one_owner_in_thousands_of_modules() -> None:
             )
 
 
-def test_chunk_boxes_of_random_modules_agree_with_brute_force() -> None:
+@few_or_many(150, 400)
+def test_chunk_boxes_of_random_modules_agree_with_brute_force(count: int) -> None:
     """Number the elements of a tensor and find the numbers of a range in its chunks."""
     random = Random(3)
-    for module, world_size in random_modules(seed=3, count=400, requirement_share=0.2):
+    for module, world_size in random_modules(seed=3, count=count, requirement_share=0.2):
         layout = plan_module([entry for entry in module if prod(entry[0]) <= 100_000], world_size)
         for index, slot in enumerate(layout.slots):
             ranks = {min(slot.start // layout.shard_size + i, world_size - 1) for i in (0, 1)} | {
@@ -188,9 +201,7 @@ def runs(draw: st.DrawFn) -> Run:
     return Run(shape, start, draw(st.integers(start, prod(shape))), by_rows=False)
 
 
-@settings(max_examples=1500, deadline=None, database=None, derandomize=True)
-@given(runs())
-def test_boxes_are_the_range_in_order(run: Run) -> None:
+def check_boxes(run: Run) -> None:
     """List the multi-indices of all chunks in order: they are those of the range."""
     expected = list(product(*(range(size) for size in run.shape)))[run.start : run.stop]
     boxes = run.boxes()
@@ -200,6 +211,11 @@ def test_boxes_are_the_range_in_order(run: Run) -> None:
     assert covered == expected
     assert all(prod(sizes) for _, sizes in boxes)
     assert len(boxes) <= max(2 * len(run.shape) - 1, 1)
+
+
+@few_or_many(150, 1500)
+def test_boxes_are_the_range_in_order(count: int) -> None:
+    run_examples(check_boxes, count, runs())
 
 
 def test_rows_are_kept_whole_where_that_is_cheap() -> None:
