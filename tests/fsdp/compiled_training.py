@@ -127,9 +127,9 @@ def check(
     members = {clean(name): parameter._fsdp_sharded for name, parameter in model.named_parameters()}
     for name, whole in expected.items():
         run = members[name].run
-        piece = actual[name].to_local().detach().reshape(-1)
+        shard = actual[name].to_local().detach().reshape(-1)
         wanted = whole.detach().reshape(-1)[run.start : run.stop]
-        close(piece, wanted, f"{what}: {name}")
+        close(shard, wanted, f"{what}: {name}")
 
 
 def main() -> None:

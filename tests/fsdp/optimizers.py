@@ -17,7 +17,7 @@ from megatron.fsdp import (
 )
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.reference import TOLERANCE, batch, compare_pieces, loss_of
+from tests.fsdp.reference import TOLERANCE, batch, compare_shards, loss_of
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
@@ -144,7 +144,7 @@ def train_both(
     for step in range(before, 4):
         unsharded_step(reference, expected, step)
         sharded_step(model, optimizer, step)
-        compare_pieces(
+        compare_shards(
             model, weights(model), weights(reference), f"weight after step {step}", TOLERANCE
         )
     assert_same_groups(optimizer, expected)

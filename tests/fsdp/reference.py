@@ -259,7 +259,7 @@ def compare_by_global_name(
     names = [key.removeprefix("module.") for key in actual]
     wanted = {name: expected[global_name(name)] for name in names}
     sizes = {name: sizes.get(global_name(name), 0.0) for name in names}
-    compare_pieces(model, actual, wanted, what, None, case.dtype, sizes)
+    compare_shards(model, actual, wanted, what, None, case.dtype, sizes)
 
 
 def compare_all(cases: list[Case]) -> None:
@@ -273,7 +273,7 @@ def compare_all(cases: list[Case]) -> None:
             raise
 
 
-def compare_pieces(
+def compare_shards(
     model: nn.Module,
     actual: dict[str, DTensor],
     expected: dict[str, Tensor],
@@ -290,13 +290,13 @@ def compare_pieces(
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
         run = parameters["module." + key]._fsdp_sharded.run
-        piece = actual["module." + key].to_local().detach().reshape(-1)
+        shard = actual["module." + key].to_local().detach().reshape(-1)
         wanted = whole.reshape(-1)[run.start : run.stop]
         if tolerance is not None or dtype == torch.float64:
-            close(piece, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
+            close(shard, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
         else:
             close_by_size(
-                piece,
+                shard,
                 wanted,
                 f"{what}: {key}",
                 dtype,

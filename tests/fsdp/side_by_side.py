@@ -13,7 +13,7 @@ from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import TOLERANCE, batch, close, compare_pieces, loss_of, optimizer_over
+from tests.fsdp.reference import TOLERANCE, batch, close, compare_shards, loss_of, optimizer_over
 
 Backward = Callable[[nn.Module, int, int], None]
 """`backward(model, step, rank)` runs the backward passes of one step on the data of a rank."""
@@ -73,11 +73,11 @@ def train_side_by_side(
         optimizer.zero_grad()
         backward(model, step, dist.get_rank())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        compare_pieces(model, gradients, expected, f"gradient in step {step}", tolerance)
+        compare_shards(model, gradients, expected, f"gradient in step {step}", tolerance)
         expected_optimizer.step()
         optimizer.step()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
         )
     return reference, model

@@ -94,7 +94,7 @@ def unbuilt_messages() -> dict[str, str]:
     }
 
 
-def test_what_is_not_built_is_refused_by_name(ranks: Ranks) -> None:
+def test_options_that_are_not_built_are_refused_by_name(ranks: Ranks) -> None:
     for messages in ranks(2, unbuilt_messages):
         assert all(name in message for name, message in messages.items())
 

@@ -215,7 +215,7 @@ BY_TRIAL = [
 @pytest.mark.parametrize(
     "rate", [0.01, 0.0, torch.tensor(0.0)], ids=["", "before_warm_up", "tensor_before_warm_up"]
 )
-def test_optimizers_that_look_further_are_refused(kind: type, rate: float | Tensor) -> None:
+def test_optimizers_that_look_beyond_elements_are_refused(kind: type, rate: float | Tensor) -> None:
     assert "is not element-wise" in reason(kind(parameters(), lr=rate))
 
 
@@ -223,7 +223,7 @@ def test_optimizers_of_matrices_only_are_refused() -> None:
     assert "is not element-wise" in reason(Orthogonalizes([nn.Parameter(torch.randn(3, 2))]))
 
 
-def test_optimizers_that_cannot_hold_nothing_are_refused() -> None:
+def test_optimizers_that_fail_on_empty_shards_are_refused() -> None:
     assert "cannot step on pieces" in reason(FailsOnNothing(parameters()))
 
 
@@ -235,7 +235,7 @@ def test_settings_of_every_group_are_tried() -> None:
     )
 
 
-def test_what_cannot_be_built_is_taken_unless_its_name_is_known() -> None:
+def test_optimizers_that_cannot_be_tried_are_accepted_unless_known_by_name() -> None:
     assert reason(NeedsMore(parameters(), nn.Linear(1, 1))) is None
     assert "needs whole matrices" in reason(DistributedShampoo(parameters()))
 

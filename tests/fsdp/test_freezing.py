@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import build_stack
-from tests.fsdp.reference import LEVELS, Ranks, compare_pieces
+from tests.fsdp.reference import LEVELS, Ranks, compare_shards
 from tests.fsdp.side_by_side import (
     mean_gradients,
     plain_backward,
@@ -37,13 +37,13 @@ def freeze_afterwards(level: int) -> None:
     expected = mean_gradients(reference, plain_backward, 5)
     model.zero_grad()
     plain_backward(model, 5, dist.get_rank())
-    compare_pieces(
+    compare_shards(
         model, {name: p.grad for name, p in model.named_parameters()}, expected, "thawed"
     )
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_frozen_after_sharding_is_not_updated_and_thaws_again(
+def test_parameters_frozen_after_sharding_are_not_updated_and_thaw_again(
     ranks: Ranks, level: int
 ) -> None:
     ranks(2, freeze_afterwards, level)
@@ -60,7 +60,7 @@ def thaw_what_was_frozen(level: int) -> str:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_was_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int) -> None:
+def test_parameters_frozen_when_sharded_cannot_be_thawed(ranks: Ranks, level: int) -> None:
     for message in ranks(2, thaw_what_was_frozen, level):
         assert "embed.weight" in message and "frozen when the model was sharded" in message
 

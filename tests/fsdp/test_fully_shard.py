@@ -23,7 +23,7 @@ from tests.fsdp.reference import (
     Ranks,
     batch,
     close,
-    compare_pieces,
+    compare_shards,
     loss_of,
     optimizer_over,
 )
@@ -102,7 +102,7 @@ def train_a_stage() -> None:
             (loss_of(reference[1](reference[0](batch(0, rank, microbatch)))) / 2).backward()
     model.finish_grad_sync()
     expected = {name: parameter.grad for name, parameter in reference[stage].named_parameters()}
-    compare_pieces(
+    compare_shards(
         model,
         {name: parameter.grad for name, parameter in model.named_parameters()},
         expected,
@@ -135,7 +135,7 @@ def shard_other_stages_by_mistake() -> str:
     )
 
 
-def test_pipeline_stages_train_and_ranks_that_hold_other_modules_are_told_together(
+def test_pipeline_stages_train_and_mixed_up_stages_are_refused_on_every_rank(
     ranks: Ranks,
 ) -> None:
     ranks(4, train_a_stage)
@@ -246,7 +246,7 @@ def train_both(
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model, dict(model.named_parameters()), weights, f"{use.__name__}: model {number}"
         )
 
@@ -283,7 +283,7 @@ def inside_of_another(level: int) -> None:
         for name, value in expected.items()
         if name.startswith("body.")
     }
-    compare_pieces(model, {name: p.grad for name, p in model.named_parameters()}, inside, "inside")
+    compare_shards(model, {name: p.grad for name, p in model.named_parameters()}, inside, "inside")
     local = around.before.weight.grad  # plain: nobody reduces it
     dist.all_reduce(local)
     close(local / dist.get_world_size(), expected["before.weight"], "outside")

@@ -23,7 +23,7 @@ def test_random_combinations_match_the_unsharded_model(
         ranks(world_size, run_draws, 0, first, last, world_size, timeout=300)
 
 
-def test_draws_reach_everything() -> None:
+def test_draws_reach_every_choice() -> None:
     """The generator's choices: a draw that can no longer happen would test nothing."""
     cases = [draw_case(Random(number), 4) for number in range(600)]
     assert {case.mesh for case in cases} == {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_pieces, optimizer_over
+from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 
@@ -114,11 +114,11 @@ def train(
         loss.backward()
         gradients = {key: parameter.grad.clone() for key, parameter in reference.named_parameters()}
         actual = {key: parameter.grad for key, parameter in model.named_parameters()}
-        compare_pieces(model, actual, gradients, f"gradient in step {step}", tolerance)
+        compare_shards(model, actual, gradients, f"gradient in step {step}", tolerance)
         expected_optimizer.step()
         optimizer.step()
         weights = {key: parameter.detach() for key, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
         )
     return reference, model
@@ -185,7 +185,7 @@ def outputs(name: str) -> None:
         key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for key, parameter in reference.named_parameters()
     }
-    compare_pieces(
+    compare_shards(
         model,
         {key: parameter.grad for key, parameter in model.named_parameters()},
         gradients,

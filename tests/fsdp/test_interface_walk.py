@@ -53,7 +53,7 @@ RUNS = [step for step in STEPS if not _shared(*step)]
 
 
 @pytest.mark.parametrize(("owner", "name"), RUNS, ids=[".".join(step) for step in RUNS])
-def test_what_the_page_says_is_seen_from_outside(ranks: Ranks, owner: str, name: str) -> None:
+def test_every_entry_has_its_documented_effect(ranks: Ranks, owner: str, name: str) -> None:
     world_size, _ = WALK[owner][name]
     ranks(world_size, walk, owner, name)
 

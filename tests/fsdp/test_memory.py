@@ -106,7 +106,7 @@ def watch_level_2() -> None:
         assert look_at(model).with_gradients == []
 
 
-def test_level_2_holds_the_gradients_of_one_unit_and_a_window(ranks: Ranks) -> None:
+def test_level_2_keeps_the_gradients_of_one_unit_and_a_window(ranks: Ranks) -> None:
     ranks(2, watch_level_2)
 
 

@@ -309,7 +309,7 @@ def keep_what_is_there() -> None:
     assert model.module.layers[0].statistics.running_mean.tolist() == [3.0] * HIDDEN
 
 
-def test_what_has_values_keeps_them(ranks: Ranks) -> None:
+def test_parameters_with_values_keep_them(ranks: Ranks) -> None:
     ranks(2, keep_what_is_there)
 
 

@@ -14,7 +14,7 @@ from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp import models
 from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.reference import LEVELS, Ranks, batch, compare_pieces, loss_of
+from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
 from tests.fsdp.watched_communication import watching_reductions
 
 
@@ -119,7 +119,7 @@ def train_bf16(level: int, mesh: DeviceMesh) -> None:
             master.grad = total / dist.get_world_size()
         loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
         names = [name for name, _ in reference.named_parameters()]
-        compare_pieces(
+        compare_shards(
             model,
             {key: parameter.grad for key, parameter in model.named_parameters()},
             {name: master.grad for name, master in zip(names, masters)},

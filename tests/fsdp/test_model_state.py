@@ -188,7 +188,7 @@ def load_what_does_not_fit() -> str:
     return str(error.value)
 
 
-def test_what_does_not_fit_is_listed_and_nothing_is_loaded(ranks: Ranks) -> None:
+def test_entries_that_do_not_fit_are_listed_and_nothing_is_loaded(ranks: Ranks) -> None:
     for message in ranks(2, load_what_does_not_fit):
         for part in (
             "embed.weight",
@@ -217,7 +217,7 @@ def test_buffers_are_in_the_state(ranks: Ranks) -> None:
     ranks(2, buffers_travel)
 
 
-def write_piece_of_the_same_size() -> None:
+def write_shard_of_the_same_size() -> None:
     model = fully_shard_model(nn.Linear(8, 8, bias=False), shard_mesh())
     state = model.state_dict()
     value = state["module.weight"]
@@ -228,8 +228,8 @@ def write_piece_of_the_same_size() -> None:
         model.load_state_dict(state)
 
 
-def test_a_piece_of_the_same_size_from_elsewhere_is_refused(ranks: Ranks) -> None:
-    ranks(2, write_piece_of_the_same_size)
+def test_a_shard_of_the_same_size_from_other_offsets_is_refused(ranks: Ranks) -> None:
+    ranks(2, write_shard_of_the_same_size)
 
 
 def copy_and_train_on(level: int, dtype: torch.dtype) -> None:

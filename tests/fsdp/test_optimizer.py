@@ -31,7 +31,7 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import Ranks, batch, compare_pieces, loss_of
+from tests.fsdp.reference import Ranks, batch, compare_shards, loss_of
 from tests.fsdp.wrong_calls import Scene, WrongCall, check_refusal, sharded_linear
 
 
@@ -83,7 +83,7 @@ def keep_state_of_scalars() -> None:
             )
         unsharded_step(reference, expected, 1)
         sharded_step(model, optimizer, 1)
-        compare_pieces(model, weights(model), weights(reference), f"{name}: weight")
+        compare_shards(model, weights(model), weights(reference), f"{name}: weight")
 
 
 def test_state_of_scalars_alone_is_kept(ranks: Ranks) -> None:
@@ -112,7 +112,7 @@ def step_with_closure(level: int) -> None:
 
         before = loss_of(model(x)).detach()
         assert torch.equal(optimizer.step(closure), before)
-        compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+        compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -161,7 +161,7 @@ def train_with_scheduler(scheduler_name: str, optimizer_name: str, made_before: 
             scheduler.step(*metric)
             assert scheduler.get_last_lr() == expected_scheduler.get_last_lr()
             assert_same_groups(optimizer, expected)
-            compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+            compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
     assert scheduler.get_last_lr() != start
 
 
@@ -208,7 +208,7 @@ def step_with_keywords(level: int) -> None:
 
     loss_of(model(x)).backward()
     optimizer.step(sync_grad_before_optimizer_step=False)  # nothing is on `param.grad` yet
-    compare_pieces(model, weights(model), before, "weight without reduction", 0.0)
+    compare_shards(model, weights(model), before, "weight without reduction", 0.0)
 
     optimizer.step(install_optimized_model_weights=False)
     for name, parameter in model.named_parameters():

@@ -12,7 +12,7 @@ from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights
-from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_pieces, loss_of
+from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
 from tests.fsdp.side_by_side import shard_two_layers
 
 
@@ -54,7 +54,7 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
             for key, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        compare_pieces(model, actual, trainable, "clipped gradient", 1e-6)
+        compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
 
 
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
@@ -181,7 +181,7 @@ def scale_and_overflow(fused: bool) -> None:
         assert scaler.get_scale() == (1024.0 if step == 0 else 512.0)
         if step != 1:
             unsharded_step(reference, expected, step)
-        compare_pieces(
+        compare_shards(
             model, weights(model), weights(reference), f"weight after step {step}", TOLERANCE
         )
 
@@ -191,8 +191,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> Non
     ranks(2, scale_and_overflow, fused)
 
 
-# The largest element: torch cannot take it of a piece of size zero; gradients must answer for
-# themselves.
+# Torch cannot take the largest element of an empty shard: gradients must do so themselves.
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:

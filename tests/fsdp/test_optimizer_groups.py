@@ -22,7 +22,7 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_pieces, loss_of
+from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
 from tests.fsdp.state_dicts import whole_state
 
 
@@ -48,7 +48,7 @@ def grow_by_a_group(name: str, named: bool) -> None:
         sharded_step(model, optimizer, step)
         reference.zero_grad()
         model.zero_grad()
-        compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+        compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
     first_group, second_group = optimizer.param_groups
     assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
 
@@ -106,7 +106,7 @@ def train_two_models(level: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         for model, reference in zip(sharded, references):
-            compare_pieces(model, weights(model), weights(reference), f"weight after step {step}")
+            compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
 
 
 @pytest.mark.parametrize("level", [1, 3])
@@ -141,7 +141,7 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
             one.zero_grad(set_to_none=step != 1)
             other.step()
             other.zero_grad()
-        compare_pieces(
+        compare_shards(
             model, weights(model), weights(reference), f"weight after step {step}", tolerance
         )
         rest = list(reference.named_parameters())[2::3]
@@ -149,7 +149,7 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
             "module." + name: dict(model.named_parameters())["module." + name].grad
             for name, _ in rest
         }
-        compare_pieces(
+        compare_shards(
             model,
             gradients,
             {name: p.grad for name, p in rest},

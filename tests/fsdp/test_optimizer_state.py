@@ -27,7 +27,7 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import Ranks, batch, close, compare_pieces, loss_of
+from tests.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
 from tests.fsdp.state_dicts import whole_state
 
 FRESH = (
@@ -88,7 +88,7 @@ def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
     ranks(2, look_at_fresh_states)
 
 
-def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def shards_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
     """Return this rank's shards of the state."""
     state = optimizer.state_dict()
     names = list(chain.from_iterable(group["param_names"] for group in state["param_groups"]))
@@ -102,11 +102,11 @@ def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tens
 
 
 def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    assert_equal_state(actual, pieces_by_name(expected))
+    assert_equal_state(actual, shards_by_name(expected))
 
 
 def assert_equal_state(actual: torch.optim.Optimizer, right: dict[str, dict[str, Tensor]]) -> None:
-    left = pieces_by_name(actual)
+    left = shards_by_name(actual)
     assert left.keys() == right.keys()
     for name, slots in right.items():
         assert left[name].keys() == slots.keys()
@@ -180,7 +180,7 @@ def load_what_does_not_fit() -> None:
     )
     sharded_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    before = pieces_by_name(optimizer)
+    before = shards_by_name(optimizer)
     names = [group["param_names"] for group in state["param_groups"]]
 
     def with_names(*lists: list[str]) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def look_at_fresh_state(level: int) -> None:
     """Check that state exists, is zero and has step 0, and that no weight has moved."""
     reference = weights(models.build("frozen_in_part"))
     model, optimizer = sharded_pair("frozen_in_part", level)
-    compare_pieces(model, weights(model), reference, "weight", 0.0)
+    compare_shards(model, weights(model), reference, "weight", 0.0)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert list(optimizer.state) == trainable
     for parameter in trainable:

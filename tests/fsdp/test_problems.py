@@ -80,7 +80,7 @@ def wrong_then_right(wrong: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "part"), [("strategy", "but got 7"), ("optimizer", "none of the module's")]
 )
-def test_what_one_rank_has_wrong_is_raised_on_all(ranks: Ranks, wrong: str, part: str) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks, wrong: str, part: str) -> None:
     messages = ranks(3, wrong_then_right, wrong)
     assert len(set(messages)) == 1
     assert part in messages[0]

@@ -59,7 +59,7 @@ class TwoLayers(nn.Module):
 
 
 CUT_INSIDE_ROWS = ("odd", "inner.weight", "element runs")
-"""In names of tensors of which some rank holds more, or less, than boxes of whole rows."""
+"""In names of tensors of which some rank owns more, or less, than chunks of whole rows."""
 
 
 KINDS = ["level0", "level1", "level3", "hybrid", "hybrid_optim", "tensor"]
@@ -175,14 +175,14 @@ def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
         flat, line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     yield "element runs", runs, whole
-    for name, pieces in {
+    for name, parts in {
         "element runs of columns": [
             *whole[:, :3].reshape(-1).split([7, 11]),
             *whole[:, 3:].reshape(-1).split([0, 42]),
         ],
         "empty without a width": [whole[:, :4], whole.new_empty(0), whole[:2, 4:], whole[2:, 4:]],
     }.items():
-        local = pieces[dist.get_rank()]
+        local = parts[dist.get_rank()]
         dtensor = DTensor.from_local(
             local,
             grid,

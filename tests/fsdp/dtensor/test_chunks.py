@@ -53,13 +53,13 @@ def compare_chunks(kind: str) -> None:
         update_uneven_dtensor_chunk_metadata(dtensor)
         assert dtensor._local_tensor.untyped_storage().data_ptr() == storage
         chunks = dtensor.__create_chunk_list__()
-        pieces = [at(whole, chunk.offsets, chunk.sizes) for chunk in chunks]
-        close(local, torch.cat([local[:0], *pieces]), name)
-        for item, piece in zip(dtensor.__create_write_items__(name, dtensor), pieces, strict=True):
+        parts = [at(whole, chunk.offsets, chunk.sizes) for chunk in chunks]
+        close(local, torch.cat([local[:0], *parts]), name)
+        for item, part in zip(dtensor.__create_write_items__(name, dtensor), parts, strict=True):
             assert item.tensor_data.size == dtensor.shape
             shard = dtensor.__get_tensor_shard__(item.index)
             assert shard.shape == item.tensor_data.chunk.sizes
-            close(shard.reshape(-1), piece, name)
+            close(shard.reshape(-1), part, name)
         validate_uneven_dtensor(dtensor)
         close(uneven_dtensor_to_full_tensor(dtensor), whole, name)
 
@@ -71,18 +71,18 @@ def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tenso
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "users_own"])
-def test_chunks_say_where_the_local_elements_lie(ranks: Ranks, kind: str) -> None:
+def test_chunks_have_the_offsets_of_the_local_elements(ranks: Ranks, kind: str) -> None:
     ranks(4, compare_chunks, kind)
 
 
-def hold_nothing() -> list[Any]:
+def own_nothing() -> list[Any]:
     dtensor = uneven(torch.arange(12.0).view(4, 3), init_device_mesh("cpu", (4,)), [1, 0, 3, 0])
     chunk = gather_and_compute_chunk_metadata(dtensor)
     return [tuple(chunk.offsets), tuple(chunk.sizes)]
 
 
 def test_a_rank_with_nothing_has_size_zero(ranks: Ranks) -> None:
-    assert ranks(4, hold_nothing) == [
+    assert ranks(4, own_nothing) == [
         [(0, 0), (1, 3)],
         [(1, 0), (0, 3)],
         [(1, 0), (3, 3)],
@@ -127,7 +127,7 @@ def count_collectives(kind: str) -> tuple[list[str], list[str], list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["level1", "hybrid_optim", "tensor"])
-def test_what_the_layout_knows_is_not_communicated(ranks: Ranks, kind: str) -> None:
+def test_offsets_that_the_layout_knows_are_not_communicated(ranks: Ranks, kind: str) -> None:
     axes = 2 if kind in ("hybrid_optim", "tensor") else 1
     for known, one, many in ranks(4, count_collectives, kind):
         assert known == []

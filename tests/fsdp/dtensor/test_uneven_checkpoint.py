@@ -90,7 +90,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("way", "kind", "size", "new_kind", "new_size"), PATHS)
-def test_checkpoint_of_what_was_made_ready_loads_elsewhere(
+def test_checkpoint_of_prepared_state_loads_into_another_layout(
     ranks: Ranks, tmp_path: Path, way: str, kind: str, size: int, new_kind: str, new_size: int
 ) -> None:
     ranks(size, save, kind, way, str(tmp_path))
@@ -175,5 +175,5 @@ def copy_and_pickle() -> None:
         ), name
 
 
-def test_torch_save_keeps_places_and_copies_are_told_again(ranks: Ranks) -> None:
+def test_torch_save_keeps_chunks_and_copies_are_annotated_again(ranks: Ranks) -> None:
     ranks(2, copy_and_pickle)

@@ -46,7 +46,7 @@ def gather(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["level0", "level3", "hybrid_optim", "tensor", "users_own"])
-def test_whole_tensors_come_back(ranks: Ranks, kind: str) -> None:
+def test_whole_tensors_are_gathered(ranks: Ranks, kind: str) -> None:
     ranks(4, gather, kind)
 
 
@@ -66,7 +66,7 @@ def look_for_odd_cases() -> None:
     assert max(each["module.odd_cube"] for each in counts) > 2
 
 
-def test_models_here_have_element_runs_and_empty_pieces(ranks: Ranks) -> None:
+def test_the_models_have_element_runs_and_empty_shards(ranks: Ranks) -> None:
     ranks(4, look_for_odd_cases)
 
 

@@ -126,7 +126,7 @@ def allowed_cut(shape: Shape, granularity: Granularity, cut: int) -> bool:
     return cut % granularity.count == 0
 
 
-def wishes_only(module: Module) -> bool:
+def preferences_only(module: Module) -> bool:
     return not any(granularity.is_required for _, granularity in module)
 
 

@@ -14,7 +14,7 @@ from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, close, compare_pieces, loss_of
+from tests.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
 from tests.fsdp.side_by_side import (
     Backward,
     inner,
@@ -229,7 +229,7 @@ def gradient_of_parameters(level: int) -> None:
     expected = mean_gradients(build_stack(), plain_backward, 0)
     model.zero_grad()
     plain_backward(model, 0, dist.get_rank())
-    compare_pieces(
+    compare_shards(
         model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
     )
 
@@ -250,7 +250,7 @@ def backward_after_freeing(level: int) -> None:
     expected = mean_gradients(build_stack(), plain_backward, 0)
     model.zero_grad()
     plain_backward(model, 0, dist.get_rank())
-    compare_pieces(
+    compare_shards(
         model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
     )
 
@@ -320,7 +320,9 @@ def gradients_after_a_failed_backward(level: int) -> bool:
 
 
 @pytest.mark.parametrize("level", range(4))
-def test_after_a_failed_backward_every_level_begins_anew(ranks: Ranks, level: int) -> None:
+def test_a_step_after_a_failed_backward_begins_with_fresh_gradients(
+    ranks: Ranks, level: int
+) -> None:
     assert ranks(2, gradients_after_a_failed_backward, level) == [True, True]
 
 

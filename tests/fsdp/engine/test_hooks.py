@@ -23,7 +23,7 @@ from tests.fsdp.reference import (
     Ranks,
     batch,
     compare_all,
-    compare_pieces,
+    compare_shards,
     loss_of,
     optimizer_over,
 )
@@ -165,7 +165,7 @@ def recover(level: int, when: str) -> None:
             sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
         ).backward()
         gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model,
             {name: parameter.grad for name, parameter in model.named_parameters()},
             gradients,

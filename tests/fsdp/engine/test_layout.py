@@ -103,7 +103,7 @@ def check_whole_rows(module: Module, world_size: int) -> None:
 
 
 @few_or_many(60, 500)
-def test_pieces_by_rows_are_whole_rows_on_every_rank(count: int) -> None:
+def test_shards_by_rows_are_whole_rows_on_every_rank(count: int) -> None:
     run_examples(check_whole_rows, count, modules, world_sizes)
 
 
@@ -123,7 +123,7 @@ def test_no_cut_violates_a_granularity_in_random_modules(count: int) -> None:
 
 
 @few_or_many(800, 4000)
-def test_requirements_do_not_give_way_to_wishes_where_space_is_short(count: int) -> None:
+def test_requirements_come_before_preferences_where_space_is_short(count: int) -> None:
     """Over two to five ranks there is no room for the rows of a few parameters."""
     random, given_up = Random(10), 0
     for _ in range(count):
@@ -171,7 +171,7 @@ def test_every_element_has_one_owner_in_random_modules(count: int) -> None:
 
 
 @few_or_many(150, 400)
-def test_chunk_boxes_of_random_modules_agree_with_brute_force(count: int) -> None:
+def test_chunks_of_random_modules_agree_with_brute_force(count: int) -> None:
     """Number the elements of a tensor and find the numbers of a range in its chunks."""
     random = Random(3)
     for module, world_size in random_modules(seed=3, count=count, requirement_share=0.2):
@@ -214,7 +214,7 @@ def check_boxes(run: Run) -> None:
 
 
 @few_or_many(150, 1500)
-def test_boxes_are_the_range_in_order(count: int) -> None:
+def test_chunks_are_the_range_in_order(count: int) -> None:
     run_examples(check_boxes, count, runs())
 
 

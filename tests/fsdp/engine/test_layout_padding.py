@@ -15,8 +15,8 @@ from tests.fsdp.engine.layouts import (
     bound,
     few_or_many,
     plan_module,
+    preferences_only,
     random_modules,
-    wishes_only,
 )
 
 
@@ -37,16 +37,19 @@ def test_element_runs_cost_alignment_only() -> None:
 
 
 @few_or_many(500, 2000)
-def test_wishes_add_no_padding_to_what_requirements_cost(count: int) -> None:
+def test_preferences_add_no_padding_to_that_of_requirements(count: int) -> None:
     mixed = 0
     for module, world_size in random_modules(seed=6, count=count, requirement_share=0.4):
         required = [
             (shape, granularity if granularity.is_required else ELEMENTS)
             for shape, granularity in module
         ]
-        layout, without_wishes = plan_module(module, world_size), plan_module(required, world_size)
-        assert layout.padding <= max(bound(module, world_size), without_wishes.padding)
-        mixed += not wishes_only(module) and any(
+        layout, without_preferences = (
+            plan_module(module, world_size),
+            plan_module(required, world_size),
+        )
+        assert layout.padding <= max(bound(module, world_size), without_preferences.padding)
+        mixed += not preferences_only(module) and any(
             not granularity.is_required for _, granularity in module
         )
     assert mixed > count / 4

@@ -64,7 +64,7 @@ def test_missing_dtypes_follow_the_parameter(
 
 
 @pytest.mark.parametrize("value", [torch.int32, "float32", 32])
-def test_dtypes_that_are_none_are_refused(value: Any) -> None:
+def test_values_that_are_no_dtype_are_refused(value: Any) -> None:
     with pytest.raises(
         ValueError, match=r"main_grads_dtype expects a floating-point torch.dtype or None"
     ):

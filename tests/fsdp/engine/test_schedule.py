@@ -155,7 +155,7 @@ def states_after_an_exception(interrupt: bool) -> set[str]:
 
 
 @pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "interrupt"])
-def test_a_failed_forward_leaves_nothing_gathered_for_good(ranks: Ranks, interrupt: bool) -> None:
+def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool) -> None:
     """Torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up."""
     assert ranks(2, states_after_an_exception, interrupt) == [{"SHARDED"}] * 2
 
@@ -241,7 +241,7 @@ def gathers_per_step() -> dict[str, int]:
     return dict(counts)
 
 
-def test_a_borrowed_unit_does_not_waste_gathers(ranks: Ranks) -> None:
+def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ranks) -> None:
     """Two gathers of every layer; the embedding is needed at both ends of both passes."""
     counts, _ = ranks(2, gathers_per_step)
     assert {name: count for name, count in counts.items() if "layers" in name} == {
