@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from tests.fsdp import models
+from tests.fsdp import models, reference
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.reference import batch, loss_of, optimizer_over
 
@@ -137,10 +137,8 @@ def everything(
 
 
 def close(actual: Tensor, expected: Tensor, name: str) -> None:
-    expected = expected.reshape(actual.shape)  # the optimizer sees a scalar as a vector of one
-    torch.testing.assert_close(
-        actual, expected, rtol=1e-11, atol=1e-11, msg=lambda text: f"{name}: {text}"
-    )
+    """Compare in the shape of `actual`: the optimizer sees a scalar as a vector of one."""
+    reference.close(actual, expected.reshape(actual.shape), name)
 
 
 def uneven(whole: Tensor, mesh: DeviceMesh, sizes: list[int], dim: int = 0) -> DTensor:
