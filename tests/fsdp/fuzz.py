@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient contract under random combinations of everything: model, mesh, strategy, dtypes, schedule, loss.
+"""The gradient contract under random combinations of model, mesh, strategy, dtypes and schedule.
 
     python -m tests.fsdp.fuzz --draws 5000 --seed 1
 
@@ -22,16 +22,17 @@ from tqdm import tqdm
 from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp import MixedPrecisionPolicy
 from tests import rank_pool
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.models import MODELS
 from tests.fsdp.random_models import draw_model
-from tests.fsdp.reference import Case, Meshes, compare
+from tests.fsdp.reference import Case, compare
 
 WORLD_SIZES = (1, 2, 3, 4)
 DRAWS_PER_JOB = 25
 
 
 def draw_case(random: Random, world_size: int) -> Case:
-    """One combination for `world_size` ranks."""
+    """Draw one combination for `world_size` ranks."""
     mesh = draw_mesh(random, world_size)
     settings: dict[str, Any] = {"zero_dp_strategy": random.choice((0, 1, 2, 3, 3))}
     if mesh.startswith("outer") and random.random() < 0.5:
@@ -92,7 +93,7 @@ def draw_mesh(random: Random, world_size: int) -> str:
 
 
 def draw_policy(random: Random, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    """Dtypes that lose nothing that the tolerance would show."""
+    """Draw dtypes that lose nothing that the tolerance would show."""
     main = random.choice(
         [torch.float32, torch.float64]
         if dtype == torch.float32
@@ -106,7 +107,7 @@ def draw_policy(random: Random, dtype: torch.dtype) -> MixedPrecisionPolicy:
 
 
 def run_draws(seed: int, first: int, last: int, world_size: int) -> None:
-    """On a rank: the draws from `first` to before `last`; the first that fails is the last."""
+    """Run the draws from `first` to before `last` on a rank, up to the first that fails."""
     meshes = Meshes()
     for number in range(first, last):
         case = draw_case(Random(f"{seed}/{world_size}/{number}"), world_size)
@@ -153,7 +154,7 @@ def main(draws: int, seed: int, world_sizes: tuple[int, ...], keep_going: bool) 
 
 
 def number_of(text: str, default: int) -> int:
-    """Of the draw that a failure names."""
+    """Return the number of the draw that a failure names."""
     return int(text.split("draw ")[1].split(" of seed")[0]) if "draw " in text else default
 
 

@@ -20,12 +20,12 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 
 @dataclass
-class Output:
+class UnitOutput:
     hidden: Tensor
     extra: dict[str, Tensor]
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A feed-forward layer with a residual connection."""
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Parameters of its own around three units; base of most models here."""
 
-    units: tuple[type, ...] = (Block,)
+    units: tuple[type, ...] = (ResidualBlock,)
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(3))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor, step: int = 0) -> object:
@@ -65,20 +65,24 @@ class WithoutUnits(Stack):
 class EverythingIsAUnit(Stack):
     """Nothing is left for the root."""
 
-    units = (Block, nn.Linear)
+    units = (ResidualBlock, nn.Linear)
 
 
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.mix = Block(), Block(), nn.Linear(WIDTH, WIDTH)
+        self.first, self.second, self.mix = (
+            ResidualBlock(),
+            ResidualBlock(),
+            nn.Linear(WIDTH, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.mix(self.first(x))) + self.mix(x)
 
 
 class Nested(Stack):
-    units = (Block, Outer)
+    units = (ResidualBlock, Outer)
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +118,7 @@ class Table(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Projects with a weight that it is handed, and adds a bias of its own."""
+    """A head that projects with a weight it receives, and adds a bias of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,11 +131,11 @@ class TiedHead(nn.Module):
 class WeightAsArgument(nn.Module):
     """The output layer uses the weight of another unit (a tied embedding in Megatron-Core)."""
 
-    units = (Block, Table, TiedHead)
+    units = (ResidualBlock, Table, TiedHead)
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.block, self.head = Table(), Block(), TiedHead()
+        self.table, self.block, self.head = Table(), ResidualBlock(), TiedHead()
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
         return self.head(self.block(self.table(x)), weight=self.table.weight)
@@ -144,7 +148,7 @@ class Unused(Stack):
         super().__init__()
         self.blocks[1].unused = nn.Parameter(torch.randn(3, 2))
         self.unused = nn.Parameter(torch.randn(4))
-        self.unused_block = Block()
+        self.unused_block = ResidualBlock()
 
 
 class UnusedInSomeSteps(Stack):
@@ -190,7 +194,7 @@ class Scaled(nn.Module):
 class Scalars(Stack):
     """0-d parameters in a unit and in the root."""
 
-    units = (Block, Scaled)
+    units = (ResidualBlock, Scaled)
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,21 +206,21 @@ class Scalars(Stack):
 
 
 class Splitting(nn.Module):
-    """Returns a dataclass or a nest of named tuples, dicts and lists."""
+    """A unit that returns a dataclass or a nest of named tuples, dicts and lists."""
 
     def __init__(self, nest: bool) -> None:
         super().__init__()
-        self.nest, self.block, self.side = nest, Block(), nn.Linear(WIDTH, 2)
+        self.nest, self.block, self.side = nest, ResidualBlock(), nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor) -> object:
         hidden, side = self.block(x), self.side(x)
         if self.nest:
             return Pair({"hidden": hidden, "none": None}, [side, (side.sum(), "text", 3)])
-        return Output(hidden=hidden, extra={"side": side})
+        return UnitOutput(hidden=hidden, extra={"side": side})
 
 
 class OddOutputs(Stack):
-    units = (Block, Splitting)
+    units = (ResidualBlock, Splitting)
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +231,7 @@ class OddOutputs(Stack):
         output = self.as_dataclass(nest.left["hidden"])
         body = self.body(output.hidden, step)
         return {
-            "out": Output(self.head(body), output.extra),
+            "out": UnitOutput(self.head(body), output.extra),
             "sides": (nest.right[0], nest.right[1][0]),
         }
 
@@ -245,7 +249,7 @@ class EditsItsInput(nn.Module):
 class InPlace(Stack):
     """Inputs of units are edited by the unit, outputs by the caller."""
 
-    units = (Block, EditsItsInput)
+    units = (ResidualBlock, EditsItsInput)
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +267,7 @@ class CheckpointsInside(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.reentrant, self.block, self.last = reentrant, Block(), nn.Linear(WIDTH, WIDTH)
+        self.reentrant, self.block, self.last = reentrant, ResidualBlock(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(checkpoint(self.block, x, use_reentrant=self.reentrant))
@@ -272,7 +276,7 @@ class CheckpointsInside(nn.Module):
 class Checkpointed(Stack):
     """Activation checkpointing around units, around several at once, and inside units."""
 
-    units = (Block, CheckpointsInside)
+    units = (ResidualBlock, CheckpointsInside)
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -294,7 +298,7 @@ class CheckpointsInsideOnly(Checkpointed):
 
 
 class WithPositions(nn.Module):
-    """Its path of learned positions ends in parameters: their gradients come after that of the input."""
+    """A unit in which the gradients of learned positions come after that of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +312,7 @@ class WithPositions(nn.Module):
 class LeafInput(Stack):
     """A unit is called on a leaf that wants a gradient itself."""
 
-    units = (Block, WithPositions)
+    units = (ResidualBlock, WithPositions)
 
     def __init__(self) -> None:
         super().__init__()
@@ -334,6 +338,17 @@ class WithKeywords(Stack):
         for block in [*self.blocks, self.blocks[0]]:
             x = block(x=x)
         return x
+
+
+class TanhLayer(nn.Module):
+    """A layer of width 8, which ranks divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -363,6 +378,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def build(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The model `name`, with the same weights at every call."""
+    """Build the model `name`, with the same weights at every call."""
     torch.manual_seed(7)
     return MODELS[name]().to(dtype)
+
+
+def build_stack() -> Stack:
+    """Build the model of most tests: its own parameters around three units, in float64."""
+    return build("several_units")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models drawn at random: sizes, ties, frozen and unused parts, recomputation, repeated calls, what is a unit, experts."""
+"""Models drawn at random: sizes, ties, frozen parts, recomputation, repeated calls, experts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fsdp.models import WIDTH
 
 
 @dataclass(frozen=True)
-class Layer:
+class DrawnLayer:
     """One block of a drawn model."""
 
     hidden: int
@@ -34,7 +34,7 @@ class Layer:
 class Drawn:
     """A drawn model. It is built by `DrawnModel`, with the same weights at every call."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[DrawnLayer, ...]
     seed: int = 0
     tied_layers: tuple[int, int] | None = None  # their up projections are one parameter
     # "linear", "tied" with the embedding, "functional": the code reads the embedding's weight
@@ -57,9 +57,9 @@ class Up(nn.Module):
 
 
 class Experts(nn.Module):
-    """Some of the experts of a layer: every token goes to all of them, with weights that its first feature decides.
+    """Some of the experts of a layer: every token goes to all, weighted by its first feature.
 
-    With expert parallelism ranks hold different ones: the tokens of the group are gathered, and its
+    With expert parallelism ranks own different ones: the tokens of the group are gathered, and its
     outputs added up.
     """
 
@@ -89,7 +89,7 @@ class Experts(nn.Module):
 
 @dataclass
 class ExpertPlaces:
-    """Which experts a rank holds: number `rank` of `size` equal parts."""
+    """The experts of a rank: number `rank` of `size` equal parts."""
 
     rank: int = 0
     size: int = 1
@@ -135,7 +135,7 @@ def scatter_sum(x: Tensor, group: Any) -> Tensor:
 
 
 class DrawnBlock(nn.Module):
-    def __init__(self, layer: Layer, places: ExpertPlaces) -> None:
+    def __init__(self, layer: DrawnLayer, places: ExpertPlaces) -> None:
         super().__init__()
         self.layer = layer
         self.norm = nn.LayerNorm(WIDTH) if layer.norm else nn.Identity()
@@ -165,8 +165,9 @@ class DrawnBlock(nn.Module):
 class DrawnModel(nn.Module):
     units = (DrawnBlock,)
 
-    def __init__(self, drawn: Drawn, places: ExpertPlaces = ExpertPlaces()) -> None:
+    def __init__(self, drawn: Drawn, places: ExpertPlaces | None = None) -> None:
         super().__init__()
+        places = places or ExpertPlaces()
         torch.manual_seed(drawn.seed)
         self.drawn = drawn
         self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
@@ -207,7 +208,7 @@ class DrawnModel(nn.Module):
         )
 
     def global_name(self, name: str) -> str:
-        """The name, in the model with all experts, of a parameter of this one."""
+        """Return the name that a parameter has in the model with all experts."""
         parts = name.split(".")
         if "experts" in parts:
             place = parts.index("local") + 1
@@ -217,14 +218,14 @@ class DrawnModel(nn.Module):
 
 
 def draw_model(random: Random, num_experts: int = 0) -> Drawn:
-    """A model; its layers have `num_experts` experts each or none."""
+    """Draw a model; its layers have `num_experts` experts each or none."""
     layers = tuple(draw_layer(random, num_experts) for _ in range(random.randint(1, 4)))
     tied = None
     if len(layers) > 1 and random.random() < 0.3:
         tied = tuple(sorted(random.sample(range(len(layers)), 2)))
         hidden = layers[tied[0]].hidden
         layers = tuple(
-            Layer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
+            DrawnLayer(**{**vars(layer), "hidden": hidden}) if number in tied else layer
             for number, layer in enumerate(layers)
         )
     return Drawn(
@@ -238,8 +239,8 @@ def draw_model(random: Random, num_experts: int = 0) -> Drawn:
     )
 
 
-def draw_layer(random: Random, num_experts: int) -> Layer:
-    return Layer(
+def draw_layer(random: Random, num_experts: int) -> DrawnLayer:
+    return DrawnLayer(
         hidden=random.choice([1, 2, 3, 7, 8, 16, 33]),
         bias=random.random() < 0.7,
         norm=random.random() < 0.5,

@@ -15,19 +15,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
 from tests.fsdp import models
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.random_models import Drawn, DrawnModel, ExpertPlaces
+
+Ranks = Callable[..., list[Any]]
+"""The fixture `ranks`: calls a function on so many ranks and returns their results."""
+
+LEVELS = (0, 1, 2, 3)
 
 TOLERANCE = 1e-11
 """For float64: a few hundred roundings of 1e-16 with sums over at most four ranks."""
 
 TOLERANCES = {torch.float64: TOLERANCE, torch.float32: 1e-4, torch.bfloat16: 0.1}
-"""By the dtype that a model computes in, relative to the largest sum of sizes; a wrong factor shows as at least 0.25."""
+"""By the dtype that a model computes in, relative to the largest sum of sizes.
+
+A wrong factor shows as at least 0.25."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,75 +52,19 @@ class Case:
     forwards: int = 1  # of the root before one backward
     evaluate: bool = True
     clip: float | None = None  # order of the norm that gradients are clipped by
-    optimizer: str = "adamw"
+    optimizer: str = "fused_adamw"
     dtype: torch.dtype = torch.float64
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def shard_mesh() -> DeviceMesh:
-    """One per job: every mesh costs process groups."""
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
-
-
-class Meshes:
-    """The meshes of one job, each made when a case first asks for it.
-
-    Kinds: "flat"; "default", none given; "gather_group"; "outer2", hybrid with two outer ranks;
-    "cp2", the shard axis flattened from two; "ep2", expert parallelism of two.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[str, dict[str, Any]] = {}
-
-    def arguments(self, kind: str) -> dict[str, Any]:
-        """Arguments of `fully_shard`."""
-        if kind not in self._made:
-            self._made[kind] = self._make(kind)
-        return self._made[kind]
-
-    def _make(self, kind: str) -> dict[str, Any]:
-        world_size = dist.get_world_size()
-        name, size = kind.rstrip("0123456789"), int(kind.lstrip("abcdefghijklmnopqrstuvwxyz_") or 1)
-        if name == "default":
-            return {}
-        if name == "outer":
-            mesh = init_device_mesh(
-                "cpu", (size, world_size // size), mesh_dim_names=("dp_outer", "dp_shard")
-            )
-            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard", "dp_outer_dim": "dp_outer"}
-        if name == "cp":
-            mesh = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "cp")
-            )
-            mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
-            return {"device_mesh": mesh, "dp_shard_dim": "dp_shard_cp"}
-        flat = {"device_mesh": shard_mesh(), "dp_shard_dim": "dp_shard"}
-        if name == "gather_group":
-            return {**flat, "fsdp_group_ag": dist.new_group(list(range(world_size)))}
-        if name == "ep":
-            experts = init_device_mesh(
-                "cpu", (world_size // size, size), mesh_dim_names=("dp_shard", "ep")
-            )
-            return {**flat, "expt_device_mesh": experts}
-        return flat
-
-    def expert_places(self, kind: str) -> ExpertPlaces:
-        experts = self.arguments(kind).get("expt_device_mesh")
-        if experts is None:
-            return ExpertPlaces()
-        return ExpertPlaces(
-            experts.get_local_rank("ep"), experts["ep"].size(), experts["ep"].get_group()
-        )
-
-
 def batch(step: int, rank: int, microbatch: int, forward: int = 0) -> Tensor:
-    """Data of its own for every rank and microbatch, float64 [BATCH, WIDTH]."""
+    """Return data of its own for every rank and microbatch, float64 [BATCH, WIDTH]."""
     generator = torch.Generator().manual_seed(((step * 8 + rank) * 8 + microbatch) * 8 + forward)
     return torch.randn(models.BATCH, models.WIDTH, generator=generator, dtype=torch.float64)
 
 
 def loss_of(output: object) -> Tensor:
-    """A number that every tensor of `output` adds to, each in its own way."""
+    """Return a number that every tensor of `output` adds to, each in its own way."""
     return sum(
         (number + 1) * (tensor.pow(2).mean() + tensor.mean())
         for number, tensor in enumerate(tensors_in(output))
@@ -127,18 +78,20 @@ def loss_on(model: nn.Module, case: Case, step: int, rank: int, microbatch: int)
     return sum(loss_of(model(x, step=step)) for x in inputs)
 
 
-def build(model: str | Drawn, places: ExpertPlaces = ExpertPlaces()) -> nn.Module:
+def build(model: str | Drawn, places: ExpertPlaces | None = None) -> nn.Module:
     return DrawnModel(model, places).double() if isinstance(model, Drawn) else models.build(model)
 
 
 def optimizer_over(model: nn.Module, name: str = "adamw") -> torch.optim.Optimizer:
+    """Return "sgd", "adamw", or "fused_adamw", which costs a test a tenth of the time."""
     if name == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
-    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    fused = name == "fused_adamw"
+    return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, fused=fused)
 
 
 def clip(model: nn.Module, order: float | None) -> float:
-    """The norm of all gradients, which are scaled to a norm of one half."""
+    """Scale all gradients to a norm of one half and return their norm."""
     return (
         0.0
         if order is None
@@ -147,9 +100,10 @@ def clip(model: nn.Module, order: float | None) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
-    """What one step of training leaves: the norm of final gradients, these, the size of what they are sums of, new weights,
-    all by name, and outputs.
+class TrainedStep:
+    """The results of one step: the norm of gradients, and by name gradients, weights and outputs.
+
+    `sizes` are those of the numbers that a gradient is the sum of.
     """
 
     norm: float
@@ -159,10 +113,11 @@ class Step:
     outputs: list[Tensor]
 
 
-def unsharded_training(case: Case) -> list[Step]:
-    """Plain PyTorch over the data of all ranks: gradients are summed over microbatches, averaged (or summed) over ranks.
+def unsharded_training(case: Case) -> list[TrainedStep]:
+    """Train in plain PyTorch over the data of all ranks.
 
-    The model computes in the case's dtype; weights, gradients and the optimizer are float64.
+    Gradients are summed over microbatches and averaged (or summed) over ranks. The model computes
+    in the case's dtype; weights, gradients and the optimizer are float64.
     """
     mean = not case.settings.get("calculate_per_token_loss", False)
     return _unsharded_training(
@@ -187,7 +142,7 @@ def _unsharded_training(
     order: float | None,
     optimizer_name: str,
     dtype: torch.dtype,
-) -> list[Step]:
+) -> list[TrainedStep]:
     case = Case(model=name, forwards=forwards, dtype=dtype)
     model = build(name).to(dtype)
     main = build(name).to(dtype).double()
@@ -223,7 +178,7 @@ def _unsharded_training(
         model.load_state_dict(main.state_dict())
         outputs = evaluate(model, step, dtype)
         trace.append(
-            Step(
+            TrainedStep(
                 norm,
                 gradients,
                 {key: size * factor / divisor for key, size in sizes.items()},
@@ -249,9 +204,7 @@ def sharded_backward(case: Case, model: nn.Module, step: int) -> None:
 
 
 def compare(case: Case, meshes: Meshes) -> None:
-    """Raise AssertionError where gradients, their norm, weights or outputs of the sharded model are not those of the
-    unsharded one.
-    """
+    """Compare gradients, their norm, weights and outputs with those of the unsharded model."""
     trace = unsharded_training(case)
     module = build(case.model, meshes.expert_places(case.mesh)).to(case.dtype)
     main = None if case.dtype == torch.float64 else torch.float32
@@ -264,58 +217,63 @@ def compare(case: Case, meshes: Meshes) -> None:
         sync_model_each_microbatch=case.sync in ("auto", "no_sync"),
         **settings,
     )
-    global_name: Callable[[str], str] = getattr(module, "global_name", str)
-
-    def compare_with(
-        actual: dict[str, DTensor],
-        expected: dict[str, Tensor],
-        what: str,
-        sizes: dict[str, float] | None = None,
-    ) -> None:
-        names = {
-            key.removeprefix("module."): global_name(key.removeprefix("module.")) for key in actual
-        }
-        sizes = {name: (sizes or {}).get(other, 0.0) for name, other in names.items()}
-        compare_pieces(
-            model,
-            actual,
-            {name: expected[other] for name, other in names.items()},
-            what,
-            None,
-            case.dtype,
-            sizes,
-        )
-
     for number, step in enumerate(trace):
         sharded_backward(case, model, number)
         if case.sync == "step":
             optimizer.step()
-        if case.sync != "step":
-            norm = clip(model, case.clip)
-            close(
-                torch.tensor(norm),
-                torch.tensor(step.norm),
-                f"norm in step {number}",
-                max(TOLERANCES[case.dtype], 1e-6),
-            )
+        else:
+            compare_norm(case, clip(model, case.clip), step.norm, number)
         gradients = {
             key: parameter.grad
             for key, parameter in model.named_parameters()
             if parameter.requires_grad
         }
-        compare_with(gradients, step.gradients, f"gradient in step {number}", step.sizes)
+        what = f"gradient in step {number}"
+        compare_by_global_name(case, model, gradients, step.gradients, what, step.sizes)
         if case.sync != "step":
             optimizer.step()
         optimizer.zero_grad()
-        compare_with(dict(model.named_parameters()), step.weights, f"weight after step {number}")
+        weights, what = dict(model.named_parameters()), f"weight after step {number}"
+        compare_by_global_name(case, model, weights, step.weights, what, {})
         if case.evaluate:
-            for index, (left, right) in enumerate(
-                zip(evaluate(model, number, case.dtype), step.outputs, strict=True)
-            ):
+            outputs = evaluate(model, number, case.dtype)
+            for index, (left, right) in enumerate(zip(outputs, step.outputs, strict=True)):
                 close_by_size(left, right, f"output {index} after step {number}", case.dtype)
 
 
-def compare_pieces(
+def compare_norm(case: Case, actual: float, expected: float, step: int) -> None:
+    tolerance = max(TOLERANCES[case.dtype], 1e-6)
+    close(torch.tensor(actual), torch.tensor(expected), f"norm in step {step}", tolerance)
+
+
+def compare_by_global_name(
+    case: Case,
+    model: MegatronFSDP,
+    actual: dict[str, DTensor],
+    expected: dict[str, Tensor],
+    what: str,
+    sizes: dict[str, float],
+) -> None:
+    """Compare shards with whole tensors that have the names of the model with all experts."""
+    global_name: Callable[[str], str] = getattr(model.module, "global_name", str)
+    names = [key.removeprefix("module.") for key in actual]
+    wanted = {name: expected[global_name(name)] for name in names}
+    sizes = {name: sizes.get(global_name(name), 0.0) for name in names}
+    compare_shards(model, actual, wanted, what, None, case.dtype, sizes)
+
+
+def compare_all(cases: list[Case]) -> None:
+    """Compare every case on meshes that they share."""
+    meshes = Meshes()
+    for case in cases:
+        try:
+            compare(case, meshes)
+        except Exception as error:
+            error.add_note(f"in {case}")
+            raise
+
+
+def compare_shards(
     model: nn.Module,
     actual: dict[str, DTensor],
     expected: dict[str, Tensor],
@@ -324,18 +282,21 @@ def compare_pieces(
     dtype: torch.dtype = torch.float64,
     sizes: dict[str, float] | None = None,
 ) -> None:
-    """Compare what this rank holds; that the pieces of all ranks make up the whole is for test_layout and test_state_dict."""
+    """Compare this rank's shards with the same ranges of whole tensors.
+
+    That the shards of all ranks make up the whole is for the tests of layouts and state dicts.
+    """
     parameters = dict(model.named_parameters())
     assert list(actual) == ["module." + key for key in expected]
     for key, whole in expected.items():
         run = parameters["module." + key]._fsdp_sharded.flat_range
-        piece = actual["module." + key].to_local().detach().reshape(-1)
+        shard = actual["module." + key].to_local().detach().reshape(-1)
         wanted = whole.reshape(-1)[run.start : run.stop]
         if tolerance is not None or dtype == torch.float64:
-            close(piece, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
+            close(shard, wanted, f"{what}: {key}", TOLERANCE if tolerance is None else tolerance)
         else:
             close_by_size(
-                piece,
+                shard,
                 wanted,
                 f"{what}: {key}",
                 dtype,
@@ -344,6 +305,13 @@ def compare_pieces(
 
 
 def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    """Compare as `torch.testing.assert_close`, which explains a difference but is slow."""
+    if (actual.shape, actual.dtype, actual.device) == (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    ) and torch.allclose(actual, expected, rtol=tolerance, atol=tolerance):
+        return
     torch.testing.assert_close(
         actual, expected, rtol=tolerance, atol=tolerance, msg=lambda text: f"{what}: {text}"
     )
@@ -352,7 +320,7 @@ def close(actual: Tensor, expected: Tensor, what: str, tolerance: float = TOLERA
 def close_by_size(
     actual: Tensor, expected: Tensor, what: str, dtype: torch.dtype, size: float | None = None
 ) -> None:
-    """Differences relative to the largest number, which is what rounding in a low precision keeps small."""
+    """Compare relative to the largest number, which rounding in a low precision keeps small."""
     if dtype == torch.float64:
         return close(actual, expected, what)
     size = size if size is not None else float(expected.abs().max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model trained with and without sharding by a loop that a test writes: for uses that `reference.Case` has no word for."""
+"""A model trained with and without sharding by a loop of the test, where `Case` does not reach."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from tests.fsdp.models import Block
-from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over, shard_mesh
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import TOLERANCE, batch, close, compare_shards, loss_of, optimizer_over
 
 Backward = Callable[[nn.Module, int, int], None]
 """`backward(model, step, rank)` runs the backward passes of one step on the data of a rank."""
@@ -20,14 +22,15 @@ Backward = Callable[[nn.Module, int, int], None]
 def shard(
     module: nn.Module, level: int, mesh: DeviceMesh | None = None, **settings: Any
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
-    """`module` and an AdamW over it, with weights, gradients and main weights of one dtype; units are blocks."""
-    settings = {"fsdp_unit_modules": [Block], "preserve_fp32_weights": False, **settings}
+    """Shard `module` and an AdamW over it, all in one dtype, with blocks as units."""
+    settings = {"fsdp_unit_modules": [ResidualBlock], "preserve_fp32_weights": False, **settings}
     settings = {"device_mesh": mesh or shard_mesh(), "dp_shard_dim": "dp_shard", **settings}
-    return fully_shard(module, optimizer_over(module), zero_dp_strategy=level, **settings)
+    optimizer = optimizer_over(module, "fused_adamw")
+    return fully_shard(module, optimizer, zero_dp_strategy=level, **settings)
 
 
 def mean_gradients(reference: nn.Module, backward: Backward, step: int) -> dict[str, Tensor]:
-    """What the unsharded model gets from the data of all ranks, also left on its parameters."""
+    """Return the unsharded model's gradients on the data of all ranks, and leave them on it."""
     reference.zero_grad()
     for rank in range(dist.get_world_size()):
         backward(reference, step, rank)
@@ -53,18 +56,16 @@ def train_side_by_side(
     build_sharded: Callable[[], nn.Module] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, MegatronFSDP]:
-    """Compare gradients before and weights after every step; both models as they are then.
+    """Compare gradients before and weights after every step, and return both models.
 
-    `prepare` is done to either.
-
-    `build_sharded` builds what is sharded, where that is not `build`; both begin with the same
-    seed.
+    `prepare` is applied to both. `build_sharded` builds the model to shard, where that is not
+    `build`; both begin with the same seed.
     """
     torch.manual_seed(7)
     reference = build()
     torch.manual_seed(7)
     model, optimizer = shard((build_sharded or build)(), level, mesh, **settings)
-    expected_optimizer = optimizer_over(reference)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
     for each in (reference, model):
         prepare(each)
     for step in range(steps):
@@ -72,21 +73,39 @@ def train_side_by_side(
         optimizer.zero_grad()
         backward(model, step, dist.get_rank())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-        compare_pieces(model, gradients, expected, f"gradient in step {step}", tolerance)
+        compare_shards(model, gradients, expected, f"gradient in step {step}", tolerance)
         expected_optimizer.step()
         optimizer.step()
         weights = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
         )
     return reference, model
 
 
+def plain_backward(model: nn.Module, step: int, rank: int) -> None:
+    """Run one forward and one backward."""
+    loss_of(model(batch(step, rank, 0))).backward()
+
+
 def inner(model: nn.Module) -> nn.Module:
-    """The user's module, sharded or not."""
+    """Return the user's module, sharded or not."""
     return model.module if isinstance(model, MegatronFSDP) else model
 
 
 def compare_outputs(model: nn.Module, reference: nn.Module, x: Tensor, what: str) -> None:
     with torch.no_grad():
         close(model(x), reference(x), what)
+
+
+def shard_two_layers(level: int = 3, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard two linear layers that two ranks divide evenly, in float32."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.1), zero_dp_strategy=level, **settings
+    )
+
+
+def whole_weights(model: MegatronFSDP) -> list[Tensor]:
+    return [full_tensor(parameter) for parameter in model.parameters()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.compile of units and of the sharded model: the numbers stay, and nothing is compiled at every step.
+"""torch.compile of units and models changes no number and does not compile at every step.
 
 The compiler that generates code is left out: it would take most of the time of all tests.
 """
@@ -7,17 +7,36 @@ The compiler that generates code is left out: it would take most of the time of 
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
-
 WAYS = ["block.compile", "torch.compile(block)", "block_in_unit", "model", "model.compile"]
-RUNS = [*(f"aot_eager {way}" for way in WAYS), "eager block.compile"]
+AT_ONE_LEVEL = [
+    "aot_eager 3 block.compile",
+    "aot_eager 2 torch.compile(block)",
+    "aot_eager 3 model",
+    "eager 2 block.compile",
+]
+AT_BOTH_LEVELS = [f"aot_eager {level} {way}" for level, way in product((2, 3), WAYS)]
+"""Backend, level and way; "aot_eager" also traces the backward pass."""
 
 
-def test_compiled_models_match_plain_ones_and_are_compiled_once() -> None:
-    """Levels 2 and 3; "aot_eager" also traces the backward pass."""
+@pytest.mark.parametrize(
+    "runs",
+    [
+        pytest.param(AT_ONE_LEVEL, id="one_level"),
+        pytest.param(
+            [*AT_BOTH_LEVELS, "eager 2 block.compile", "eager 3 block.compile"],
+            id="both_levels",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_compiled_models_match_plain_ones_and_are_compiled_once(runs: list[str]) -> None:
     launcher = [
         sys.executable,
         "-m",
@@ -29,12 +48,12 @@ def test_compiled_models_match_plain_ones_and_are_compiled_once() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [*launcher, "-m", "tests.fsdp.compiled_training", *RUNS],
+        [*launcher, "-m", "tests.fsdp.compiled_training", *runs],
         cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=400,
     )
     assert result.returncode == 0, result.stderr[-6000:]
-    assert result.stdout.split("\n")[:-1] == [f"equal: {run}" for run in RUNS], result.stdout
+    assert result.stdout.split("\n")[:-1] == [f"equal: {run}" for run in runs], result.stdout

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers are taken or refused by what they do to small tensors, whole and in pieces."""
+"""Optimizers are taken or refused by what they do to small tensors, whole and cut."""
 
 import copy
 import random
@@ -14,7 +14,7 @@ from megatron.fsdp.elementwise import KNOWN, torch_class, why_not_elementwise
 
 
 class Simple(torch.optim.Optimizer):
-    """Base of the optimizers here: ``direction`` of each parameter, times the learning rate."""
+    """Base of the optimizers here: `direction` of each parameter, times the learning rate."""
 
     def __init__(self, params: Any, lr: float = 0.01, **more: Any) -> None:
         super().__init__(params, {"lr": lr, **more})
@@ -45,7 +45,7 @@ class Lion(Simple):
 
 
 class DecaysMatrices(Simple):
-    """Looks at the number of dims, which pieces in DTensors keep."""
+    """An optimizer that looks at the number of dims, which local parts of DTensors keep."""
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         return grad + 0.1 * parameter if parameter.dim() > 1 else grad
@@ -83,10 +83,9 @@ class Orthogonalizes(Simple):
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, lr)
-        if any(
-            parameter.dim() != 2 for group in self.param_groups for parameter in group["params"]
-        ):
-            raise ValueError("matrices only")
+        for group in self.param_groups:
+            if any(parameter.dim() != 2 for parameter in group["params"]):
+                raise ValueError("matrices only")
 
     def direction(self, parameter: Tensor, grad: Tensor, group: dict[str, Any]) -> Tensor:
         left, _, right = torch.linalg.svd(grad, full_matrices=False)
@@ -182,7 +181,7 @@ def reason(optimizer: torch.optim.Optimizer) -> str | None:
 
 @pytest.mark.parametrize("kind", KNOWN)
 def test_optimizers_of_torch_are_elementwise_as_known(kind: type) -> None:
-    """Under another name, so that they are tried out."""
+    """They have another name here, so that they are tried out."""
 
     class Unknown(kind):
         def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
@@ -216,7 +215,7 @@ BY_TRIAL = [
 @pytest.mark.parametrize(
     "rate", [0.01, 0.0, torch.tensor(0.0)], ids=["", "before_warm_up", "tensor_before_warm_up"]
 )
-def test_optimizers_that_look_further_are_refused(kind: type, rate: float | Tensor) -> None:
+def test_optimizers_that_look_beyond_elements_are_refused(kind: type, rate: float | Tensor) -> None:
     assert "is not element-wise" in reason(kind(parameters(), lr=rate))
 
 
@@ -224,7 +223,7 @@ def test_optimizers_of_matrices_only_are_refused() -> None:
     assert "is not element-wise" in reason(Orthogonalizes([nn.Parameter(torch.randn(3, 2))]))
 
 
-def test_optimizers_that_cannot_hold_nothing_are_refused() -> None:
+def test_optimizers_that_fail_on_empty_shards_are_refused() -> None:
     assert "cannot step on pieces" in reason(FailsOnNothing(parameters()))
 
 
@@ -236,7 +235,7 @@ def test_settings_of_every_group_are_tried() -> None:
     )
 
 
-def test_what_cannot_be_built_is_taken_unless_its_name_is_known() -> None:
+def test_optimizers_that_cannot_be_tried_are_accepted_unless_known_by_name() -> None:
     assert reason(NeedsMore(parameters(), nn.Linear(1, 1))) is None
     assert "needs whole matrices" in reason(DistributedShampoo(parameters()))
 

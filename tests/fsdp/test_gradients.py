@@ -1,39 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients, weights and outputs are those of the unsharded model, whatever the model, the strategy and the schedule."""
+"""Gradients, weights and outputs are those of the unsharded model, in any combination."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
+from math import inf
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
-from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.fsdp import models
-from tests.fsdp.models import MODELS
-from tests.fsdp.reference import Case, Meshes, batch, compare, compare_pieces, loss_of, shard_mesh
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp import models, random_models
+from tests.fsdp.meshes import Meshes, shard_mesh
+from tests.fsdp.models import MODELS, ResidualBlock
+from tests.fsdp.random_models import Drawn, DrawnLayer
+from tests.fsdp.reference import LEVELS, Case, Ranks, batch, compare, compare_all, loss_of
 
-Ranks = Callable[..., list[Any]]
-LEVELS = (0, 1, 2, 3)
 LEVELS_OF_WORLD = {1: (0, 3), 2: LEVELS, 3: (3,), 4: (1,)}
 """What every model runs at: every level in one world, and every world.
 
 Two of them run at every level of every world."""
-
-
-def compare_all(cases: list[Case]) -> None:
-    meshes = Meshes()
-    for case in cases:
-        try:
-            compare(case, meshes)
-        except Exception as error:
-            error.add_note(f"in {case}")
-            raise
 
 
 def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
@@ -42,8 +31,20 @@ def at_levels(case: Case, levels: tuple[int, ...] = LEVELS) -> list[Case]:
     ]
 
 
-@pytest.mark.parametrize("world_size", LEVELS_OF_WORLD)
-@pytest.mark.parametrize("model", MODELS)
+DIVIDED_UNEVENLY = {"several_units", "nested_units", "scalars", "tied_across_units", "no_units"}
+"""Models whose every world is quick enough; others run on one and three ranks in the long suite."""
+
+MODELS_AND_WORLDS = [
+    pytest.param(
+        model,
+        world_size,
+        marks=() if model in DIVIDED_UNEVENLY or world_size in (2, 4) else pytest.mark.exhaustive,
+    )
+    for model, world_size in product(MODELS, LEVELS_OF_WORLD)
+]
+
+
+@pytest.mark.parametrize(("model", "world_size"), MODELS_AND_WORLDS)
 def test_training_matches_the_unsharded_model(ranks: Ranks, model: str, world_size: int) -> None:
     everywhere = model in ("several_units", "nested_units")
     ranks(
@@ -103,127 +104,212 @@ def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: str, world_s
     ranks(world_size, compare_all, at_levels(SETTINGS[settings]))
 
 
-class Numbers(nn.Module):
-    """Its gradient is its input."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(5, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x.to(self.weight.dtype)).sum()
+WITHOUT_OVERLAP = {"overlap_grad_reduce": False, "overlap_param_gather": False}
 
 
-def gradient_of_numbers(
-    dtype: torch.dtype,
-    policy: MixedPrecisionPolicy,
-    level: int,
-    inputs: list[list[float]],
-    mode: str,
-    **settings: Any,
-) -> Tensor:
-    """The whole gradient after one backward for each number that this rank has in `inputs`."""
-    model = fully_shard_model(
-        Numbers(dtype),
-        device_mesh=shard_mesh(),
-        mixed_precision_policy=policy,
-        zero_dp_strategy=level,
-        sync_model_each_microbatch=mode != "manual",
-        **settings,
+def gradients_of(model: str | Drawn, **options: Any) -> Case:
+    """Return a case of one step: its gradients are what matters."""
+    return Case(model=model, steps=1, evaluate=False, **options)
+
+
+def with_settings(case: Case, *settings: dict[str, Any]) -> list[Case]:
+    return [replace(case, settings={**case.settings, **each}) for each in settings]
+
+
+def test_hybrid_sharding_with_sharded_optimizer_state_gives_the_mean(ranks: Ranks) -> None:
+    case = gradients_of(
+        "several_units",
+        mesh="outer2",
+        clip=2.0,
+        optimizer="sgd",
+        settings={"outer_dp_sharding_strategy": 1},
     )
-    mine = inputs[dist.get_rank()]
-    for number, value in enumerate(mine):
-        with model.no_sync() if mode == "no_sync" and number < len(mine) - 1 else nullcontext():
-            model(torch.full((5,), value)).backward()
-    model.finish_grad_sync()
-    return uneven_dtensor_to_full_tensor(next(model.parameters()).grad)
-
-
-SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
-
-
-@pytest.mark.parametrize("mode", ["auto", "no_sync", "manual"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode: str) -> None:
-    inputs = [[1.0] + [SMALL] * 8] * 2
-    fp32 = MixedPrecisionPolicy(torch.float32, torch.float32)
-    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, fp32, level, inputs, mode):
-        assert gradient.tolist() == [1 + 8 * SMALL] * 5
-    bf16 = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
-    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, bf16, level, inputs, mode):
-        assert gradient.tolist() == [1.0] * 5
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
-    """What one rank adds is lost in a bf16 sum and kept in an fp32 one; the division by two is exact in both."""
-    inputs = [[1.0], [SMALL]]
-    for comm, expected in (
-        (torch.bfloat16, 0.5),
-        (torch.float32, 0.5 + SMALL / 2),
-        (None, 0.5 + SMALL / 2),
-    ):
-        policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
-        for dtype in (torch.bfloat16, torch.float32):
-            for gradient in ranks(2, gradient_of_numbers, dtype, policy, level, inputs, "auto"):
-                assert gradient.dtype == torch.float32
-                assert gradient.tolist() == [expected] * 5
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_fp16_gradients_do_not_overflow_where_their_mean_fits(ranks: Ranks, level: int) -> None:
-    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
-    for gradient in ranks(
-        2, gradient_of_numbers, torch.float32, policy, level, [[60000.0], [60000.0]], "auto"
-    ):
-        assert gradient.tolist() == [60000.0] * 5
-
-
-def train_bf16(level: int, mesh: DeviceMesh) -> None:
-    """Compare with an unsharded bf16 copy of fp32 weights; reductions in fp32 add up the same numbers."""
-    reference = models.build("several_units", torch.bfloat16)
-    masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
-    expected_optimizer = torch.optim.AdamW(masters, lr=0.02)
-    module = models.build("several_units", torch.bfloat16)
-    model, optimizer = fully_shard(
-        module,
-        torch.optim.AdamW(module.parameters(), lr=0.02),
-        device_mesh=mesh,
-        fsdp_unit_modules=[models.Block],
-        zero_dp_strategy=level,
-        grad_reduce_in_fp32=True,
+    ranks(
+        4,
+        compare_all,
+        with_settings(
+            case, {}, {"average_in_collective": True}, {"calculate_per_token_loss": True}
+        ),
     )
-    for step in range(4):
-        summed = [torch.zeros_like(master) for master in masters]
-        for rank in range(dist.get_world_size()):
-            reference.zero_grad()
-            loss_of(reference(batch(step, rank, 0).bfloat16())).backward()
-            for total, parameter in zip(summed, reference.parameters()):
-                total.add_(parameter.grad)
-        for master, parameter, total in zip(masters, reference.parameters(), summed):
-            master.grad = total / dist.get_world_size()
-        loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
-        names = [name for name, _ in reference.named_parameters()]
-        compare_pieces(
-            model,
-            {key: parameter.grad for key, parameter in model.named_parameters()},
-            {name: master.grad for name, master in zip(names, masters)},
-            f"gradient in step {step}",
-            tolerance=0.0,
-        )
-        expected_optimizer.step()
-        for master, parameter in zip(masters, reference.parameters()):
-            parameter.data.copy_(master.data)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
-def train_bf16_at_all_levels() -> None:
-    mesh = shard_mesh()
-    for level in LEVELS:
-        train_bf16(level, mesh)
+def test_hybrid_sharding_at_level_1_without_overlap_reduces_over_the_outer_axis(
+    ranks: Ranks,
+) -> None:
+    case = gradients_of(
+        "several_units",
+        mesh="outer2",
+        microbatches=2,
+        settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP},
+    )
+    ranks(4, compare_all, [replace(case, sync=sync) for sync in ("auto", "no_sync", "step")])
 
 
-def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: Ranks) -> None:
-    """On two ranks, where a sum has one order; any weight that differed in a bit would show in a later gradient."""
-    ranks(2, train_bf16_at_all_levels)
+def test_a_shard_axis_of_one_rank_does_not_double_gradients_at_every_microbatch(
+    ranks: Ranks,
+) -> None:
+    for world_size, mesh in ((1, "flat"), (2, "outer2")):
+        for sync, overlap in (("auto", {}), ("manual", WITHOUT_OVERLAP)):
+            case = gradients_of(
+                "several_units", mesh=mesh, microbatches=3, sync=sync, settings=overlap
+            )
+            ranks(
+                world_size,
+                compare_all,
+                with_settings(case, *({"zero_dp_strategy": level} for level in LEVELS)),
+            )
+
+
+def test_only_the_new_contribution_is_divided_at_each_microbatch(ranks: Ranks) -> None:
+    case = gradients_of("several_units", microbatches=3)
+    cases = [*at_levels(replace(case, sync="auto")), *at_levels(replace(case, sync="manual"))]
+    ranks(2, compare_all, cases)
+
+
+def test_hybrid_sharding_keeps_the_gradients_of_every_microbatch(ranks: Ranks) -> None:
+    case = gradients_of("several_units", mesh="outer2", microbatches=3)
+    settings = [{"zero_dp_strategy": 1}, {"zero_dp_strategy": 2}, {"outer_dp_sharding_strategy": 1}]
+    cases = []
+    for sync in ("auto", "no_sync", "manual"):
+        cases += with_settings(replace(case, sync=sync), *settings)
+    ranks(4, compare_all, cases)
+
+
+def test_averaging_in_the_collective_remembers_the_expert_factor(ranks: Ranks) -> None:
+    model = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
+    case = gradients_of(
+        model, mesh="ep2", microbatches=2, clip=2.0, settings={"average_in_collective": True}
+    )
+    ranks(4, compare_all, with_settings(case, {"zero_dp_strategy": 1}, {"zero_dp_strategy": 3}))
+
+
+def test_level_1_with_frozen_parameters_and_without_overlap_trains(ranks: Ranks) -> None:
+    case = Case(
+        model="frozen_in_part", microbatches=2, settings={"zero_dp_strategy": 1, **WITHOUT_OVERLAP}
+    )
+    ranks(
+        2,
+        compare_all,
+        [
+            case,
+            replace(case, sync="manual"),
+            replace(case, model="frozen_at_the_bottom", sync="no_sync"),
+        ],
+    )
+
+
+def gradients_of_nothing(level: int) -> list[int]:
+    """Return how many elements this rank has of each gradient, all of which exist."""
+    model = fully_shard_model(models.build("scalars"), shard_mesh(), zero_dp_strategy=level)
+    loss_of(model(batch(0, dist.get_rank(), 0))).backward()
+    return [parameter.grad.to_local().numel() for parameter in model.parameters()]
+
+
+def test_ranks_that_own_nothing_of_a_parameter_take_part_in_its_norm(ranks: Ranks) -> None:
+    for level in (1, 2, 3):
+        sizes = ranks(4, gradients_of_nothing, level)
+        assert any(0 in each for each in sizes)
+        assert len({len(each) for each in sizes}) == 1
+    cases = [
+        gradients_of("scalars", clip=order, settings={"zero_dp_strategy": level})
+        for order, level in ((2.0, 1), (2.0, 3), (inf, 3))
+    ]
+    ranks(4, compare_all, cases)
+
+
+def attributes_of_the_output_layer() -> None:
+    module = models.build("tied_across_units")
+    module.blocks[0].up.weight.shared = True
+    model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[ResidualBlock])
+    assert [
+        name for name, parameter in model.named_parameters() if hasattr(parameter, "shared")
+    ] == ["module.blocks.0.up.weight"]
+
+
+def test_a_tied_weight_counts_once_in_the_norm_and_marks_of_copies_reach_the_optimizer(
+    ranks: Ranks,
+) -> None:
+    """Megatron-Core's attribute `shared` marks copies on other stages; the adapter counts one."""
+    ranks(2, attributes_of_the_output_layer)
+    case = Case(model="tied_across_units", clip=2.0)
+    ranks(
+        2,
+        compare_all,
+        [
+            *with_settings(case, {"zero_dp_strategy": 0}, {}),
+            replace(case, model="tied_weight_as_argument", clip=1.0),
+        ],
+    )
+
+
+def test_parameters_may_be_unused_and_modules_called_twice(ranks: Ranks) -> None:
+    ranks(
+        2,
+        compare_all,
+        [
+            Case(model=name)
+            for name in ("unused_parameters", "unit_unused_in_some_steps", "unit_called_twice")
+        ],
+    )
+
+
+def test_weights_may_be_tied_across_units_and_have_no_dims(ranks: Ranks) -> None:
+    cases = [
+        Case(model=name) for name in ("tied_across_units", "tied_weight_as_argument", "scalars")
+    ]
+    drawn = Drawn(
+        layers=(DrawnLayer(hidden=3, scale="scalar"), DrawnLayer(hidden=3)),
+        tied_layers=(0, 1),
+        head="tied",
+    )
+    ranks(2, compare_all, [*cases, Case(model=drawn, clip=2.0)])
+
+
+def test_level_3_works_without_unit_modules(ranks: Ranks) -> None:
+    case = Case(model="no_units", microbatches=2)
+    ranks(
+        2,
+        compare_all,
+        with_settings(
+            case,
+            {"fsdp_unit_modules": None},
+            {"fsdp_unit_modules": []},
+            {"disable_bucketing": True},
+        ),
+    )
+
+
+def train_drawn(case: Case) -> None:
+    compare(case, Meshes())
+
+
+def test_a_block_called_plainly_and_then_recomputed_keeps_its_weights_to_the_end(
+    ranks: Ranks,
+) -> None:
+    """The recomputed call brings all gradients before the plain call's backward runs."""
+    first = random_models.DrawnLayer(
+        3, norm=True, recompute="reentrant", calls=2, frozen=("up", "down")
+    )
+    drawn = random_models.Drawn((first, random_models.DrawnLayer(2)), frozen_embedding=True)
+    for level in (2, 3):
+        settings = {
+            "zero_dp_strategy": level,
+            "disable_bucketing": True,
+            "overlap_grad_reduce": False,
+        }
+        ranks(2, train_drawn, Case(model=drawn, settings=settings))
+
+
+def train_a_sparse_embedding() -> None:
+    torch.manual_seed(0)
+    module = nn.Embedding(16, 4, sparse=True)
+    reference = nn.Embedding.from_pretrained(module.weight.detach().clone(), freeze=False)
+    model = fully_shard_model(module, preserve_fp32_weights=False)
+    tokens = torch.tensor([1, 2, 2, 15])
+    for each in (model, reference):
+        each(tokens).pow(2).sum().backward()
+    torch.testing.assert_close(full_tensor(next(model.parameters()).grad), reference.weight.grad)
+
+
+def test_sparse_gradients_become_dense(ranks: Ranks) -> None:
+    ranks(2, train_a_sparse_embedding)

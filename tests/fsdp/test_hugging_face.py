@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face's transformers train, recompute, generate and save as they do unsharded."""
+"""Models of Hugging Face transformers: training, generation, outputs and state dicts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,18 +11,22 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.reference import TOLERANCE, close, compare_pieces, optimizer_over
+from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 
-Ranks = Callable[..., list[Any]]
+
 VOCABULARY, LENGTH = 41, 9
+
+
 LLAMA_LAYER = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
+
+
 GPT2_LAYER = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
 
 
 def build_llama(tied: bool = False) -> nn.Module:
-    """Two layers with grouped queries; odd sizes where the architecture lets them be."""
+    """Build two layers with grouped queries; sizes are odd where the architecture allows it."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=12,
@@ -41,7 +45,7 @@ def build_llama(tied: bool = False) -> nn.Module:
 
 
 def build_gpt2() -> nn.Module:
-    """Its output layer's weight is that of the embedding."""
+    """Build a model whose output layer has the weight of its embedding."""
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=32,
@@ -83,9 +87,9 @@ def loss_on(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def train(
-    name: str, recompute: str, steps: int = 3, **settings: Any
+    name: str, recompute: str, steps: int = 2, **settings: Any
 ) -> tuple[nn.Module, MegatronFSDP]:
-    """Compare losses, gradients and weights of every step with those of the unsharded model in float64."""
+    """Compare losses, gradients and weights of every step with the unsharded model in float64."""
     build, _ = MODELS[name]
     reference, module = build(), build()
     if recompute:
@@ -93,8 +97,8 @@ def train(
         if recompute == "reentrant":
             # Without it torch's reentrant kind gives the first layer no gradients
             module.enable_input_require_grads()
-    expected_optimizer = optimizer_over(reference)
-    model, optimizer = fully_shard(module, optimizer_over(module), **settings)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
+    model, optimizer = fully_shard(module, optimizer_over(module, "fused_adamw"), **settings)
     # The one-line call keeps fp32 main weights and gradients unless told otherwise; fp64 weights
     # are rounded to them.
     tolerance = TOLERANCE if "preserve_fp32_weights" in settings else 2e-6
@@ -110,11 +114,11 @@ def train(
         loss.backward()
         gradients = {key: parameter.grad.clone() for key, parameter in reference.named_parameters()}
         actual = {key: parameter.grad for key, parameter in model.named_parameters()}
-        compare_pieces(model, actual, gradients, f"gradient in step {step}", tolerance)
+        compare_shards(model, actual, gradients, f"gradient in step {step}", tolerance)
         expected_optimizer.step()
         optimizer.step()
         weights = {key: parameter.detach() for key, parameter in reference.named_parameters()}
-        compare_pieces(
+        compare_shards(
             model, dict(model.named_parameters()), weights, f"weight after step {step}", tolerance
         )
     return reference, model
@@ -159,7 +163,7 @@ def test_one_line_is_enough(ranks: Ranks, model: str) -> None:
 
 
 def outputs(name: str) -> None:
-    """What is asked for of the outputs is there, by name, by key and by number, and has gradients."""
+    """Check that outputs are there by name, by key and by number, and have gradients."""
     build, layer = MODELS[name]
     reference, module = build(), build()
     model, _ = fully_shard(
@@ -181,7 +185,7 @@ def outputs(name: str) -> None:
         key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for key, parameter in reference.named_parameters()
     }
-    compare_pieces(
+    compare_shards(
         model,
         {key: parameter.grad for key, parameter in model.named_parameters()},
         gradients,
@@ -195,7 +199,7 @@ def test_model_outputs_are_whole_and_differentiable(ranks: Ranks, model: str) ->
 
 
 def generate(name: str) -> None:
-    """Greedy, with a cache and without; then train on."""
+    """Generate greedily, with a cache and without; then train on."""
     reference, model = train(
         name, "", steps=1, fsdp_unit_modules=[MODELS[name][1]], preserve_fp32_weights=False
     )

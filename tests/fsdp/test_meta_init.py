@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models built on the meta device get the weights of models built on the CPU, and are never whole on the way."""
+"""Models from the meta device get the weights of those from the CPU, and are never whole."""
 
 import gc
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.models import WIDTH
-from tests.fsdp.reference import Meshes, batch, close, loss_of
+from tests.fsdp.reference import Ranks, batch, close, loss_of
 from tests.fsdp.side_by_side import train_side_by_side
 
-Ranks = Callable[..., list[Any]]
 HEADS, HIDDEN = 2, 6
 
 
@@ -41,7 +40,7 @@ class Positions(nn.Module):
         return x + self.weight[: x.shape[0]] * self.scale
 
 
-class Layer(nn.Module):
+class InitialisedLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
@@ -58,14 +57,14 @@ class Layer(nn.Module):
         return x + self.down(self.convolution(self.statistics(y)[:, None]).flatten(1))
 
 
-class Model(nn.Module):
+class InitialisedModel(nn.Module):
     """Everything that has an initialisation of its own; the head is tied with the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, HIDDEN, bias=False)
         self.positions = Positions()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(InitialisedLayer() for _ in range(2))
         self.table = nn.Embedding(4, HIDDEN)
         self.norm = nn.RMSNorm(HIDDEN)
         self.head = nn.Linear(WIDTH, HIDDEN, bias=False)
@@ -78,8 +77,8 @@ class Model(nn.Module):
         return self.norm(x + self.table(torch.arange(x.shape[0]) % 4)) @ self.head.weight
 
 
-class Part(nn.Module):
-    """Three units in a row, in a model of units and nothing else."""
+class UpAndDown(nn.Module):
+    """A unit of a model that has units and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,11 +88,13 @@ class Part(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def build(on_meta: bool = False, freeze: bool = False, dtype: torch.dtype = torch.float64) -> Model:
+def build(
+    on_meta: bool = False, freeze: bool = False, dtype: torch.dtype = torch.float64
+) -> InitialisedModel:
     torch.set_default_dtype(dtype)
     try:
         with torch.device("meta") if on_meta else nullcontext():
-            model = Model()
+            model = InitialisedModel()
     finally:
         torch.set_default_dtype(torch.float32)
     if freeze:
@@ -116,13 +117,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def initialise(case: str, freeze: bool, own_seeds: bool = False) -> dict[str, Tensor]:
-    """Whole weights, and buffers, of the model built on meta, as this rank has them after sharding."""
+    """Return whole weights and buffers, after sharding, of the model built on meta."""
     mesh, settings = CASES[case]
     module = build(on_meta=True, freeze=freeze)
     before = dict(module.named_parameters())
     assert all(parameter.is_meta for parameter in before.values())
     torch.manual_seed(7 + (dist.get_rank() if own_seeds else 0))
-    settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
+    settings = {"fsdp_unit_modules": [InitialisedLayer], **Meshes().arguments(mesh), **settings}
     model = fully_shard_model(
         module, init_model_with_meta_device=True, preserve_fp32_weights=False, **settings
     )
@@ -171,9 +172,9 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 def train(case: str, freeze: bool) -> None:
-    """With an optimizer that was made on meta parameters."""
+    """Train with an optimizer that was made on meta parameters."""
     mesh, settings = CASES[case]
-    settings = {"fsdp_unit_modules": [Layer], **Meshes().arguments(mesh), **settings}
+    settings = {"fsdp_unit_modules": [InitialisedLayer], **Meshes().arguments(mesh), **settings}
     level = settings.pop("zero_dp_strategy", 3)
     place = {
         "init_model_with_meta_device": True,
@@ -183,6 +184,7 @@ def train(case: str, freeze: bool) -> None:
         lambda: build(freeze=freeze),
         backward,
         level,
+        steps=2,
         mesh=settings["device_mesh"],
         **place,
         **settings,
@@ -195,12 +197,8 @@ def test_training_goes_on_as_without_sharding(ranks: Ranks, case: str, freeze: b
     ranks(2 if CASES[case][0] == "flat" else 4, train, case, freeze)
 
 
-# ---- memory
-# ---------------------------------------------------------------------------------------------------------
-
-
 class LiveBytes(TorchDispatchMode):
-    """The bytes of all storages that operations have touched, looked at after every operation."""
+    """The bytes of all storages that operations have touched, counted after every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,16 +230,16 @@ class LiveBytes(TorchDispatchMode):
 def peak_of_sharding(
     on_meta: bool, level: int, policy: MixedPrecisionPolicy, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes at the peak of building and sharding, and afterwards."""
+    """Return the bytes at the peak of building and sharding, and afterwards."""
     gc.collect()
     mesh = Meshes().arguments("flat")
     with LiveBytes() as tracker:
         with torch.device("meta") if on_meta else nullcontext():
-            module = nn.Sequential(*[Part() for _ in range(8)]).to(dtype)
+            module = nn.Sequential(*[UpAndDown() for _ in range(8)]).to(dtype)
         model = fully_shard_model(
             module,
             **mesh,
-            fsdp_unit_modules=[Part],
+            fsdp_unit_modules=[UpAndDown],
             zero_dp_strategy=level,
             init_model_with_meta_device=on_meta,
             mixed_precision_policy=policy,
@@ -259,13 +257,17 @@ def peak_of_sharding(
 def test_no_more_than_one_unit_is_whole_at_a_time(
     ranks: Ranks, level: int, dtype: torch.dtype
 ) -> None:
-    unit = sum(parameter.numel() for parameter in Part().parameters()) * dtype.itemsize
+    unit = sum(parameter.numel() for parameter in UpAndDown().parameters()) * dtype.itemsize
     policy = MixedPrecisionPolicy(torch.float32)
     slack = unit // 8
-    # gloo's thread may hold a broadcast's memory for a moment after the broadcast is over: the
-    # lowest peak of some runs.
-    runs = [ranks(4, peak_of_sharding, True, level, policy, dtype) for _ in range(3)]
-    for peak, left in map(min, zip(*runs)):
+    # Gloo's thread may keep a broadcast's memory for a moment after the broadcast is over: another
+    # run may have a lower peak.
+    results = ranks(4, peak_of_sharding, True, level, policy, dtype)
+    for _ in range(2):
+        if any(peak > left + unit + slack for peak, left in results):
+            again = ranks(4, peak_of_sharding, True, level, policy, dtype)
+            results = list(map(min, zip(results, again)))
+    for peak, left in results:
         shards = (
             8 * unit / 4 * (4 / dtype.itemsize + (dtype != torch.float32))
         )  # main weights, and compute shards
@@ -281,12 +283,8 @@ def test_no_more_than_one_unit_is_whole_at_a_time(
             assert peak > left + 2 * unit, (peak / unit, left / unit)
 
 
-# ---- parts and errors
-# -----------------------------------------------------------------------------------------------
-
-
 def keep_what_is_there() -> None:
-    """Only what is on the meta device is initialised; the rest, weights loaded by the user, stays."""
+    """Initialise only what is on the meta device: weights loaded by the user stay."""
     module = build()
     module.layers[1] = build(on_meta=True).layers[1]
     expected = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
@@ -295,14 +293,15 @@ def keep_what_is_there() -> None:
     model = fully_shard_model(
         module,
         **Meshes().arguments("flat"),
-        fsdp_unit_modules=[Layer],
+        fsdp_unit_modules=[InitialisedLayer],
         init_model_with_meta_device=True,
         preserve_fp32_weights=False,
     )
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)
     expected |= {
-        f"layers.1.{name}": parameter.detach() for name, parameter in Layer().named_parameters()
+        f"layers.1.{name}": parameter.detach()
+        for name, parameter in InitialisedLayer().named_parameters()
     }
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
@@ -310,12 +309,12 @@ def keep_what_is_there() -> None:
     assert model.module.layers[0].statistics.running_mean.tolist() == [3.0] * HIDDEN
 
 
-def test_what_has_values_keeps_them(ranks: Ranks) -> None:
+def test_parameters_with_values_keep_them(ranks: Ranks) -> None:
     ranks(2, keep_what_is_there)
 
 
 class TiedHeadWithBias(nn.Module):
-    """The head has something of its own to initialise beside the weight that is another's."""
+    """A model whose head has a bias of its own to initialise, and a weight that is tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -344,7 +343,7 @@ def initialise_tied_head(level: int, world_mesh: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_tied_weight_is_initialised_as_torch_would_have(ranks: Ranks, level: int) -> None:
-    """By its first owner: the constructor of the second one draws too, but what it has drawn is thrown away."""
+    """The constructor of its second owner draws too, but that draw is thrown away."""
     torch.manual_seed(7)
     expected = dict(TiedHeadWithBias().named_parameters())
     for values in ranks(2, initialise_tied_head, level, "flat"):
@@ -377,3 +376,16 @@ def test_modules_that_nothing_can_initialise_are_named_on_every_rank(ranks: Rank
     assert first == second
     assert "1 (Unknown: weight)" in first[0] and "reset_parameters" in first[0]
     assert "level 0" in first[1]
+
+
+def build_in_two_ways() -> str:
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(ValueError) as error:
+        fully_shard_model(module, init_model_with_meta_device=True)
+    return str(error.value)
+
+
+def test_ranks_must_agree_on_what_is_on_the_meta_device(ranks: Ranks) -> None:
+    first, second = ranks(2, build_in_two_ways)
+    assert first == second and "on meta" in first

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a sharded optimizer: what it is at first, and how it is saved, copied and loaded."""
+"""The state of a sharded optimizer: its first values, and how it is saved, copied and loaded."""
 
 import copy
 import io
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -13,18 +14,21 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp import models
-from tests.fsdp.reference import shard_mesh
-from tests.fsdp.test_optimizer import (
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.optimizers import (
     IN_ONE_GROUP,
     OPTIMIZERS,
-    Ranks,
     sharded_pair,
     sharded_step,
     sharding,
     two_groups,
     unsharded_step,
+    weights,
 )
+from tests.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
+from tests.fsdp.state_dicts import whole_state
 
 FRESH = (
     *(
@@ -55,7 +59,7 @@ def look_at_fresh_states() -> None:
 def compare_fresh_states(
     make: Callable[..., torch.optim.Optimizer], pairs: list[tuple[nn.Module, torch.optim.Optimizer]]
 ) -> None:
-    """The keys, shapes and dtypes that torch makes at the first step, and the values it begins with."""
+    """Compare keys, shapes, dtypes and first values with those that torch makes."""
     reference = models.build("scalars")
     expected = make(reference.parameters())
     for parameter in reference.parameters():
@@ -84,10 +88,10 @@ def test_fresh_state_is_what_torch_would_make(ranks: Ranks) -> None:
     ranks(2, look_at_fresh_states)
 
 
-def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """What this rank holds of the state."""
+def shards_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """Return this rank's shards of the state."""
     state = optimizer.state_dict()
-    names = [name for group in state["param_groups"] for name in group["param_names"]]
+    names = list(chain.from_iterable(group["param_names"] for group in state["param_groups"]))
     return {
         names[key]: {
             slot: (value.to_local() if isinstance(value, DTensor) else value).clone()
@@ -98,11 +102,11 @@ def pieces_by_name(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tens
 
 
 def assert_same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:
-    assert_equal_state(actual, pieces_by_name(expected))
+    assert_equal_state(actual, shards_by_name(expected))
 
 
 def assert_equal_state(actual: torch.optim.Optimizer, right: dict[str, dict[str, Tensor]]) -> None:
-    left = pieces_by_name(actual)
+    left = shards_by_name(actual)
     assert left.keys() == right.keys()
     for name, slots in right.items():
         assert left[name].keys() == slots.keys()
@@ -125,7 +129,10 @@ def reordered(parameters: list[tuple[str, nn.Parameter]], way: str) -> list[dict
 
 
 def load_by_name(source: str) -> None:
-    """Saved in one order, loaded in others; sources: this package, torch's functions, an unsharded optimizer."""
+    """Save in one order and load in others.
+
+    Sources are this package, torch's functions and an unsharded optimizer.
+    """
     mesh = shard_mesh()
     expected_module = models.build("scalars")
     if source == "unsharded":
@@ -166,14 +173,14 @@ def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
 
 
 def load_what_does_not_fit() -> None:
-    """And nothing is changed."""
+    """Check that a refused state changes nothing."""
     module = models.build("several_units")
     model, optimizer = fully_shard(
         module, OPTIMIZERS["adamw"](two_groups(module)), shard_mesh(), **sharding(module)
     )
     sharded_step(model, optimizer, 0)
     state = optimizer.state_dict()
-    before = pieces_by_name(optimizer)
+    before = shards_by_name(optimizer)
     names = [group["param_names"] for group in state["param_groups"]]
 
     def with_names(*lists: list[str]) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def test_state_that_does_not_fit_is_refused(ranks: Ranks) -> None:
 
 
 def copy_state(level: int, flatten: bool) -> None:
-    """Before the first step and after one: by copy, by pickle, and by torch's functions."""
+    """Copy state before the first step and after one, in every way that torch has."""
     options = torch_state_dict.StateDictOptions(flatten_optimizer_state_dict=flatten)
     model, optimizer = sharded_pair("frozen_in_part", level)
     for step in range(2):
@@ -242,7 +249,7 @@ def test_state_can_be_copied_at_any_time(ranks: Ranks, level: int, flatten: bool
 
 
 def load_before_the_first_step() -> None:
-    """The state of an unsharded optimizer that has not stepped is none; ours exists all the same."""
+    """Load the state of an unsharded optimizer that has not stepped, which has none."""
     module = models.build("several_units")
     _, optimizer = sharded_pair("several_units")
     optimizer.load_state_dict(OPTIMIZERS["adamw"](module.named_parameters()).state_dict())
@@ -252,3 +259,88 @@ def load_before_the_first_step() -> None:
 
 def test_state_exists_after_loading_none(ranks: Ranks) -> None:
     ranks(1, load_before_the_first_step)
+
+
+def look_at_fresh_state(level: int) -> None:
+    """Check that state exists, is zero and has step 0, and that no weight has moved."""
+    reference = weights(models.build("frozen_in_part"))
+    model, optimizer = sharded_pair("frozen_in_part", level)
+    compare_shards(model, weights(model), reference, "weight", 0.0)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert list(optimizer.state) == trainable
+    for parameter in trainable:
+        slots = optimizer.state[parameter]
+        assert sorted(slots) == ["exp_avg", "exp_avg_sq", "step"]
+        assert slots["step"].item() == 0
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert slots[name].shape == parameter.shape
+            assert slots[name].to_local().shape == parameter.to_local().shape
+            assert not slots[name].to_local().any()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_state_exists_at_once(ranks: Ranks, level: int) -> None:
+    ranks(2, look_at_fresh_state, level)
+
+
+def look_at_a_fresh_optimizer(kind: str, level: int) -> None:
+    module, reference = models.build("several_units"), models.build("several_units")
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    optimizer, expected = (
+        getattr(torch.optim, kind)(each.parameters(), **settings) for each in (module, reference)
+    )
+    model, optimizer = fully_shard(
+        module, optimizer, shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False
+    )
+    torch_state_dict.get_optimizer_state_dict(
+        model, optimizer
+    )  # torch takes a step where it finds no state
+    for slots in optimizer.state_dict()["state"].values():
+        assert float(slots["step"]) == 0
+        assert not slots["exp_avg"].to_local().any() and not slots["exp_avg_sq"].to_local().any()
+    for name, value in whole_state(model.state_dict()).items():
+        assert torch.equal(value, reference.get_parameter(name)), name
+    x = batch(0, 0, 0)
+    for each, each_optimizer in ((model, optimizer), (reference, expected)):
+        loss_of(each(x)).backward()
+        each_optimizer.step()
+    for name, value in whole_state(model.state_dict()).items():
+        close(value, reference.get_parameter(name).detach(), name)
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_making_state_neither_counts_a_step_nor_decays_weights(ranks: Ranks, kind: str) -> None:
+    for level in (0, 1, 3):
+        ranks(2, look_at_a_fresh_optimizer, kind, level)
+
+
+class ScaledInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x
+
+
+def nadam_on_a_scalar() -> float:
+    torch.manual_seed(0)
+    net = ScaledInput()
+    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = fully_shard(net, optimizer)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return full_tensor(next(model.parameters())).item()
+
+
+def test_counters_of_a_scalar_parameter_are_not_sharded(ranks: Ranks) -> None:
+    net = ScaledInput()
+    optimizer = torch.optim.NAdam(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+    assert ranks(2, nadam_on_a_scalar) == pytest.approx([net.scale.item()] * 2)

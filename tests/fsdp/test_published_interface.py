@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names and signatures that users' code is written against. A change here breaks them."""
+"""The published names, signatures, fields and members exist."""
 
 import importlib
 import inspect
@@ -60,6 +60,7 @@ MODULES: dict[str, list[str]] = {
     ],
 }
 
+
 MESH = {
     **dict.fromkeys(
         [
@@ -72,6 +73,8 @@ MESH = {
         ]
     ),
 }
+
+
 SHARD = {
     **MESH,
     **dict.fromkeys(
@@ -109,7 +112,11 @@ SHARD = {
         ["check_for_nan_in_grad", "grad_reduce_in_fp32", "preserve_fp32_weights"]
     ),  # older spellings
 }
+
+
 REQUIRED = inspect.Parameter.empty
+
+
 SIGNATURES: dict[str, dict[str, Any]] = {
     "fully_shard_model": {"module": REQUIRED, **SHARD},
     "fully_shard": {"module": REQUIRED, "optimizer": REQUIRED, **SHARD},
@@ -177,6 +184,8 @@ SIGNATURES: dict[str, dict[str, Any]] = {
         ),
     },
 }
+
+
 MEMBERS = [
     *(
         "module",

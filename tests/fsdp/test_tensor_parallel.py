@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism inside of data ranks: torch's DTensor models, and Megatron-Core's attributes on plain tensors."""
+"""Models split by torch's tensor parallelism match the unsharded ones and load elsewhere."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,18 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.reference import close, optimizer_over, shard_mesh
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.reference import Ranks, close, optimizer_over
 
-Ranks = Callable[..., list[Any]]
 WIDTH, LENGTH = 6, 8
-STEPS = 3
 
 
-class Block(nn.Module):
+STEPS = 2
+
+
+class SplitBlock(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -39,11 +40,11 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-class Model(nn.Module):
+class SplitModel(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(2))
+        self.blocks = nn.ModuleList(SplitBlock(hidden) for _ in range(2))
         self.head = nn.Linear(WIDTH, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,9 +54,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def build(hidden: int) -> Model:
+def build(hidden: int) -> SplitModel:
     torch.manual_seed(7)
-    return Model(hidden).double()
+    return SplitModel(hidden).double()
 
 
 def batch(step: int, data_rank: int) -> Tensor:
@@ -68,7 +69,7 @@ def loss_on(model: nn.Module, step: int, data_rank: int) -> Tensor:
     return output.pow(2).mean() + output.mean()
 
 
-def split(model: Model, mesh: DeviceMesh, style: str) -> Model:
+def split(model: SplitModel, mesh: DeviceMesh, style: str) -> SplitModel:
     """Divide the blocks, and the head, over the ranks of `mesh`."""
     for block in model.blocks:
         # Plain local tensors would say nothing of the whole's size where its parts are not equal.
@@ -94,6 +95,8 @@ def split(model: Model, mesh: DeviceMesh, style: str) -> Model:
 
 
 SHAPES = {"dp2_tp2": (2, 2), "outer2_dp2_tp2": (2, 2, 2)}
+
+
 AXES = {2: ("dp_shard", "tp"), 3: ("dp_outer", "dp_shard", "tp")}
 
 
@@ -105,7 +108,7 @@ def mesh_arguments(name: str) -> dict[str, Any]:
 
 
 def data_place(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's number among the data ranks, and how many there are."""
+    """Return this rank's number among the data ranks, and how many there are."""
     tp = mesh["tp"].size()
     return dist.get_rank() // tp, dist.get_world_size() // tp
 
@@ -123,18 +126,19 @@ def compare_all(
 
 
 def train(mesh_name: str, level: int, hidden: int, style: str, outer: int = 0) -> None:
-    """Compare gradients, their norm after clipping and weights with those of the unsharded model in float64."""
+    """Compare gradients, their norm after clipping and weights with the unsharded model."""
     place = mesh_arguments(mesh_name)
     data_rank, data_size = data_place(place["device_mesh"])
     reference, module = build(hidden), split(build(hidden), place["device_mesh"]["tp"], style)
-    expected_optimizer = optimizer_over(reference)
+    expected_optimizer = optimizer_over(reference, "fused_adamw")
     settings = {
-        "fsdp_unit_modules": [Block],
+        "fsdp_unit_modules": [SplitBlock],
         "zero_dp_strategy": level,
         "preserve_fp32_weights": False,
     }
+    optimizer = optimizer_over(module, "fused_adamw")
     model, optimizer = fully_shard(
-        module, optimizer_over(module), **place, **settings, outer_dp_sharding_strategy=outer
+        module, optimizer, **place, **settings, outer_dp_sharding_strategy=outer
     )
     for step in range(STEPS):
         expected_optimizer.zero_grad()
@@ -171,19 +175,24 @@ def test_hidden_sizes_that_ranks_do_not_divide_match_too(ranks: Ranks, level: in
     ranks(4, train, "dp2_tp2", level, 7, "tensor")
 
 
-@pytest.mark.parametrize(("level", "outer"), [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("level", "outer"),
+    [
+        pytest.param(0, 0, marks=pytest.mark.exhaustive),
+        (1, 0),
+        pytest.param(2, 0, marks=pytest.mark.exhaustive),
+        pytest.param(3, 0, marks=pytest.mark.exhaustive),
+        (3, 1),
+    ],
+)
 def test_hybrid_sharding_with_tensor_parallelism_matches(
     ranks: Ranks, level: int, outer: int
 ) -> None:
     ranks(8, train, "outer2_dp2_tp2", level, 10, "tensor", outer)
 
 
-# ---- checkpoints
-# ----------------------------------------------------------------------------------------------------
-
-
 def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """On the same data everywhere, so that it does not matter how many data ranks there are."""
+    """Train on the same data everywhere, so that the number of data ranks does not matter."""
     for step in steps:
         optimizer.zero_grad()
         loss_on(model, step, 0).backward()
@@ -198,7 +207,7 @@ def sharded(
         place = mesh_arguments("dp2_tp2")
         module = split(module, place["device_mesh"]["tp"], "tensor")
     settings = {
-        "fsdp_unit_modules": [Block],
+        "fsdp_unit_modules": [SplitBlock],
         "zero_dp_strategy": level,
         "preserve_fp32_weights": False,
     }
@@ -258,115 +267,3 @@ def test_a_checkpoint_of_both_parallelisms_loads_into_the_unsharded_model(
 ) -> None:
     ranks(4, save, str(tmp_path), 7, True, 3)
     ranks(1, load_without_sharding, str(tmp_path), 7)
-
-
-# ---- Megatron-Core's attributes
-# -------------------------------------------------------------------------------------
-
-
-class Marked(nn.Module):
-    """Plain tensors that say which part of a whole they are, as Megatron-Core's layers do."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__()
-        self.column = nn.Parameter(whole_weight(12, 5).chunk(size, 0)[rank].clone())
-        self.row = nn.Parameter(whole_weight(5, 8).chunk(size, 1)[rank].clone())
-        self.bias = nn.Parameter(whole_weight(12, 1).flatten().chunk(size, 0)[rank].clone())
-        self.norm = nn.Parameter(whole_weight(5, 1).flatten())
-        for name, parameter in self.named_parameters():
-            parameter.tensor_model_parallel = name != "norm"
-            parameter.partition_dim = {"row": 1, "norm": -1}.get(name, 0)
-            parameter.partition_stride = 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum(parameter.sum() for parameter in self.parameters()) * x.sum()
-
-
-def whole_weight(rows: int, columns: int) -> Tensor:
-    return torch.arange(rows * columns, dtype=torch.float64).view(rows, columns) + 1000 * rows
-
-
-WHOLE = {"column": (12, 5), "row": (5, 8), "bias": (12, 1), "norm": (5, 1)}
-PLACEMENTS = {"column": Shard(0), "row": Shard(1), "bias": Shard(0), "norm": Replicate()}
-
-
-def chunks_of_marked(
-    level: int,
-) -> dict[str, list[tuple[tuple[int, ...], tuple[int, ...], Tensor]]]:
-    """Offsets, sizes and values of every chunk that this rank would write."""
-    place = mesh_arguments("dp2_tp2")
-    tp = place["device_mesh"]["tp"]
-    module = Marked(tp.get_local_rank(), tp.size())
-    model = fully_shard_model(module, **place, zero_dp_strategy=level, preserve_fp32_weights=False)
-    chunks = {}
-    for name, parameter in model.named_parameters():
-        short = name.removeprefix("module.")
-        expected = whole_weight(*WHOLE[short])
-        expected = expected.flatten() if short in ("bias", "norm") else expected
-        assert tuple(parameter.shape) == tuple(expected.shape)
-        assert (
-            parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
-            == PLACEMENTS[short]
-        )
-        assert (parameter.tensor_model_parallel, parameter.partition_stride) == (short != "norm", 1)
-        assert torch.equal(full_tensor(parameter), expected), name
-        local = model.state_dict()[name]._local_tensor  # `to_local` makes a plain view of it
-        items = local.__create_write_items__(name, local)
-        chunks[short] = [
-            (
-                tuple(item.tensor_data.chunk.offsets),
-                tuple(item.tensor_data.chunk.sizes),
-                local.__get_tensor_shard__(item.index).clone(),
-            )
-            for item in items
-        ]
-        assert all(tuple(item.tensor_data.size) == tuple(expected.shape) for item in items)
-    return chunks
-
-
-@pytest.mark.parametrize("level", range(4))
-def test_chunks_of_plain_tensors_with_attributes_make_up_the_whole(
-    ranks: Ranks, level: int
-) -> None:
-    per_rank = ranks(4, chunks_of_marked, level)
-    for name, shape in WHOLE.items():
-        expected = whole_weight(*shape)
-        expected = expected.flatten() if name in ("bias", "norm") else expected
-        written = torch.zeros_like(expected)
-        for chunks in per_rank:
-            for offsets, sizes, values in chunks[name]:
-                place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes))
-                assert torch.equal(values, expected[place]), name
-                written[place] = 1
-        assert written.all(), name
-
-
-def gradient_of_marked(level: int) -> None:
-    place = mesh_arguments("dp2_tp2")
-    tp, (data_rank, data_size) = place["device_mesh"]["tp"], data_place(place["device_mesh"])
-    model = fully_shard_model(
-        Marked(tp.get_local_rank(), tp.size()),
-        **place,
-        zero_dp_strategy=level,
-        preserve_fp32_weights=False,
-    )
-    model(torch.full((1,), 1.0 + data_rank, dtype=torch.float64)).backward()
-    mean = sum(1.0 + rank for rank in range(data_size)) / data_size
-    for name, parameter in model.named_parameters():
-        assert parameter.grad.shape == parameter.shape
-        close(whole(parameter.grad), torch.full_like(whole(parameter), mean), name)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    elements = 60 + 40 + 12 + 5  # the copies of the norm count once
-    close(
-        norm.full_tensor() if isinstance(norm, DTensor) else norm,
-        torch.tensor(mean * elements**0.5, dtype=torch.float64),
-        "norm",
-        1e-9,
-    )
-
-
-@pytest.mark.parametrize("level", range(4))
-def test_gradients_of_plain_tensors_with_attributes_have_the_shape_and_norm_of_the_whole(
-    ranks: Ranks, level: int
-) -> None:
-    ranks(4, gradient_of_marked, level)

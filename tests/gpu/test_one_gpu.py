@@ -5,6 +5,7 @@ Skipped where there is no GPU.
 """
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from torch import nn
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int):
+class GpuBlock(nn.Module):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
@@ -26,7 +27,7 @@ class Block(nn.Module):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world_of_one():
+def world_of_one() -> Iterator[None]:
     torch.cuda.set_device(0)
     dist.init_process_group(
         "nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0)
@@ -37,7 +38,7 @@ def world_of_one():
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(64, 32), *[Block(32) for _ in range(4)], nn.Linear(32, 64))
+    return nn.Sequential(nn.Embedding(64, 32), *[GpuBlock(32) for _ in range(4)], nn.Linear(32, 64))
 
 
 @pytest.mark.parametrize("level", range(4))
@@ -51,7 +52,7 @@ def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
     model, optimizer = fully_shard(
         module,
         torch.optim.AdamW(module.parameters(), lr=1e-2),
-        fsdp_unit_modules=[Block],
+        fsdp_unit_modules=[GpuBlock],
         zero_dp_strategy=level,
     )
     for step in range(4):

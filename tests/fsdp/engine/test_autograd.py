@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever one does with autograd on a sharded model: partial gradients, graphs kept and used again, functions of one's own."""
+"""Autograd on a sharded model: partial gradients, graphs used again, custom functions."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -9,25 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.fsdp import models
-from tests.fsdp.models import WIDTH, Block, Stack
-from tests.fsdp.reference import batch, close, compare_pieces, loss_of, shard_mesh
-from tests.fsdp.side_by_side import Backward, inner, mean_gradients, shard, train_side_by_side
-
-Ranks = Callable[..., list[Any]]
-LEVELS = (0, 1, 2, 3)
-
-
-def build() -> Stack:
-    return models.build("several_units")
-
-
-def plain(model: nn.Module, step: int, rank: int) -> None:
-    loss_of(model(batch(step, rank, 0))).backward()
-
-
-# ---- models that use autograd in ways of their own
-# ------------------------------------------------------------------
+from megatron.fsdp import fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
+from tests.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
+from tests.fsdp.side_by_side import (
+    Backward,
+    inner,
+    mean_gradients,
+    plain_backward,
+    shard,
+    train_side_by_side,
+)
 
 
 class SavesItsWeight(torch.autograd.Function):
@@ -46,7 +41,7 @@ class SavesItsWeight(torch.autograd.Function):
         return gradient @ ctx.weight, gradient.t() @ x
 
 
-class WithFunction(Block):
+class WithFunction(ResidualBlock):
     def forward(self, x: Tensor) -> Tensor:
         return x + SavesItsWeight.apply(
             torch.tanh(SavesItsWeight.apply(x, self.up.weight)), self.down.weight
@@ -54,9 +49,9 @@ class WithFunction(Block):
 
 
 class FunctionsOfOthers(Stack):
-    """The code of the model and of a unit uses weights of other modules, which are units or inside of one."""
+    """A model that uses weights of other modules, which are units or inside of one."""
 
-    units = (Block, WithFunction)
+    units = (ResidualBlock, WithFunction)
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +65,7 @@ class FunctionsOfOthers(Stack):
 
 
 class GradientInForward(Stack):
-    """Calls autograd inside its forward, as force fields do."""
+    """A model that calls autograd inside its forward, as force fields do."""
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
         x = x.detach().requires_grad_()
@@ -87,7 +82,7 @@ class PartlyDetached(Stack):
 
 
 class SavedTensorHooks(Stack):
-    """What autograd saves is packed and unpacked, as offloading does."""
+    """A model whose saved tensors are packed and unpacked, as offloading does."""
 
     def body(self, x: Tensor, step: int) -> Tensor:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -104,7 +99,11 @@ def train_at_all_levels(name: str) -> None:
     kind = BUILDERS[name]
     for level in LEVELS:
         train_side_by_side(
-            lambda: kind().double(), plain, level, mesh=mesh, fsdp_unit_modules=list(kind.units)
+            lambda: kind().double(),
+            plain_backward,
+            level,
+            mesh=mesh,
+            fsdp_unit_modules=list(kind.units),
         )
 
 
@@ -113,10 +112,6 @@ def test_models_with_functions_of_their_own_match_the_unsharded_ones(
     ranks: Ranks, model: str
 ) -> None:
     ranks(2, train_at_all_levels, model)
-
-
-# ---- calls of autograd by the training loop
-# -------------------------------------------------------------------------
 
 
 def backward_twice(model: nn.Module, step: int, rank: int) -> None:
@@ -137,7 +132,7 @@ def backward_from_two_tensors(model: nn.Module, step: int, rank: int) -> None:
 
 
 def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
-    """A saliency map, then training on the same graph."""
+    """Compute a saliency map, then train on the same graph."""
     x = batch(step, rank, 0).requires_grad_()
     output = model(x)
     (saliency,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
@@ -145,7 +140,7 @@ def gradient_of_the_input_first(model: nn.Module, step: int, rank: int) -> None:
 
 
 def gradient_of_a_hidden_state(model: nn.Module, step: int, rank: int) -> None:
-    """Only the units above it have a backward, and the gradients of their weights are not asked for."""
+    """Differentiate to a hidden state: only the units above it run a backward."""
     hidden: list[Tensor] = []
     handle = (
         inner(model)
@@ -182,7 +177,7 @@ USES: dict[str, Backward] = {
 def use_at_all_levels(name: str) -> None:
     mesh = shard_mesh()
     for level in LEVELS:
-        train_side_by_side(build, USES[name], level, mesh=mesh)
+        train_side_by_side(build_stack, USES[name], level, mesh=mesh)
 
 
 @pytest.mark.parametrize("use", USES)
@@ -203,13 +198,15 @@ def backward_with_a_graph(model: nn.Module, step: int, rank: int) -> None:
 
 
 def double_backward(level: int, name: str) -> str:
-    """ "right", or the error."""
+    """Return "right", or the error."""
     try:
-        use = {"penalty": gradient_penalty, "create_graph": backward_with_a_graph}.get(name, plain)
+        use = {"penalty": gradient_penalty, "create_graph": backward_with_a_graph}.get(
+            name, plain_backward
+        )
         kind = GradientInForward if name == "in_forward" else Stack
         _, model = train_side_by_side(lambda: kind().double(), use, level)
         if level == 3:  # nothing stays for a graph that is gone
-            plain(model, 0, dist.get_rank())
+            plain_backward(model, 0, dist.get_rank())
             assert {group.state.name for group in model.groups} == {"SHARDED"}
     except (RuntimeError, NotImplementedError) as error:
         return f"{type(error).__name__}: {error}"
@@ -224,15 +221,15 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(ranks: Ranks, level: int, 
 
 
 def gradient_of_parameters(level: int) -> None:
-    """Of the module's own parameters there is none to ask for; the message is torch's, and training goes on."""
-    model, _ = shard(build(), level)
+    """Ask for gradients of the sharded parameters, which torch refuses, and train on."""
+    model, _ = shard(build_stack(), level)
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(loss, list(model.parameters()))
-    expected = mean_gradients(build(), plain, 0)
+    expected = mean_gradients(build_stack(), plain_backward, 0)
     model.zero_grad()
-    plain(model, 0, dist.get_rank())
-    compare_pieces(
+    plain_backward(model, 0, dist.get_rank())
+    compare_shards(
         model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
     )
 
@@ -245,15 +242,15 @@ def test_autograd_grad_of_sharded_parameters_says_that_they_are_not_in_the_graph
 
 
 def backward_after_freeing(level: int) -> None:
-    model, _ = shard(build(), level)
+    model, _ = shard(build_stack(), level)
     loss = loss_of(model(batch(0, dist.get_rank(), 0)))
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-    expected = mean_gradients(build(), plain, 0)
+    expected = mean_gradients(build_stack(), plain_backward, 0)
     model.zero_grad()
-    plain(model, 0, dist.get_rank())
-    compare_pieces(
+    plain_backward(model, 0, dist.get_rank())
+    compare_shards(
         model, {name: p.grad for name, p in model.named_parameters()}, expected, "afterwards"
     )
 
@@ -266,7 +263,7 @@ def test_a_second_backward_without_a_graph_is_refused_by_torch_and_does_no_harm(
 
 
 def jacobian_rows(level: int) -> None:
-    reference, (model, _) = build(), shard(build(), level)
+    reference, (model, _) = build_stack(), shard(build_stack(), level)
     x = batch(0, 0, 0)[:1]
     expected = torch.autograd.functional.jacobian(reference, x)
     close(torch.autograd.functional.jacobian(model, x), expected, "jacobian")
@@ -275,3 +272,85 @@ def jacobian_rows(level: int) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_jacobian_over_inputs_is_that_of_the_unsharded_model(ranks: Ranks, level: int) -> None:
     ranks(2, jacobian_rows, level)
+
+
+def input_gradients() -> bool:
+    torch.manual_seed(0)
+    net = nn.Sequential(TanhLayer(), TanhLayer())
+    x = torch.randn(3, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    model = fully_shard_model(net, fsdp_unit_modules=[TanhLayer])
+    (actual,) = torch.autograd.grad(model(x).sum(), x)
+    (again,) = torch.autograd.grad(model(x).sum(), x)
+    return torch.equal(expected, actual) and torch.equal(expected, again)
+
+
+def test_gradients_of_inputs_alone_can_be_asked_for(ranks: Ranks) -> None:
+    assert ranks(2, input_gradients) == [True, True]
+
+
+def gradients_after_a_failed_backward(level: int) -> bool:
+    net = nn.Sequential(TanhLayer(), TanhLayer())
+    model = fully_shard_model(
+        net, fsdp_unit_modules=[TanhLayer], zero_dp_strategy=level, sync_model_each_microbatch=False
+    )
+    x = torch.randn(2, 8)
+
+    def explode(gradient: torch.Tensor) -> None:
+        raise RuntimeError("boom")
+
+    with model.no_sync():
+        model(x).sum().backward()
+        hidden = model.module[0](x)
+        hidden.register_hook(explode)
+    with pytest.raises(RuntimeError, match="boom"), model.no_sync():
+        hidden = model(x)
+        broken = hidden * 1
+        hidden.register_hook(explode)
+        broken.sum().backward()
+    model(x).sum().backward()
+    model.finish_grad_sync()
+    once = [full_tensor(parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).sum().backward()
+    model.finish_grad_sync()
+    return all(
+        torch.equal(left, full_tensor(right.grad)) for left, right in zip(once, model.parameters())
+    ) and bool(dist.get_world_size())
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_a_step_after_a_failed_backward_begins_with_fresh_gradients(
+    ranks: Ranks, level: int
+) -> None:
+    assert ranks(2, gradients_after_a_failed_backward, level) == [True, True]
+
+
+class ForceField(nn.Module):
+    """A unit that differentiates inside its forward, and then uses its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Linear(4, 1)
+        self.shift = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad((self.energy(x) * self.shift.sum()).sum(), x)
+        return force + self.shift
+
+
+def differentiate_inside() -> None:
+    torch.manual_seed(0)
+    module = ForceField()
+    reference = copy.deepcopy(module)
+    model = fully_shard_model(
+        nn.Sequential(module), fsdp_unit_modules=[ForceField], preserve_fp32_weights=False
+    )
+    for _ in range(2):
+        torch.testing.assert_close(model(torch.ones(2, 4)), reference(torch.ones(2, 4)))
+
+
+def test_a_forward_that_differentiates_keeps_its_weights(ranks: Ranks) -> None:
+    ranks(2, differentiate_inside)

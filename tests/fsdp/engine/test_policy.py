@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies and precision policies: what they take, what they mean, what they refuse."""
+"""Strategies and precision policies: what they take, mean and refuse."""
 
 import re
 from typing import Any
@@ -64,9 +64,9 @@ def test_missing_dtypes_follow_the_parameter(
 
 
 @pytest.mark.parametrize("value", [torch.int32, "float32", 32])
-def test_dtypes_that_are_none_are_refused(value: Any) -> None:
+def test_values_that_are_no_dtype_are_refused(value: Any) -> None:
     with pytest.raises(
-        ValueError, match="main_grads_dtype expects a floating-point torch.dtype or None"
+        ValueError, match=r"main_grads_dtype expects a floating-point torch.dtype or None"
     ):
         MixedPrecisionPolicy(main_grads_dtype=value)
 
@@ -98,5 +98,5 @@ def test_policy_and_contradicting_old_keyword_are_refused(
 
 
 def test_a_sum_cannot_be_averaged_in_the_collective() -> None:
-    with pytest.raises(ValueError, match="calculate_per_token_loss .* average_in_collective"):
+    with pytest.raises(ValueError, match=r"calculate_per_token_loss .* average_in_collective"):
         GradientPolicy(sum_only=True, average_in_collective=True)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules are units and whose a parameter is."""
+"""Modules become units, and every parameter belongs to one unit."""
+
+from itertools import product
 
 import pytest
 from torch import nn
 
 from megatron.fsdp.engine.units import assign_parameters, find_units, resolve_unit_modules
 from tests.fsdp import models
-from tests.fsdp.models import Block, Outer
+from tests.fsdp.models import Outer, ResidualBlock
 
 
 def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
-    """Names of the parameters of every unit, by the unit's name."""
+    """Return the names of the parameters of every unit, by the unit's name."""
     return {
         unit.name: list(names)
         for unit, names in assign_parameters(find_units(module, units)).items()
@@ -19,9 +21,9 @@ def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
 
 def test_units_are_given_as_classes_instances_or_import_paths() -> None:
     model = models.build("nested_units")
-    assert resolve_unit_modules(["torch.nn.Linear", Block, model.embed]) == [
+    assert resolve_unit_modules(["torch.nn.Linear", ResidualBlock, model.embed]) == [
         nn.Linear,
-        Block,
+        ResidualBlock,
         model.embed,
     ]
     assert asked_for(model, [*model.blocks]) == ["blocks.0", "blocks.1", "blocks.2"]
@@ -37,30 +39,33 @@ def asked_for(model: nn.Module, units: list) -> list[str]:
 def test_outside_of_units_every_module_that_owns_parameters_is_one() -> None:
     model = models.build("nested_units")
     blocks = ["blocks.0", "blocks.1", "blocks.2"]
-    assert [unit.name for unit in find_units(model, [Block, Outer]) if unit.is_automatic] == [
+    assert [
+        unit.name for unit in find_units(model, [ResidualBlock, Outer]) if unit.is_automatic
+    ] == [
         "embed",
         "head",
     ]
     units = [
         unit.name
         for unit in find_units(
-            nn.ModuleDict({"blocks": nn.ModuleList(Block() for _ in range(3))}), []
+            nn.ModuleDict({"blocks": nn.ModuleList(ResidualBlock() for _ in range(3))}), []
         )
     ]
-    assert units == [""] + [
-        f"{block}.{name}" for block in blocks for name in ("norm", "up", "down")
+    assert units == ["", *map(".".join, product(blocks, ("norm", "up", "down")))]
+    assert [unit.name for unit in find_units(model, [ResidualBlock], only_root=True)] == [""]
+    inside = [
+        unit.name
+        for unit in find_units(nn.Sequential(ResidualBlock()), [ResidualBlock], fine_grained=True)
     ]
-    assert [unit.name for unit in find_units(model, [Block], only_root=True)] == [""]
-    inside = [unit.name for unit in find_units(nn.Sequential(Block()), [Block], fine_grained=True)]
     assert inside == ["", "0", "0.norm", "0.up", "0.down"]
 
 
 def test_a_subclass_of_a_unit_class_is_a_unit() -> None:
-    class Special(Block):
+    class Special(ResidualBlock):
         pass
 
     assert [
-        unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [Block])
+        unit.name for unit in find_units(nn.Sequential(Special(), nn.Linear(2, 2)), [ResidualBlock])
     ] == ["", "0", "1"]
 
 
@@ -82,7 +87,7 @@ def test_everything_wrong_with_unit_modules_is_listed() -> None:
 
 
 def test_every_parameter_belongs_to_the_innermost_unit() -> None:
-    owned = owners(models.build("nested_units"), [Block, Outer])
+    owned = owners(models.build("nested_units"), [ResidualBlock, Outer])
     block = ["norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight"]
     assert owned["outer.0"] == ["outer.0.mix.weight", "outer.0.mix.bias"]
     assert owned["outer.0.first"] == ["outer.0.first." + name for name in block]
@@ -92,7 +97,7 @@ def test_every_parameter_belongs_to_the_innermost_unit() -> None:
 
 
 def test_parameters_tied_across_units_are_a_unit_that_both_need() -> None:
-    units = find_units(models.build("tied_across_units"), [Block])
+    units = find_units(models.build("tied_across_units"), [ResidualBlock])
     owned = {unit.name: list(names) for unit, names in assign_parameters(units).items()}
     assert owned["blocks.0+blocks.2"] == ["blocks.0.up.weight"]
     assert "blocks.0.up.weight" not in owned["blocks.0"]
@@ -109,7 +114,7 @@ def test_parameters_tied_across_units_are_a_unit_that_both_need() -> None:
     outer[0].first.up.weight = outer[0].second.up.weight
     outer[0].first.up.bias = outer[1].first.up.bias
     outer[1].mix.weight = outer[1].second.norm.weight = nn.Parameter(outer[1].mix.weight.detach())
-    owned = owners(outer, [Block, Outer])
+    owned = owners(outer, [ResidualBlock, Outer])
     assert owned["0"] == ["0.mix.weight", "0.mix.bias"]
     assert owned["0.first+0.second"] == ["0.first.up.weight"]
     assert owned["0.first+1.first"] == ["0.first.up.bias"]
@@ -118,7 +123,7 @@ def test_parameters_tied_across_units_are_a_unit_that_both_need() -> None:
 
 
 def test_a_module_that_two_parents_share_is_one_unit() -> None:
-    block = Block()
+    block = ResidualBlock()
     model = nn.ModuleDict({"left": nn.Sequential(block), "right": nn.Sequential(block)})
-    assert [unit.name for unit in find_units(model, [Block])] == ["", "left.0"]
-    assert len(owners(model, [Block])["left.0"]) == 5
+    assert [unit.name for unit in find_units(model, [ResidualBlock])] == ["", "left.0"]
+    assert len(owners(model, [ResidualBlock])["left.0"]) == 5

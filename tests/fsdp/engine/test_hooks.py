@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on modules and tensors: inputs and outputs of any nest, hooks of users, exceptions."""
+
+import dataclasses
+import gc
+import weakref
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.fsdp import fully_shard
+from megatron.fsdp.engine.hooks import tensors_in
+from tests.fsdp import models
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import ResidualBlock, Stack
+from tests.fsdp.random_models import Drawn, DrawnLayer
+from tests.fsdp.reference import (
+    LEVELS,
+    Case,
+    Ranks,
+    batch,
+    compare_all,
+    compare_shards,
+    loss_of,
+    optimizer_over,
+)
+from tests.fsdp.side_by_side import inner, plain_backward, train_side_by_side
+
+
+class Remembering(nn.Module):
+    """A unit that keeps a weak reference to an activation which autograd saves."""
+
+    def __init__(self, seen: list):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x))
+        self.seen.append(weakref.ref(hidden))
+        return x + hidden * hidden
+
+
+def living_activations() -> int:
+    seen: list = []
+    net = nn.Sequential(*[Remembering(seen) for _ in range(3)])
+    model, optimizer = fully_shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.1), fsdp_unit_modules=[Remembering]
+    )
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            model(torch.randn(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return sum(reference() is not None for reference in seen)
+    finally:
+        gc.enable()
+
+
+def test_activations_die_with_their_backward_pass(ranks: Ranks) -> None:
+    assert ranks(2, living_activations) == [0, 0]
+
+
+def test_tensors_are_found_in_any_nest() -> None:
+    @dataclasses.dataclass
+    class Output:
+        logits: torch.Tensor
+        extra: dict
+
+    one, two, three = torch.zeros(1), torch.zeros(2), torch.zeros(3)
+    nest = (Output(one, {"hidden": [two]}), OrderedDict(last=three), "text", None)
+    assert [tensor.numel() for tensor in tensors_in(nest)] == [1, 2, 3]
+
+
+class Hooked(Stack):
+    """Hooks that change what passes by, registered before the model is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = self.blocks[1]
+        block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+        block.register_forward_hook(lambda module, args, output: output + args[0].sin())
+        block.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 0.5,))
+        block.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2.0,))
+        self.blocks[2].up.weight.register_hook(lambda gradient: gradient * 3.0)
+
+
+def build_hooked() -> nn.Module:
+    return Hooked().double()
+
+
+def hook_afterwards(model: nn.Module) -> None:
+    block = inner(model).blocks[0]
+    block.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    block.register_forward_hook(lambda module, args, output: output + args[0].sin())
+    block.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2.0,))
+    model.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def with_hooks() -> None:
+    mesh = shard_mesh()
+    for level in LEVELS:
+        train_side_by_side(build_hooked, plain_backward, level, prepare=hook_afterwards, mesh=mesh)
+
+
+def test_hooks_of_users_change_the_same_numbers(ranks: Ranks) -> None:
+    ranks(2, with_hooks)
+
+
+class Failing(nn.Module):
+    """A unit that fails in forward or backward on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(models.WIDTH, models.WIDTH)
+        self.when = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.when == "forward":
+            raise OSError("told so")
+        x = self.linear(x)
+        if self.when == "backward":
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, gradient: Tensor) -> None:
+        raise OSError("told so")
+
+
+def build_failing() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(models.WIDTH, models.WIDTH), ResidualBlock(), Failing(), ResidualBlock()
+    ).double()
+
+
+def recover(level: int, when: str) -> None:
+    reference, module = build_failing(), build_failing()
+    expected, optimizer = optimizer_over(reference), optimizer_over(module)
+    model, optimizer = fully_shard(
+        module,
+        optimizer,
+        shard_mesh(),
+        fsdp_unit_modules=[ResidualBlock, Failing],
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 1:
+            module[2].when = when
+            with pytest.raises(OSError, match="told so"):
+                loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+            module[2].when = ""
+            optimizer.zero_grad()
+        loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+        expected.zero_grad()
+        world_size = dist.get_world_size()
+        (
+            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
+        ).backward()
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        compare_shards(
+            model,
+            {name: parameter.grad for name, parameter in model.named_parameters()},
+            gradients,
+            f"step {step}",
+        )
+        expected.step()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_an_exception_is_followed_by_a_good_step(ranks: Ranks, level: int, when: str) -> None:
+    ranks(2, recover, level, when)
+
+
+def test_units_return_any_nest_and_edit_their_inputs(ranks: Ranks) -> None:
+    cases = [Case(model=name) for name in ("odd_outputs", "edits_in_place", "keyword_inputs")]
+    ranks(
+        2,
+        compare_all,
+        [
+            *cases,
+            Case(
+                model=Drawn(
+                    layers=(DrawnLayer(hidden=3), DrawnLayer(hidden=8)), is_output_a_dict=True
+                )
+            ),
+        ],
+    )

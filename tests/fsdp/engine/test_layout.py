@@ -1,0 +1,355 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts: every element has one owner, no cut divides an alignment, chunks are exactly the range.
+
+Small modules are drawn by hypothesis and compared element by element; sweeps over random modules
+reach world sizes of 4096.
+"""
+
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from megatron.fsdp.engine import layout as layout_module
+from megatron.fsdp.engine.layout import (
+    PREFER_ROWS,
+    ROWS,
+    WHOLE_TENSOR,
+    FlatRange,
+    Granularity,
+    Layout,
+    plan,
+    row_size,
+)
+from megatron.fsdp.engine.planner import MIN_ALIGNMENT
+from tests.fsdp.engine.layouts import (
+    REQUIREMENTS,
+    Module,
+    allowed_cut,
+    cuts,
+    few_or_many,
+    modules,
+    plan_module,
+    random_modules,
+    run_examples,
+    world_sizes,
+)
+
+
+def check_owners(module: Module, world_size: int) -> None:
+    layout = plan_module(module, world_size)
+    for index, (shape, _) in enumerate(module):
+        position = 0
+        for rank in range(world_size):
+            run = layout.owned(index, rank)
+            assert run.shape == shape
+            if run.numel:
+                assert run.start == position
+                position = run.stop
+            assert prod(run.local_shape) == run.numel
+        assert position == prod(shape)
+
+
+@few_or_many(60, 500)
+def test_every_element_has_one_owner(count: int) -> None:
+    run_examples(check_owners, count, modules, world_sizes)
+
+
+def check_shard_ranges(module: Module, world_size: int) -> None:
+    """Write each element's name into the flat buffer and read every rank's shard back."""
+    layout = plan_module(module, world_size)
+    flat: list[tuple[int, int] | None] = [None] * layout.numel
+    for index, slot in enumerate(layout.slots):
+        assert slot.shape == module[index][0]
+        assert slot.start % MIN_ALIGNMENT == 0
+        for element in range(slot.numel):
+            assert flat[slot.start + element] is None
+            flat[slot.start + element] = (index, element)
+    for rank in range(world_size):
+        shard = flat[rank * layout.shard_size : (rank + 1) * layout.shard_size]
+        assert len(shard) == layout.shard_size
+        for index in range(len(module)):
+            run, (begin, end) = layout.owned(index, rank), layout.shard_range(index, rank)
+            assert 0 <= begin <= end <= layout.shard_size
+            assert shard[begin:end] == [(index, element) for element in range(run.start, run.stop)]
+        assert len(shard) - shard.count(None) == sum(
+            layout.owned(index, rank).numel for index in range(len(module))
+        )
+
+
+@few_or_many(60, 500)
+def test_shard_ranges_are_where_the_flat_buffer_has_them(count: int) -> None:
+    run_examples(check_shard_ranges, count, modules, world_sizes)
+
+
+def check_whole_rows(module: Module, world_size: int) -> None:
+    layout = plan_module(module, world_size)
+    for index, slot in enumerate(layout.slots):
+        runs = [layout.owned(index, rank) for rank in range(world_size)]
+        whole = all(
+            run.start % row_size(slot.shape) == 0 and run.stop % row_size(slot.shape) == 0
+            for run in runs
+            if run.numel
+        )
+        assert slot.by_rows == (whole and slot.shape != ())
+        if slot.by_rows:
+            assert all(run.local_shape[1:] == slot.shape[1:] for run in runs if run.numel)
+
+
+@few_or_many(60, 500)
+def test_shards_by_rows_are_whole_rows_on_every_rank(count: int) -> None:
+    run_examples(check_whole_rows, count, modules, world_sizes)
+
+
+@few_or_many(600, 3000)
+def test_no_cut_violates_a_granularity_in_random_modules(count: int) -> None:
+    """Requirements hold always, and parameters by rows are cut between rows only."""
+    cut_inside = 0
+    for module, world_size in random_modules(seed=1, count=count, requirement_share=0.3):
+        layout = plan_module(module, world_size)
+        for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
+            between_rows = all(allowed_cut(shape, ROWS, cut) for cut in cuts(slot, layout))
+            assert slot.by_rows == (between_rows and shape != ())
+            cut_inside += not between_rows
+            if granularity.is_required:
+                assert all(allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout))
+    assert cut_inside > count / 3  # or this would say little about the fall back
+
+
+@few_or_many(800, 4000)
+def test_requirements_come_before_preferences_where_space_is_short(count: int) -> None:
+    """Over two to five ranks there is no room for the rows of a few parameters."""
+    random, given_up = Random(10), 0
+    for _ in range(count):
+        shapes = [
+            (random.randint(1, 30), random.choice([1, 4, 6, 8, 10, 16, 50]))
+            for _ in range(random.randint(2, 5))
+        ]
+        module = [
+            (shape, random.choice([PREFER_ROWS, ROWS, Granularity("rows", 3)])) for shape in shapes
+        ]
+        layout = plan_module(module, random.randint(2, 5))
+        for slot, (shape, granularity) in zip(layout.slots, module, strict=True):
+            assert not granularity.is_required or all(
+                allowed_cut(shape, granularity, cut) for cut in cuts(slot, layout)
+            )
+            given_up += not slot.by_rows
+    assert given_up > count / 40
+
+
+@few_or_many(200, 1500)
+def test_every_element_has_one_owner_in_random_modules(count: int) -> None:
+    for module, world_size in random_modules(seed=2, count=count, requirement_share=0.2):
+        layout = plan_module(module, world_size)
+        assert layout.numel == world_size * layout.shard_size
+        end = 0
+        for slot in sorted(layout.slots, key=lambda slot: slot.start):
+            assert slot.start >= end and slot.start % MIN_ALIGNMENT == 0
+            end = slot.stop
+        assert end <= layout.numel
+        for index, slot in enumerate(layout.slots):
+            owners = (
+                range(slot.start // layout.shard_size, -(-slot.stop // layout.shard_size))
+                if slot.numel
+                else range(0)
+            )
+            owned = [layout.owned(index, rank) for rank in owners]
+            assert [run.start for run in owned] == [0, *(run.stop for run in owned)][: len(owned)]
+            assert all(run.numel for run in owned) and sum(run.numel for run in owned) == slot.numel
+            others = {0, world_size // 2, world_size - 1, owners.start - 1, owners.stop}.difference(
+                owners
+            )
+            assert not any(
+                layout.owned(index, rank).numel for rank in others if 0 <= rank < world_size
+            )
+
+
+@few_or_many(150, 400)
+def test_chunks_of_random_modules_agree_with_brute_force(count: int) -> None:
+    """Number the elements of a tensor and find the numbers of a range in its chunks."""
+    random = Random(3)
+    for module, world_size in random_modules(seed=3, count=count, requirement_share=0.2):
+        layout = plan_module([entry for entry in module if prod(entry[0]) <= 100_000], world_size)
+        for index, slot in enumerate(layout.slots):
+            ranks = {min(slot.start // layout.shard_size + i, world_size - 1) for i in (0, 1)} | {
+                random.randrange(world_size)
+            }
+            numbers = torch.arange(slot.numel).view(slot.shape)
+            for run in (layout.owned(index, rank) for rank in ranks):
+                boxes = run.chunks()
+                parts = [
+                    numbers[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].flatten()
+                    for box in boxes
+                ]
+                assert torch.equal(
+                    torch.cat([numbers.new_empty(0), *parts]), torch.arange(run.start, run.stop)
+                )
+                assert len(boxes) <= max(2 * len(slot.shape) - 1, 1)
+                assert not slot.by_rows or len(boxes) <= 1
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> FlatRange:
+    shape = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
+    start = draw(st.integers(0, prod(shape)))
+    return FlatRange(shape, start, draw(st.integers(start, prod(shape))), by_rows=False)
+
+
+def check_boxes(run: Run) -> None:
+    """List the multi-indices of all chunks in order: they are those of the range."""
+    expected = list(product(*(range(size) for size in run.shape)))[run.start : run.stop]
+    boxes = run.chunks()
+    covered: list[tuple[int, ...]] = []
+    for offsets, sizes in boxes:
+        covered += product(*(range(o, o + s) for o, s in zip(offsets, sizes, strict=True)))
+    assert covered == expected
+    assert all(prod(sizes) for _, sizes in boxes)
+    assert len(boxes) <= max(2 * len(run.shape) - 1, 1)
+
+
+@few_or_many(150, 1500)
+def test_chunks_are_the_range_in_order(count: int) -> None:
+    run_examples(check_boxes, count, runs())
+
+
+def test_rows_are_kept_whole_where_that_is_cheap() -> None:
+    layout = plan([(64, 16), (64,), (30, 16)], 4)
+    assert all(slot.by_rows for slot in layout.slots)
+    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [
+        (25, 16),
+        (25, 16),
+        (14, 16),
+        (0, 16),
+    ]
+
+
+def test_flat_runs_where_rows_would_cost_more() -> None:
+    """Whole rows would cost a third of the memory: three rows of 1000 over two ranks."""
+    layout = plan([(3, 1000)], 2)
+    assert [layout.owned(0, rank).local_shape for rank in range(2)] == [(1504,), (1496,)]
+    assert layout.owned(0, 0).chunks() == [((0, 0), (1, 1000)), ((1, 0), (1, 504))]
+
+
+def test_required_rows_are_kept_whatever_they_cost() -> None:
+    layout = plan([(3, 1000)], 2, ROWS)
+    assert [layout.owned(0, rank).local_shape for rank in range(2)] == [(2, 1000), (1, 1000)]
+
+
+def test_a_whole_tensor_has_one_owner_and_others_fill_what_it_leaves() -> None:
+    layout = plan([(64, 64), (32, 64), (16, 64)], 3, [WHOLE_TENSOR, PREFER_ROWS, PREFER_ROWS])
+    assert layout.shard_size == 4096
+    assert sorted(layout.owned(0, rank).local_shape for rank in range(3)) == [
+        (0, 64),
+        (0, 64),
+        (64, 64),
+    ]
+
+
+def test_blocks_of_rows_are_cut_between_blocks() -> None:
+    layout = plan([(300, 8)], 4, Granularity("rows", 128))
+    assert [layout.owned(0, rank).local_shape for rank in range(4)] == [
+        (128, 8),
+        (128, 8),
+        (44, 8),
+        (0, 8),
+    ]
+
+
+def test_element_runs_stay_on_the_block_of_a_quantized_format() -> None:
+    layout = plan([(33, 32)], 5, Granularity("elements", 32))
+    assert [layout.owned(0, rank).numel for rank in range(5)] == [224, 224, 224, 224, 160]
+
+
+def test_one_row_before_several_shorter_rows_is_owned_whole() -> None:
+    layout = plan([(1, 7), (6, 3)], 2)
+    owned = [layout.owned(index, rank).numel for index, rank in product((0, 1), (0, 1))]
+    assert sum(owned) == 25
+
+
+def test_one_rank_owns_everything_in_its_own_shape() -> None:
+    layout: Layout = plan([(3, 5), (), (7,)], 1)
+    assert [layout.owned(index, 0).local_shape for index in range(3)] == [(3, 5), (), (7,)]
+
+
+@pytest.mark.parametrize(
+    "granularity", [PREFER_ROWS, *REQUIREMENTS], ids=lambda wanted: f"{wanted.count}_{wanted.unit}"
+)
+def test_far_more_ranks_than_elements(granularity: Granularity) -> None:
+    layout = plan([(), (1,), (2, 3), (0, 4)], 4096, granularity)
+    assert [sum(layout.owned(index, rank).numel for rank in range(4096)) for index in range(4)] == [
+        1,
+        1,
+        6,
+        0,
+    ]
+    assert layout.padding <= MIN_ALIGNMENT * (4096 + 4)
+
+
+def test_parameters_without_elements_lie_behind_all_others() -> None:
+    """Between two others they would split a gap, or look like an end inside a parameter."""
+    layout = plan([(0,), (5, 3), (0, 7), (12,)], 2)
+    assert all(
+        slot.start >= max(layout.slots[1].stop, layout.slots[3].stop)
+        for slot in (layout.slots[0], layout.slots[2])
+    )
+    assert plan([(0,), (3, 0)], 4).numel == 4 * MIN_ALIGNMENT
+    assert plan([], 4).slots == ()
+
+
+def test_the_layout_does_not_depend_on_the_hash_seed_and_needs_no_torch() -> None:
+    # Empty packages stand in for those whose __init__.py imports torch.
+    program = (
+        "import random, sys, types\n"
+        "for name in ('megatron', 'megatron.fsdp', 'megatron.fsdp.engine'):\n"
+        "    sys.modules[name] = types.ModuleType(name)\n"
+        "sys.modules['megatron.fsdp.engine'].__path__ = [sys.argv[1]]\n"
+        "from megatron.fsdp.engine import layout\n"
+        "draw = random.Random(9)\n"
+        "for _ in range(100):\n"
+        "    shapes = [(draw.randint(1, 99), draw.randint(1, 99)) for _ in range(9)]\n"
+        "    print(layout.plan(shapes, draw.randint(1, 99)))\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    folder = Path(layout_module.__file__).parent
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program, folder],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert printed[0] == printed[1] and printed[0].count(b"Layout") == 100
+
+
+def test_equal_layers_are_planned_once() -> None:
+    assert plan([[8, 8], torch.Size((3,))], 2) is plan(
+        ((8, 8), (3,)), 2, [PREFER_ROWS, PREFER_ROWS]
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([(2, 2)], 0), "world size of at least 1 but got 0"),
+        (([(2, 2)], 2, [ROWS, ROWS]), "each of 1 parameters but got 2"),
+        (([(2, 2), (3, -1)], 2), r"dims of at least 0 but got \[\(3, -1\)\]"),
+    ],
+    ids=["world_size", "granularities", "dims"],
+)
+def test_bad_arguments_are_refused(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(*arguments)
+
+
+def test_a_granularity_that_means_nothing_is_refused() -> None:
+    for unit, count in (("rows", 0), ("columns", 1)):
+        with pytest.raises(ValueError, match="expects elements, rows or tensor"):
+            Granularity(unit, count)

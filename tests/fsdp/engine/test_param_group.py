@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights of a parameter group: installed, broadcast, written and read between steps."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp import models
+from tests.fsdp.meshes import Meshes
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import LEVELS, Ranks, batch, loss_of
+from tests.fsdp.side_by_side import shard_two_layers, whole_weights
+from tests.fsdp.state_dicts import whole_state
+from tests.fsdp.test_mixed_precision import BF16_WITH_FP32
+
+
+def main_weights_around_a_broadcast(level: int) -> bool:
+    net = nn.Linear(8, 8).bfloat16()
+    model, optimizer = fully_shard(
+        net, torch.optim.AdamW(net.parameters(), lr=1e-5), zero_dp_strategy=level
+    )
+    model(torch.randn(2, 8, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    before = [full_tensor(parameter) for parameter in model.parameters()]
+    model.broadcast_params()
+    return all(
+        torch.equal(left, full_tensor(right)) for left, right in zip(before, model.parameters())
+    )
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_a_broadcast_keeps_fp32_main_weights(ranks: Ranks, level: int) -> None:
+    assert ranks(2, main_weights_around_a_broadcast, level) == [True, True]
+
+
+def outputs_without_install(level: int) -> list[float]:
+    net = nn.Linear(8, 8)
+    model, optimizer = fully_shard(
+        net, torch.optim.SGD(net.parameters(), lr=0.5), zero_dp_strategy=level
+    )
+    x = torch.ones(1, 8)
+    model(x).sum().backward()
+    optimizer.step(install_optimized_model_weights=False)
+    return model(x).tolist()[0]
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_ranks_agree_on_the_weights_after_a_step_that_installs_none(
+    ranks: Ranks, level: int
+) -> None:
+    first, second = ranks(2, outputs_without_install, level)
+    assert first == second
+
+
+def write_after_steps(level: int) -> None:
+    model, optimizer = shard_two_layers(level)
+    wanted = {name: torch.full(value.shape, 0.25) for name, value in model.state_dict().items()}
+    for _ in range(12):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        model.load_state_dict(wanted)
+        assert all(bool((weight == 0.25).all()) for weight in whole_weights(model))
+        expected = torch.full((4, 64), 0.25 + 64 * 0.25 * (0.25 + 64 * 0.25))
+        torch.testing.assert_close(model(torch.ones(4, 64)), expected)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(
+    ranks: Ranks, level: int
+) -> None:
+    """Gloo writes a rank's own shard too, at any time before an in-place all-gather ends."""
+    ranks(2, write_after_steps, level)
+
+
+def look_inside_after_a_step(level: int) -> None:
+    model, optimizer = shard_two_layers(level)
+    for _ in range(4):
+        model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        inside = model.module.state_dict().values()
+        for shown, weight in zip(inside, whole_weights(model)):
+            assert torch.equal(full_tensor(shown) if isinstance(shown, DTensor) else shown, weight)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_the_module_inside_shows_the_weights_of_the_last_step(ranks: Ranks, level: int) -> None:
+    ranks(2, look_inside_after_a_step, level)
+
+
+def move_a_target(level: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8).requires_grad_(False)
+    model = fully_shard_model(nn.Sequential(module, nn.Linear(8, 8)), zero_dp_strategy=level)
+    for parameter in model.parameters():
+        parameter.detach()._local_tensor.zero_()
+    model.install_optimized_model_weights()
+    assert model(torch.ones(1, 8)).abs().max() == 0
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_weights_of_frozen_parameters_can_be_installed(ranks: Ranks, level: int) -> None:
+    ranks(2, move_a_target, level)
+
+
+def outputs_are_those_of_the_main_weights(model: MegatronFSDP, name: str) -> None:
+    """Compare outputs, in every bit, with a module that is built from the main weights."""
+    unsharded = models.build(name, torch.bfloat16)
+    unsharded.load_state_dict(
+        {key: value.bfloat16() for key, value in whole_state(model.state_dict()).items()}
+    )
+    x = batch(9, 0, 0).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model(x), unsharded(x))
+
+
+def bf16_model(level: int, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module = models.build("several_units", torch.bfloat16)
+    settings = {
+        "fsdp_unit_modules": [ResidualBlock],
+        "mixed_precision_policy": BF16_WITH_FP32,
+        **settings,
+    }
+    return fully_shard(
+        module, torch.optim.AdamW(module.parameters(), lr=0.01), zero_dp_strategy=level, **settings
+    )
+
+
+def train_bf16_main_weights(level: int, mesh: str, **settings: Any) -> None:
+    model, optimizer = bf16_model(level, **Meshes().arguments(mesh), **settings)
+    for step in range(3):
+        loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs_are_those_of_the_main_weights(model, "several_units")
+
+
+def test_every_forward_uses_the_weights_of_the_last_step(ranks: Ranks) -> None:
+    for level in LEVELS:
+        ranks(2, train_bf16_main_weights, level, "flat")
+    ranks(4, train_bf16_main_weights, 3, "outer2", outer_dp_sharding_strategy=1)
+
+
+def load_weights(level: int, mesh: str, path: str, **settings: Any) -> None:
+    arguments = Meshes().arguments(mesh)
+    model, _ = bf16_model(level, **arguments, **settings)
+    model(batch(0, 0, 0).bfloat16())  # what was gathered before must not stay
+    other = models.build("several_units", torch.bfloat16)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(-1.5)
+    model.load_state_dict({key: value.float() for key, value in other.state_dict().items()})
+    x = batch(9, 0, 0).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model(x), other(x))
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=path)
+    fresh, _ = bf16_model(level, **arguments, **settings)
+    state = {"model": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    fresh.load_state_dict(state["model"])
+    with torch.no_grad():
+        assert torch.equal(fresh(x), other(x))
+
+
+def test_loaded_weights_are_active_before_any_step(ranks: Ranks, tmp_path: Any) -> None:
+    for level in LEVELS:
+        ranks(2, load_weights, level, "flat", str(tmp_path / str(level)))
+    ranks(4, load_weights, 3, "outer2", str(tmp_path / "hybrid"), outer_dp_sharding_strategy=1)

@@ -1,0 +1,301 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units are gathered, freed and reduced in any order of forwards and backwards."""
+
+import collections
+import copy
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.reductions import Reductions
+from tests.fsdp import models
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import WIDTH, TanhLayer, build_stack
+from tests.fsdp.reference import LEVELS, Ranks, batch, loss_of, optimizer_over
+from tests.fsdp.side_by_side import Backward, inner, plain_backward, shard, train_side_by_side
+
+
+def evaluation_in_between(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0)))
+    model.eval()
+    with torch.no_grad():
+        model(batch(step, rank, 1))
+    model.train()
+    loss.backward()
+
+
+def inference_in_between(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0)))
+    with torch.inference_mode():
+        model(batch(step, rank, 1))
+    loss.backward()
+    with torch.inference_mode():
+        model(batch(step, rank, 1))
+
+
+def exception_in_between(model: nn.Module, step: int, rank: int) -> None:
+    """Raise in a forward, which leaves units unsharded and a pass half recorded."""
+    loss = loss_of(model(batch(step, rank, 0)))
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, WIDTH + 1, dtype=torch.float64))
+    handle = inner(model).blocks[1].up.register_forward_hook(raise_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(step, rank, 1))
+    handle.remove()
+    loss.backward()
+
+
+def raise_interrupt(*unused: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def generation_in_between(model: nn.Module, step: int, rank: int) -> None:
+    """Run several forwards, each on the output of the one before."""
+    with torch.no_grad():
+        x = batch(step, rank, 0)
+        for _ in range(3):
+            x = torch.cat([x, model(x)[-1:].repeat(1, 2)[:, :WIDTH]])
+    loss_of(model(x)).backward()
+
+
+def two_graphs(model: nn.Module, step: int, rank: int) -> None:
+    first, second = loss_of(model(batch(step, rank, 0))), loss_of(model(batch(step, rank, 1)))
+    first.backward()
+    second.backward()
+
+
+def two_graphs_reversed(model: nn.Module, step: int, rank: int) -> None:
+    first, second = loss_of(model(batch(step, rank, 0))), loss_of(model(batch(step, rank, 1)))
+    second.backward()
+    first.backward()
+
+
+def forward_that_is_dropped(model: nn.Module, step: int, rank: int) -> None:
+    model(batch(step, rank, 1))
+    plain_backward(model, step, rank)
+
+
+def units_called_alone(model: nn.Module, step: int, rank: int) -> None:
+    """Call units outside of the forward of the whole model."""
+    module = inner(model)
+    loss_of(module.blocks[2](module.blocks[0](batch(step, rank, 0)))).backward()
+    with torch.no_grad():
+        module.blocks[1](batch(step, rank, 0))
+    plain_backward(model, step, rank)
+
+
+def an_empty_batch_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
+    x = batch(step, rank, 0)[: 0 if rank else None]
+    model(x).sum().backward()
+
+
+def a_loss_of_a_part(model: nn.Module, step: int, rank: int) -> None:
+    """Train on a hidden state: the last unit's backward never runs."""
+    module = inner(model)
+    kept: list[Tensor] = []
+    handle = module.blocks[1].register_forward_hook(lambda each, args, output: kept.append(output))
+    model(batch(step, rank, 0))
+    handle.remove()
+    loss_of(kept[0]).backward()
+
+
+USES: dict[str, Backward] = {
+    use.__name__: use
+    for use in (
+        evaluation_in_between,
+        inference_in_between,
+        exception_in_between,
+        generation_in_between,
+        two_graphs,
+        two_graphs_reversed,
+        forward_that_is_dropped,
+        units_called_alone,
+        an_empty_batch_on_one_rank,
+        a_loss_of_a_part,
+    )
+}
+
+
+def use_at_all_levels(name: str) -> None:
+    mesh = shard_mesh()
+    for level in LEVELS:
+        train_side_by_side(build_stack, USES[name], level, mesh=mesh)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
+    ranks(2, use_at_all_levels, use)
+
+
+def raise_value_error(*unused: Any) -> None:
+    raise ValueError("told so")
+
+
+def states_after_an_exception(interrupt: bool) -> set[str]:
+    """Return the states of groups at level 3 after one forward that failed and one that did not."""
+    model, _ = shard(build_stack(), 3)
+    handle = model.module.blocks[1].up.register_forward_hook(
+        raise_interrupt if interrupt else raise_value_error
+    )
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with pytest.raises((KeyboardInterrupt, ValueError)), context:
+            model(batch(0, 0, 0))
+    handle.remove()
+    with torch.no_grad():
+        model(batch(0, 0, 0))
+    assert isinstance(model.module.blocks[1].up.weight, DTensor)
+    return {group.state.name for group in model.groups}
+
+
+@pytest.mark.parametrize("interrupt", [False, True], ids=["exception", "interrupt"])
+def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool) -> None:
+    """Torch calls no hooks after an interrupt, which is no Exception: the wrapper clears up."""
+    assert ranks(2, states_after_an_exception, interrupt) == [{"SHARDED"}] * 2
+
+
+def order_of_communication(name: str) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    unshard, start = ParamGroup.unshard, Reductions.start
+
+    def watched_unshard(self: ParamGroup) -> None:
+        state = self.state
+        unshard(self)
+        if self.state is not state:
+            calls.append(("gather", self.names[0]))
+
+    def watched_start(self: Reductions, group: ParamGroup, *arguments: bool) -> None:
+        calls.append(("reduce", group.names[0]))
+        start(self, group, *arguments)
+
+    module = models.build(name)
+    with (
+        patch.object(ParamGroup, "unshard", watched_unshard),
+        patch.object(Reductions, "start", watched_start),
+    ):
+        model, optimizer = fully_shard(
+            module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units
+        )
+        for step in range(3):
+            loss_of(model(batch(step, dist.get_rank(), 0), step=step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return calls
+
+
+@pytest.mark.parametrize("name", ["parallel_branches", "tied_across_units", "unused_parameters"])
+def test_collectives_have_one_order_on_all_ranks(ranks: Ranks, name: str) -> None:
+    orders = ranks(4, order_of_communication, name)
+    assert len(orders[0]) > 20
+    assert all(order == orders[0] for order in orders)
+
+
+class GivenWeight(nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.t()
+
+
+class TiedEmbedding(nn.Module):
+    """A model whose output layer takes the embedding's weight as an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.layers = nn.Sequential(*[TanhLayer() for _ in range(3)])
+        self.output = GivenWeight()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(self.layers(self.embedding(tokens)), weight=self.embedding.weight)
+
+
+def gathers_per_step() -> dict[str, int]:
+    counts: collections.Counter = collections.Counter()
+    original = ParamGroup.unshard
+
+    def counting(self: ParamGroup) -> None:
+        before = self._all_gather
+        original(self)
+        if self._all_gather is not None and self._all_gather is not before:
+            counts[self.names[0]] += 1
+
+    net = TiedEmbedding()
+    model, optimizer = fully_shard(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        fsdp_unit_modules=[TanhLayer, nn.Embedding, GivenWeight],
+    )
+    tokens = torch.randint(16, (2, 4))
+    for step in range(3):
+        if step == 2:
+            ParamGroup.unshard = counting
+        model(tokens).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ParamGroup.unshard = original
+    return dict(counts)
+
+
+def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ranks) -> None:
+    """Two gathers of every layer; the embedding is needed at both ends of both passes."""
+    counts, _ = ranks(2, gathers_per_step)
+    assert {name: count for name, count in counts.items() if "layers" in name} == {
+        f"layers.{number}.linear.weight": 2 for number in range(3)
+    }
+    assert counts["embedding.weight"] <= 4
+
+
+def states_after_a_step(overlap: bool) -> set[str]:
+    net = nn.Linear(8, 8)
+    model, optimizer = fully_shard(
+        net,
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        zero_dp_strategy=2,
+        overlap_param_gather=overlap,
+    )
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return {group.state.name for group in model.groups}
+
+
+def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
+    assert ranks(2, states_after_a_step, False) == [{"UNSHARDED"}] * 2
+    assert ranks(2, states_after_a_step, True) == [{"GATHERING"}] * 2
+
+
+class Tree(nn.Module):
+    """A model that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        if depth == 0:
+            return self.linear(x) * self.scale
+        return self(x, depth - 1) + self.linear(self(x * 2, depth - 1)) * self.scale
+
+
+def train_a_tree() -> None:
+    torch.manual_seed(0)
+    module = Tree().double()
+    reference = copy.deepcopy(module)
+    model = fully_shard_model(module, preserve_fp32_weights=False)
+    for step in range(2):
+        x = torch.full((2, 4), step + 1.0, dtype=torch.float64)
+        for each in (model, reference):
+            each.zero_grad()
+            each(x).pow(2).mean().backward()
+        for sharded, parameter in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(full_tensor(sharded.grad), parameter.grad)
+
+
+def test_a_model_may_call_itself(ranks: Ranks) -> None:
+    ranks(2, train_a_tree)

@@ -1,0 +1,386 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong arguments are refused before anything has happened."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megatron.fsdp import (
+    DistributedDataParallelConfig,
+    FSDPDistributedIndex,
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from tests.fsdp.engine.test_mesh import HYBRID
+from tests.fsdp.meshes import mesh_of
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import Ranks
+from tests.fsdp.wrong_calls import (
+    Scene,
+    WrongCall,
+    check_refusal,
+    message_of,
+    on_mesh,
+    sharded_linear,
+    with_arguments,
+)
+
+
+def bad_arguments() -> dict[str, str]:
+    linear = nn.Linear(3, 3)
+    sharded = fully_shard_model(nn.Linear(3, 3))
+    unnamed = init_device_mesh("cpu", (dist.get_world_size(),))
+    two_axes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "cp"))
+    return {
+        "no module": message_of(ValueError, fully_shard_model, "linear"),
+        "sharded twice": message_of(ValueError, fully_shard_model, sharded),
+        "meta": message_of(ValueError, fully_shard_model, nn.Linear(3, 3, device="meta")),
+        "unnamed mesh": message_of(ValueError, fully_shard_model, linear, unnamed),
+        "axis missing": message_of(ValueError, fully_shard_model, linear, two_axes),
+        "no optimizer": message_of(ValueError, fully_shard, linear, "adam"),
+        "unsharded parameters": message_of(
+            ValueError, fully_shard_optimizer, torch.optim.SGD(linear.parameters())
+        ),
+        "optimizer sharded twice": message_of(
+            ValueError,
+            fully_shard_optimizer,
+            fully_shard_optimizer(torch.optim.SGD(sharded.parameters())),
+        ),
+    }
+
+
+def test_bad_arguments_are_named(ranks: Ranks) -> None:
+    (messages,) = ranks(1, bad_arguments)
+    expected = {
+        "no module": "module expects a torch.nn.Module but got str",
+        "sharded twice": "sharded already",
+        "meta": "weight, bias",
+        "unnamed mesh": "mesh_dim_names",
+        "axis missing": "dp_shard_dim is required",
+        "no optimizer": "optimizer expects a torch.optim.Optimizer but got str",
+        "unsharded parameters": "after fully_shard_model",
+        "optimizer sharded twice": "sharded already",
+    }
+    assert messages.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in messages[name]
+
+
+UNBUILT: dict[str, Any] = {
+    "keep_fp8_transpose_cache": True,
+    "nccl_ub": True,
+    "fsdp_double_buffer": True,
+    "fsdp_db_use_persist_buf_on_alloc_fail": True,
+    "disable_symmetric_registration": True,
+    "cuda_graph_mode": True,
+    "maxpool_double_buffer": True,
+}
+
+
+def unbuilt_messages() -> dict[str, str]:
+    return {
+        name: message_of(NotImplementedError, fully_shard_model, nn.Linear(2, 2), **{name: value})
+        for name, value in UNBUILT.items()
+    }
+
+
+def test_options_that_are_not_built_are_refused_by_name(ranks: Ranks) -> None:
+    for messages in ranks(2, unbuilt_messages):
+        assert all(name in message for name, message in messages.items())
+
+
+def without_distributed() -> str:
+    dist.destroy_process_group()
+    del os.environ["RANK"]
+    return message_of(RuntimeError, fully_shard_model, nn.Linear(2, 2))
+
+
+def test_outside_torch_distributed_the_message_says_what_to_do(ranks: Ranks) -> None:
+    (message,) = ranks(1, without_distributed)
+    assert "torchrun" in message
+
+
+STRATEGY_NAMES = ("zero_dp_strategy expects", "no_shard/0", "optim_grads_params/3")
+
+
+STRATEGIES: dict[str, WrongCall] = {
+    **{
+        f"strategy {value!r}": with_arguments(*STRATEGY_NAMES, repr(value), zero_dp_strategy=value)
+        for value in ("zero3", 4, -1, True, None, 2.0, [3])
+    },
+    **{
+        f"outer strategy {value!r}": with_arguments(
+            "outer_dp_sharding_strategy expects",
+            "optim/1",
+            repr(value),
+            outer_dp_sharding_strategy=value,
+        )
+        for value in (2, "optim_grads_params", False, None, "hsdp")
+    },
+    "outer strategy without outer axis": with_arguments(
+        "outer_dp_sharding_strategy", "dp_outer_dim", outer_dp_sharding_strategy=1
+    ),
+    "outer strategy at level 2": on_mesh(
+        "outer_dp_sharding_strategy",
+        "zero_dp_strategy='optim_grads_params'",
+        "'optim_grads'",
+        **HYBRID,
+        dp_outer_dim="dp_outer",
+        outer_dp_sharding_strategy="optim",
+        zero_dp_strategy=2,
+    ),
+}
+
+
+OPTIONS: dict[str, WrongCall] = {
+    "units are a class": with_arguments(
+        "fsdp_unit_modules expects", "list", fsdp_unit_modules=ResidualBlock
+    ),
+    "units are one path": with_arguments(
+        "fsdp_unit_modules expects", "list", fsdp_unit_modules="tests.fsdp.models.ResidualBlock"
+    ),
+    "units cannot be imported": with_arguments(
+        "fsdp_unit_modules", "nowhere.Block", fsdp_unit_modules=["nowhere.Block"]
+    ),
+    "unit is no path": with_arguments(
+        "fsdp_unit_modules", "'Block'", "package.module.Class", fsdp_unit_modules=["Block"]
+    ),
+    "units are no modules": with_arguments(
+        "fsdp_unit_modules", "int", "3", fsdp_unit_modules=[int, 3]
+    ),
+    "device unknown": with_arguments("device expects", "'abacus'", device="abacus"),
+    "device of another type": with_arguments("device expects", "2.5", device=2.5),
+    "device meta": with_arguments("device", "meta", "init_model_with_meta_device", device="meta"),
+    "policy is text": with_arguments(
+        "mixed_precision_policy expects a MixedPrecisionPolicy",
+        "'bf16'",
+        mixed_precision_policy="bf16",
+    ),
+    "policy is a dtype": with_arguments(
+        "mixed_precision_policy expects", mixed_precision_policy=torch.bfloat16
+    ),
+    "policy contradicts preserve_fp32_weights": with_arguments(
+        "preserve_fp32_weights=True contradicts",
+        "main_params_dtype",
+        "give one of them",
+        mixed_precision_policy=MixedPrecisionPolicy(None),
+        preserve_fp32_weights=True,
+    ),
+    "policy contradicts grad_reduce_in_fp32": with_arguments(
+        "grad_reduce_in_fp32=True contradicts",
+        "main_grads_dtype",
+        "give one of them",
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.bfloat16),
+        grad_reduce_in_fp32=True,
+    ),
+    "per-token loss averaged": with_arguments(
+        "calculate_per_token_loss",
+        "average_in_collective",
+        calculate_per_token_loss=True,
+        average_in_collective=True,
+    ),
+    "decoupled gradients with torch's optimizer": with_arguments(
+        "use_decoupled_grad", "AdamW", "Leave it False", use_decoupled_grad=True
+    ),
+    **{
+        f"flag {name}": with_arguments(
+            f"{name} expects True or False", "'false'", **{name: "false"}
+        )
+        for name in (
+            "overlap_grad_reduce",
+            "init_model_with_meta_device",
+            "calculate_per_token_loss",
+            "sync_model_each_microbatch",
+        )
+    },
+    **{
+        f"not built: {name}": with_arguments(
+            name, "not built yet", "defaults", kind=NotImplementedError, **{name: True}
+        )
+        for name in (
+            "keep_fp8_transpose_cache",
+            "nccl_ub",
+            "fsdp_double_buffer",
+            "fsdp_db_use_persist_buf_on_alloc_fail",
+            "disable_symmetric_registration",
+            "cuda_graph_mode",
+            "maxpool_double_buffer",
+        )
+    },
+}
+
+
+class WithoutInitialiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2, device="meta")
+        self.scale = nn.Parameter(torch.empty(2, device="meta"))
+
+
+def expert() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.weight.allreduce = False
+    return module
+
+
+def complex_parameter() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return module
+
+
+def split_by_tensor_parallelism(scene: Scene, *, tp_dim: str | None, other: bool = False) -> None:
+    mesh = mesh_of("dp", "tp", sizes=(1, 2))
+    module = nn.Linear(4, 4)
+    axis = mesh["tp"] if not other else mesh_of("elsewhere", "more", sizes=(2, 1))
+    placements = [Shard(0)] * axis.ndim
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), axis, placements))
+    fully_shard_model(module, mesh, "dp", tp_dim=tp_dim)
+
+
+def shard_the_same_module_twice(scene: Scene) -> None:
+    module = nn.Linear(3, 3)
+    fully_shard_model(module)
+    fully_shard_model(module)
+
+
+def thaw(scene: Scene) -> None:
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    module[0].requires_grad_(False)
+    model = fully_shard_model(module)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    model(torch.ones(2, 3)).sum().backward()
+
+
+MODELS: dict[str, WrongCall] = {
+    "no module": WrongCall(
+        ("module expects a torch.nn.Module but got str",), lambda scene: fully_shard_model("linear")
+    ),
+    "module class": WrongCall(
+        ("module expects a torch.nn.Module but got type",),
+        lambda scene: fully_shard_model(nn.Linear),
+    ),
+    "module None": WrongCall(
+        ("module expects a torch.nn.Module but got NoneType",),
+        lambda scene: fully_shard(None, scene.optimizer),
+    ),
+    "no parameters": WrongCall(
+        ("no parameters to shard",), lambda scene: fully_shard_model(nn.ReLU())
+    ),
+    "complex parameter": WrongCall(
+        ("floating-point", "phase", "complex64"),
+        lambda scene: fully_shard_model(complex_parameter()),
+    ),
+    "sharded wrapper again": WrongCall(
+        ("sharded already",), lambda scene: fully_shard_model(sharded_linear()[0])
+    ),
+    "sharded module inside": WrongCall(
+        ("sharded already",),
+        lambda scene: fully_shard_model(nn.Sequential(sharded_linear()[0], nn.Linear(3, 3))),
+    ),
+    "same module twice": WrongCall(("sharded already",), shard_the_same_module_twice),
+    "meta parameters": WrongCall(
+        ("meta device", "weight, bias", "init_model_with_meta_device=True"),
+        lambda scene: fully_shard_model(nn.Linear(2, 2, device="meta")),
+    ),
+    "meta parameters nobody initialises": WrongCall(
+        ("init_model_with_meta_device", "reset_parameters()", "WithoutInitialiser: scale"),
+        lambda scene: fully_shard_model(WithoutInitialiser(), init_model_with_meta_device=True),
+    ),
+    "meta parameters at level 0": WrongCall(
+        ("init_model_with_meta_device", "level 0"),
+        lambda scene: fully_shard_model(
+            nn.Linear(2, 2, device="meta"), init_model_with_meta_device=True, zero_dp_strategy=0
+        ),
+    ),
+    "expert parameters without mesh": WrongCall(
+        ("weight", "allreduce=False", "pass expt_device_mesh"),
+        lambda scene: fully_shard_model(expert()),
+    ),
+    "DTensor without tp_dim": WrongCall(
+        ("weight is a DTensor over ('tp',)", "tp_dim"),
+        lambda scene: split_by_tensor_parallelism(scene, tp_dim=None),
+    ),
+    "DTensor over another mesh": WrongCall(
+        ("weight is a DTensor", "tp_dim='tp'"),
+        lambda scene: split_by_tensor_parallelism(scene, tp_dim="tp", other=True),
+    ),
+    "frozen and thawed": WrongCall(
+        ("0.weight", "frozen when the model was sharded"), thaw, RuntimeError
+    ),
+    "wrapper given a mesh": WrongCall(
+        ("dist_index expects", "FSDPDistributedIndex", "DeviceMesh"),
+        lambda scene: MegatronFSDP(scene.module, mesh_of("dp")),
+    ),
+    "wrapper given no configuration": WrongCall(
+        ("ddp_config expects", "'level 3'"),
+        lambda scene: MegatronFSDP(scene.module, FSDPDistributedIndex(), "level 3"),
+    ),
+    **{
+        f"configuration {name}": WrongCall(
+            (name, "not built yet"),
+            lambda scene, name=name: MegatronFSDP(
+                scene.module, FSDPDistributedIndex(), DistributedDataParallelConfig(**{name: 1})
+            ),
+            NotImplementedError,
+        )
+        for name in (
+            "fp8_param_gather",
+            "nccl_ub",
+            "fsdp_double_buffer",
+            "megatron_fsdp_cuda_graph_mode",
+            "fsdp_manual_registration",
+        )
+    },
+    "half of fine-grained gathers": WrongCall(
+        ("enable_fine_grained_param_gather_hook", "not built yet"),
+        lambda scene: MegatronFSDP(
+            scene.module, FSDPDistributedIndex(), enable_fine_grained_param_gather_hook=True
+        ),
+        NotImplementedError,
+    ),
+}
+
+
+WRONG_CALLS = {**STRATEGIES, **OPTIONS, **MODELS}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
+    check_refusal(ranks, __name__, name)
+
+
+def shard_a_linear() -> None:
+    module = nn.Linear(2, 2)
+    fully_shard(module, torch.optim.SGD(module.parameters()))
+
+
+OUTSIDE: dict[str, Callable[[], Any]] = {
+    "fully_shard": shard_a_linear,
+    "fully_shard_model": lambda: fully_shard_model(nn.Linear(2, 2)),
+    "FSDPDistributedIndex": FSDPDistributedIndex,
+}
+
+
+def outside() -> dict[str, str]:
+    dist.destroy_process_group()
+    del os.environ["RANK"]
+    return {name: message_of(RuntimeError, call) for name, call in OUTSIDE.items()}
+
+
+def test_outside_torch_distributed_the_message_names_torchrun(ranks: Ranks) -> None:
+    (messages,) = ranks(1, outside)
+    assert all(
+        "torchrun" in message and "init_process_group" in message for message in messages.values()
+    )

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documented mesh, checkpoint and state-dict calls work as they are printed."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from megatron_fsdp import MegatronFSDP, fully_shard
+from tests.fsdp import models
+from tests.fsdp.interface.walk import whole
+from tests.fsdp.models import WIDTH, ResidualBlock
+from tests.fsdp.reference import Ranks, batch, close, loss_of
+
+
+class DocumentedModel(nn.Module):
+    """Tensor parallelism of two by torch's DTensors, and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.dense = nn.Linear(WIDTH, 6, bias=False)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        dense = nn.functional.linear(
+            DTensor.from_local(x, self.mesh) if self.mesh else x, self.dense.weight
+        )
+        return (dense.full_tensor() if self.mesh else dense).mean(-1, keepdim=True) + self.experts[
+            0
+        ](x)
+
+    mesh: DeviceMesh | None = None
+
+
+def documented_mesh(sizes: tuple[int, int, int, int]) -> None:
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_outer", "dp_shard", "cp", "tp"))
+    mesh[("dp_shard", "cp")]._flatten("dp_shard_cp")
+    mesh[("dp_outer", "dp_shard", "cp")]._flatten("hsdp")
+    ranks_of = mesh.mesh
+    # Expert parallelism of one: the expert's data ranks are those of an outer slice, for every
+    # tensor-parallel rank.
+    expert_ranks = ranks_of[mesh.get_local_rank("dp_outer")].reshape(-1, sizes[3])
+    expert_mesh = DeviceMesh.from_group(
+        [mesh["dp_shard_cp"].get_group(), mesh["tp"].get_group()],
+        "cpu",
+        expert_ranks,
+        mesh_dim_names=("dp_shard_cp", "tp"),
+    )
+    module, reference = DocumentedModel().double(), DocumentedModel().double()
+    module.mesh = mesh["tp"]
+    module.dense.weight = nn.Parameter(
+        distribute_tensor(module.dense.weight.detach(), mesh["tp"], [Shard(0)])
+    )
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.01),
+        device_mesh=mesh,
+        dp_shard_dim="dp_shard_cp",
+        dp_outer_dim="dp_outer",
+        tp_dim="tp",
+        hybrid_fsdp_group=mesh["hsdp"].get_group(),
+        hybrid_fsdp_expt_group=mesh["hsdp"].get_group(),
+        expt_device_mesh=expert_mesh,
+        fsdp_unit_modules=[nn.Linear],
+        outer_dp_sharding_strategy=1,
+        preserve_fp32_weights=False,
+    )
+    expected = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    place, num_places = mesh["hsdp"].get_local_rank(), mesh["hsdp"].size()
+    for step in range(2):
+        loss_of(model(batch(step, place, 0))).backward()
+        (
+            sum(loss_of(reference(batch(step, other, 0))) for other in range(num_places))
+            / num_places
+        ).backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for name, value in model.state_dict().items():
+            close(
+                whole(value),
+                reference.get_parameter(name.removeprefix("module.")).detach(),
+                f"{name} after step {step}",
+                1e-9,
+            )
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (2, 1, 1, 2),
+        pytest.param((2, 2, 1, 2), marks=pytest.mark.exhaustive),
+        (1, 2, 2, 2),
+    ],
+    ids=str,
+)
+def test_the_documented_mesh(ranks: Ranks, sizes: tuple[int, int, int, int]) -> None:
+    ranks(int(torch.tensor(sizes).prod()), documented_mesh, sizes)
+
+
+def fresh(scale: float = 1.0, level: int = 3) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module = models.build("scalars")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(scale)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    return fully_shard(
+        module,
+        optimizer,
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+    """Train on the same data everywhere, so that worlds of any size agree."""
+    for step in range(first, last):
+        loss_of(model(batch(step, 0, 0))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained_without_sharding(last: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    module = models.build("scalars")
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+    train(module, optimizer, 0, last)
+    return module, optimizer
+
+
+def save_as_documented(path: str) -> None:
+    model, optimizer = fresh()
+    train(model, optimizer, 0, 2)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=path)
+
+
+def load_as_documented(path: str, level: int) -> None:
+    model, optimizer = fresh(scale=-2.0, level=level)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, 2, 4)
+    expected, _ = trained_without_sharding(4)
+    for name, value in model.state_dict().items():
+        close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
+
+
+def test_the_documented_checkpoint_goes_on_in_another_world(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4, save_as_documented, str(tmp_path))
+    ranks(2, load_as_documented, str(tmp_path), 3)
+    ranks(1, load_as_documented, str(tmp_path), 0)
+
+
+def torch_functions(path: str, full: bool) -> None:
+    options = StateDictOptions(full_state_dict=full)
+    model, optimizer = fresh()
+    train(model, optimizer, 0, 2)
+    weights, state = get_state_dict(model, optimizer, options=options)
+    expected, expected_optimizer = trained_without_sharding(2)
+    names = [name for name, _ in expected.named_parameters()]
+    for number, name in enumerate(names):
+        value = weights["module." + name]
+        assert not full or not isinstance(value, DTensor)
+        close(whole(value), expected.get_parameter(name).detach(), name)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            moment = expected_optimizer.state_dict()["state"][number][slot]
+            close(
+                whole(state["state"]["module." + name][slot]).view(moment.shape),
+                moment,
+                f"{slot} of {name}",
+            )
+
+    other, other_optimizer = fresh(scale=-2.0)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=copy.deepcopy(weights),
+        optim_state_dict=copy.deepcopy(state),
+        options=options,
+    )
+    train(other, other_optimizer, 2, 4)
+    train(expected, expected_optimizer, 2, 4)
+    for name, value in other.state_dict().items():
+        close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_torchs_state_dict_functions(ranks: Ranks, tmp_path: Path, full: bool) -> None:
+    ranks(3, torch_functions, str(tmp_path), full)
+
+
+def save_a_copy(path: str) -> None:
+    model, optimizer = fresh()
+    train(model, optimizer, 0, 2)
+    best = copy.deepcopy(model.state_dict())
+    train(model, optimizer, 2, 3)
+    dcp.save({"model": best}, checkpoint_id=path)
+
+
+def load_the_copy(path: str) -> None:
+    model, _ = fresh(scale=-2.0)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    expected, _ = trained_without_sharding(2)
+    for name, value in model.state_dict().items():
+        close(whole(value), expected.state_dict()[name.removeprefix("module.")], name)
+
+
+def test_a_deep_copy_of_a_state_dict_is_saved_and_loaded_elsewhere(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(2, save_a_copy, str(tmp_path))
+    for world_size in (2, 3):
+        ranks(world_size, load_the_copy, str(tmp_path))

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights, gradients and collectives have the dtypes that were asked for."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from tests.fsdp import models
+from tests.fsdp.meshes import Meshes, shard_mesh
+from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.fsdp.watched_communication import watching_reductions
+
+
+class Numbers(nn.Module):
+    """A model whose gradient is its input."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(5, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x.to(self.weight.dtype)).sum()
+
+
+def gradient_of_numbers(
+    dtype: torch.dtype,
+    policy: MixedPrecisionPolicy,
+    level: int,
+    inputs: list[list[float]],
+    mode: str,
+    **settings: Any,
+) -> Tensor:
+    """Return the whole gradient after one backward for each of this rank's numbers in `inputs`."""
+    model = fully_shard_model(
+        Numbers(dtype),
+        device_mesh=shard_mesh(),
+        mixed_precision_policy=policy,
+        zero_dp_strategy=level,
+        sync_model_each_microbatch=mode != "manual",
+        **settings,
+    )
+    mine = inputs[dist.get_rank()]
+    for number, value in enumerate(mine):
+        with model.no_sync() if mode == "no_sync" and number < len(mine) - 1 else nullcontext():
+            model(torch.full((5,), value)).backward()
+    model.finish_grad_sync()
+    return uneven_dtensor_to_full_tensor(next(model.parameters()).grad)
+
+
+SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
+
+
+@pytest.mark.parametrize("mode", ["auto", "no_sync", "manual"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode: str) -> None:
+    inputs = [[1.0] + [SMALL] * 8] * 2
+    fp32 = MixedPrecisionPolicy(torch.float32, torch.float32)
+    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, fp32, level, inputs, mode):
+        assert gradient.tolist() == [1 + 8 * SMALL] * 5
+    bf16 = MixedPrecisionPolicy(torch.float32, torch.bfloat16)
+    for gradient in ranks(2, gradient_of_numbers, torch.bfloat16, bf16, level, inputs, mode):
+        assert gradient.tolist() == [1.0] * 5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
+    """A rank's addend is lost in a bf16 sum and kept in an fp32 one; halving is exact in both."""
+    inputs = [[1.0], [SMALL]]
+    for comm, expected in (
+        (torch.bfloat16, 0.5),
+        (torch.float32, 0.5 + SMALL / 2),
+        (None, 0.5 + SMALL / 2),
+    ):
+        policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
+        for dtype in (torch.bfloat16, torch.float32):
+            for gradient in ranks(2, gradient_of_numbers, dtype, policy, level, inputs, "auto"):
+                assert gradient.dtype == torch.float32
+                assert gradient.tolist() == [expected] * 5
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp16_gradients_do_not_overflow_where_their_mean_fits(ranks: Ranks, level: int) -> None:
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
+    for gradient in ranks(
+        2, gradient_of_numbers, torch.float32, policy, level, [[60000.0], [60000.0]], "auto"
+    ):
+        assert gradient.tolist() == [60000.0] * 5
+
+
+def train_bf16(level: int, mesh: DeviceMesh) -> None:
+    """Compare with an unsharded bf16 copy of fp32 weights, in every bit."""
+    reference = models.build("several_units", torch.bfloat16)
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in reference.parameters()]
+    expected_optimizer = torch.optim.AdamW(masters, lr=0.02)
+    module = models.build("several_units", torch.bfloat16)
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.02),
+        device_mesh=mesh,
+        fsdp_unit_modules=[models.ResidualBlock],
+        zero_dp_strategy=level,
+        grad_reduce_in_fp32=True,
+    )
+    for step in range(4):
+        summed = [torch.zeros_like(master) for master in masters]
+        for rank in range(dist.get_world_size()):
+            reference.zero_grad()
+            loss_of(reference(batch(step, rank, 0).bfloat16())).backward()
+            for total, parameter in zip(summed, reference.parameters()):
+                total.add_(parameter.grad)
+        for master, total in zip(masters, summed):
+            master.grad = total / dist.get_world_size()
+        loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
+        names = [name for name, _ in reference.named_parameters()]
+        compare_shards(
+            model,
+            {key: parameter.grad for key, parameter in model.named_parameters()},
+            {name: master.grad for name, master in zip(names, masters)},
+            f"gradient in step {step}",
+            tolerance=0.0,
+        )
+        expected_optimizer.step()
+        for master, parameter in zip(masters, reference.parameters()):
+            parameter.data.copy_(master.data)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_bf16_at_all_levels() -> None:
+    mesh = shard_mesh()
+    for level in LEVELS:
+        train_bf16(level, mesh)
+
+
+def test_bf16_model_with_fp32_main_weights_is_bitwise_the_unsharded_one(ranks: Ranks) -> None:
+    """A sum over two ranks has one order; a wrong bit would show in a later gradient."""
+    ranks(2, train_bf16_at_all_levels)
+
+
+BF16_WITH_FP32 = MixedPrecisionPolicy(torch.float32, torch.float32)
+
+
+def accumulate_small_numbers(mesh: str) -> None:
+    arguments = Meshes().arguments(mesh)
+    for level in LEVELS:
+        for keywords in ({"mixed_precision_policy": BF16_WITH_FP32}, {"grad_reduce_in_fp32": True}):
+            for sync in (True, False):
+                model = fully_shard_model(
+                    Numbers(torch.bfloat16),
+                    **arguments,
+                    zero_dp_strategy=level,
+                    sync_model_each_microbatch=sync,
+                    **keywords,
+                )
+                for number in (1.0, *[SMALL] * 8):
+                    model(torch.full((5,), number)).backward()
+                model.finish_grad_sync()
+                assert (
+                    uneven_dtensor_to_full_tensor(next(model.parameters()).grad).tolist()
+                    == [1 + 8 * SMALL] * 5
+                )
+
+
+def test_gradients_of_bf16_weights_accumulate_in_fp32(ranks: Ranks) -> None:
+    ranks(2, accumulate_small_numbers, "flat")
+    ranks(2, accumulate_small_numbers, "outer2")
+
+
+def dtypes_that_travel(mesh: str) -> None:
+    arguments = Meshes().arguments(mesh)
+    for level in LEVELS:
+        for comm in (torch.bfloat16, None):
+            module = models.build("several_units", torch.float32)
+            policy = MixedPrecisionPolicy(torch.float32, torch.float32, comm)
+            with watching_reductions() as dtypes:
+                model = fully_shard_model(
+                    module, **arguments, zero_dp_strategy=level, mixed_precision_policy=policy
+                )
+                loss_of(model(batch(0, dist.get_rank(), 0).float())).backward()
+                model.finish_grad_sync()
+            assert dtypes and set(dtypes) == {comm or torch.float32}
+
+
+def test_gradients_travel_in_the_dtype_that_was_asked_for(ranks: Ranks) -> None:
+    ranks(2, dtypes_that_travel, "flat")
+    ranks(2, dtypes_that_travel, "outer2")
+
+
+def large_fp16_gradients() -> bool:
+    net = nn.Linear(64, 64).half()
+    model = fully_shard_model(net, report_nan_in_param_grad=True, zero_dp_strategy=1)
+    model(torch.full((4, 64), 40.0, dtype=torch.float16)).float().mul(20).sum().backward()
+    return all(
+        torch.isfinite(parameter.grad._local_tensor).all().item()
+        for parameter in model.parameters()
+    )
+
+
+def test_finite_fp16_gradients_whose_sum_overflows_are_no_alarm(ranks: Ranks) -> None:
+    assert ranks(2, large_fp16_gradients) == [True, True]

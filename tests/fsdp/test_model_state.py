@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State dicts of model and optimizer: full shapes, current weights, copies, wrong contents."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron.fsdp import fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.uneven_dtensor import (
+    gather_uneven_dtensor_to_full_tensor,
+    redistribute_uneven_dtensor_to_replicated,
+    uneven_dtensor_to_full_tensor,
+)
+from tests.fsdp import models
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
+from tests.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
+
+
+def look_at_any_moment(name: str, level: int) -> None:
+    expected = {"module." + key: value for key, value in models.build(name).state_dict().items()}
+    model, optimizer = sharded(name, level)
+    x = batch(0, dist.get_rank(), 0)
+    assert_equal(whole(model.state_dict()), expected)
+    output = model(x)
+    assert_equal(whole(model.state_dict()), expected)
+    loss_of(output).backward()
+    assert_equal(whole(model.state_dict()), expected)
+    optimizer.step()
+    state = model.state_dict()
+    assert {key: value.shape for key, value in state.items()} == {
+        key: value.shape for key, value in expected.items()
+    }
+    unsharded = models.build(name)
+    unsharded.load_state_dict(
+        {key.removeprefix("module."): value for key, value in whole(state).items()}
+    )
+    for left, right in zip(evaluate(model, 0), evaluate(unsharded, 0), strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
+    ranks: Ranks, name: str, level: int
+) -> None:
+    ranks(3, look_at_any_moment, name, level)
+
+
+def gather_in_three_ways() -> None:
+    model, _ = sharded("scalars", 3)
+    for value in model.state_dict().values():
+        full = uneven_dtensor_to_full_tensor(value)
+        for gather in (
+            redistribute_uneven_dtensor_to_replicated,
+            gather_uneven_dtensor_to_full_tensor,
+        ):
+            replicated = gather(value)
+            assert isinstance(replicated, DTensor)
+            assert replicated.placements == (Replicate(),)
+            assert replicated.shape == value.shape
+            assert torch.equal(replicated.to_local(), full)
+        assert (
+            gather_uneven_dtensor_to_full_tensor(value, target_device="cpu").to_local().device.type
+            == "cpu"
+        )
+
+
+def test_uneven_dtensors_are_gathered_whole(ranks: Ranks) -> None:
+    ranks(3, gather_in_three_ways)
+
+
+def keep_the_best(level: int) -> None:
+    """Keep a state by copy.deepcopy, and by torch.save and torch.load (weights only)."""
+    model, optimizer = sharded("scalars", level)
+    train(model, optimizer, 1)
+    best_model, best_optimizer = (
+        copy.deepcopy(model.state_dict()),
+        copy.deepcopy(optimizer.state_dict()),
+    )
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    before = whole(best_model)
+    outputs = evaluate(model, 0)
+    train(model, optimizer, 2)
+    assert_equal(whole(best_model), before)
+    later = whole(model.state_dict())
+    assert all(not torch.equal(later[name], value) for name, value in before.items())
+
+    model.load_state_dict(best_model)
+    optimizer.load_state_dict(best_optimizer)
+    assert all(
+        torch.equal(left, right) for left, right in zip(evaluate(model, 0), outputs, strict=True)
+    )
+    train(model, optimizer, 2)
+    assert_equal(whole(model.state_dict()), later)
+
+    file.seek(0)
+    loaded = torch.load(file)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    train(model, optimizer, 2)
+    assert_equal(whole(model.state_dict()), later)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
+    ranks(2, keep_the_best, level)
+
+
+def load_unsharded(level: int) -> None:
+    """Load plain state dicts, under the module's own names and the wrapper's."""
+    expected = models.build("scalars")
+    expected_optimizer = torch.optim.AdamW(expected.named_parameters(), lr=0.02, weight_decay=0.1)
+    train(expected, expected_optimizer, 2)
+    for prefix in ("", "module."):
+        model, optimizer = sharded("scalars", level)
+        result = model.load_state_dict(
+            {prefix + key: value for key, value in expected.state_dict().items()}
+        )
+        assert not result.missing_keys
+        assert not result.unexpected_keys
+        optimizer.load_state_dict(copy.deepcopy(expected_optimizer.state_dict()))
+        for left, right in zip(evaluate(model, 0), evaluate(expected, 0), strict=True):
+            assert torch.equal(left, right)
+        copied = copy.deepcopy(expected)
+        copied_optimizer = optimizer_over(copied)
+        copied_optimizer.load_state_dict(copy.deepcopy(expected_optimizer.state_dict()))
+        train(model, optimizer, 2)
+        train(copied, copied_optimizer, 2)
+        assert_equal(
+            whole(model.state_dict()),
+            {"module." + key: value for key, value in copied.state_dict().items()},
+            1e-11,
+        )
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: int) -> None:
+    ranks(2, load_unsharded, level)
+
+
+def load_into_bf16() -> None:
+    """Check that the next forward uses the loaded weights, before any optimizer step."""
+    model = fully_shard_model(
+        models.build("several_units", torch.bfloat16),
+        shard_mesh(),
+        fsdp_unit_modules=[models.ResidualBlock],
+    )
+    other = models.Stack().bfloat16()
+    model.load_state_dict(other.float().state_dict())
+    x = batch(0, 0, 0).bfloat16()
+    with torch.no_grad():
+        assert torch.equal(model(x), other.bfloat16()(x))
+
+
+def test_loaded_weights_are_active_at_once(ranks: Ranks) -> None:
+    ranks(2, load_into_bf16)
+
+
+def load_what_does_not_fit() -> str:
+    model, optimizer = sharded("several_units", 3)
+    before = whole(model.state_dict())
+    state = models.build("several_units").state_dict()
+    state["embed.weight"] = torch.zeros(2, 2)
+    state["stranger"] = state.pop("head.bias")
+    state["head.weight"] = torch.ones_like(state["head.weight"])
+    with pytest.raises(RuntimeError) as error:
+        model.load_state_dict(state)
+    assert_equal(whole(model.state_dict()), before)  # nothing was loaded in part
+    del state["embed.weight"]
+    result = model.load_state_dict(state, strict=False)
+    assert sorted(result.missing_keys) == ["embed.weight", "head.bias"]
+    assert result.unexpected_keys == ["stranger"]
+    assert torch.equal(whole(model.state_dict())["module.head.weight"], state["head.weight"])
+
+    other_module = models.build("scalars")
+    other = optimizer_over(other_module)
+    _, other = fully_shard(other_module, other, shard_mesh())
+    with pytest.raises(ValueError, match="param_groups"):
+        optimizer.load_state_dict(other.state_dict())
+    return str(error.value)
+
+
+def test_entries_that_do_not_fit_are_listed_and_nothing_is_loaded(ranks: Ranks) -> None:
+    for message in ranks(2, load_what_does_not_fit):
+        for part in (
+            "embed.weight",
+            "(5, 5)",
+            "(2, 2)",
+            "missing keys: head.bias",
+            "unexpected keys: stranger",
+        ):
+            assert part in message
+
+
+def buffers_travel() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[nn.Linear])
+    model(torch.randn(5, 4))
+    state = model.state_dict()
+    assert torch.equal(state["module.1.running_mean"], module[1].running_mean)
+    assert state["module.1.num_batches_tracked"].item() == 1
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    fresh = fully_shard_model(other, shard_mesh(), fsdp_unit_modules=[nn.Linear])
+    fresh.load_state_dict(state)
+    assert torch.equal(fresh.module[1].running_mean, module[1].running_mean)
+
+
+def test_buffers_are_in_the_state(ranks: Ranks) -> None:
+    ranks(2, buffers_travel)
+
+
+def write_shard_of_the_same_size() -> None:
+    model = fully_shard_model(nn.Linear(8, 8, bias=False), shard_mesh())
+    state = model.state_dict()
+    value = state["module.weight"]
+    other = 1 - dist.get_rank()
+    flat_range = model._by_name["weight"].group.layout.owned(0, other)
+    assert flat_range.numel == value._local_tensor.numel()
+    value._local_tensor.chunks = tuple(flat_range.chunks())
+    with pytest.raises(RuntimeError, match="sharded for another layout"):
+        model.load_state_dict(state)
+
+
+def test_a_shard_of_the_same_size_from_other_offsets_is_refused(ranks: Ranks) -> None:
+    ranks(2, write_shard_of_the_same_size)
+
+
+def copy_and_train_on(level: int, dtype: torch.dtype) -> None:
+    module = models.build("scalars", dtype)
+    model, optimizer = fully_shard(
+        module,
+        optimizer_over(module),
+        shard_mesh(),
+        zero_dp_strategy=level,
+        fsdp_unit_modules=[ResidualBlock],
+    )
+    loss_of(model(batch(0, 0, 0).to(dtype))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    offsets = {parameter.to_local().storage_offset() for parameter in model.parameters()}
+    assert len(offsets) > 1  # the local tensors do not begin where their storage does
+    best, best_optimizer = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before = {name: value.clone() for name, value in whole_state(model.state_dict()).items()}
+    loss_of(model(batch(1, 0, 0).to(dtype))).backward()
+    optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in whole_state(best).items())
+    assert not all(
+        torch.equal(value, before[name]) for name, value in whole_state(model.state_dict()).items()
+    )
+    model.load_state_dict(best)
+    optimizer.load_state_dict(best_optimizer)
+    assert all(
+        torch.equal(value, before[name]) for name, value in whole_state(model.state_dict()).items()
+    )
+    assert {float(slots["step"]) for slots in optimizer.state_dict()["state"].values()} == {1.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_state_dicts_can_be_deep_copied(ranks: Ranks, dtype: torch.dtype) -> None:
+    for level in (1, 3):
+        ranks(2, copy_and_train_on, level, dtype)
+
+
+def load_by_assignment() -> str:
+    model = fully_shard_model(nn.Linear(4, 4))
+    with pytest.raises(NotImplementedError) as error:
+        model.load_state_dict(model.state_dict(), assign=True)
+    return str(error.value)
+
+
+def test_assigning_a_state_dict_is_refused_not_ignored(ranks: Ranks) -> None:
+    assert all("assign" in message for message in ranks(1, load_by_assignment))

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameter groups, several optimizers of one model and several models of one optimizer."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from tests.fsdp import models
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.optimizers import (
+    OPTIMIZERS,
+    sharded_pair,
+    sharded_step,
+    sharding,
+    unsharded_step,
+    weights,
+)
+from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
+from tests.fsdp.state_dicts import whole_state
+
+
+def grow_by_a_group(name: str, named: bool) -> None:
+    """Add half of the parameters after two steps, with settings of their own."""
+    reference = models.build("several_units")
+    model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
+    halves = [list(each.named_parameters()) for each in (reference, model)]
+    halves = [
+        (pairs[:7], pairs[7:]) if named else ([p for _, p in pairs[:7]], [p for _, p in pairs[7:]])
+        for pairs in halves
+    ]
+    (first, second), (sharded_first, sharded_second) = halves
+    expected = OPTIMIZERS[name](first)
+    optimizer = fully_shard_optimizer(OPTIMIZERS[name](sharded_first))
+    for step in range(4):
+        if step == 2:
+            expected.add_param_group({"params": second, "lr": 0.1})
+            optimizer.add_param_group({"params": sharded_second, "lr": 0.1})
+            assert len(optimizer.state) == len(list(model.parameters()))
+            assert optimizer.state[optimizer.param_groups[1]["params"][0]]["step"].item() == 0
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        reference.zero_grad()
+        model.zero_grad()
+        compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
+    first_group, second_group = optimizer.param_groups
+    assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
+
+
+@pytest.mark.parametrize(("name", "named"), [("adamw", True), ("adamw", False), ("adagrad", False)])
+def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named: bool) -> None:
+    ranks(2, grow_by_a_group, name, named)
+
+
+def add_what_does_not_belong() -> list[str]:
+    model, optimizer = sharded_pair("several_units")
+    before = optimizer.state_dict()["param_groups"]
+    messages = []
+    for parameter in (
+        nn.Parameter(torch.ones(2)),
+        model.module.head.weight,
+        next(model.parameters()),
+    ):
+        with pytest.raises(ValueError) as error:
+            optimizer.add_param_group({"params": parameter})
+        messages.append(str(error.value))
+    assert optimizer.state_dict()["param_groups"] == before
+    return messages
+
+
+def test_param_groups_of_other_parameters_are_refused(ranks: Ranks) -> None:
+    (messages,) = ranks(1, add_what_does_not_belong)
+    assert ["take them from model.parameters()" in message for message in messages] == [
+        True,
+        True,
+        False,
+    ]
+    assert "more than one parameter group" in messages[2]
+
+
+def train_two_models(level: int) -> None:
+    """Train two models by one optimizer, with frozen parameters in its groups."""
+    names = ("several_units", "frozen_in_part")
+    references = [models.build(name) for name in names]
+    mesh = shard_mesh()
+    sharded = [
+        fully_shard_model(models.build(name), mesh, **sharding(each, level))
+        for name, each in zip(names, references)
+    ]
+    expected = OPTIMIZERS["adamw"](nn.ModuleList(references).parameters())
+    parameters = [*sharded[0].parameters(), *sharded[1].parameters()]
+    optimizer = fully_shard_optimizer(OPTIMIZERS["adamw"](parameters))
+    for step in range(3):
+        expected.zero_grad()
+        for rank in range(dist.get_world_size()):
+            loss = sum(loss_of(each(batch(step, rank, 0))) for each in references)
+            (loss / dist.get_world_size()).backward()
+        expected.step()
+        sum(loss_of(each(batch(step, dist.get_rank(), 0))) for each in sharded).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for model, reference in zip(sharded, references):
+            compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_one_optimizer_may_have_several_models(ranks: Ranks, level: int) -> None:
+    ranks(2, train_two_models, level)
+
+
+def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_sync: bool) -> None:
+    """Train by two optimizers, each of which clears its gradients right after its step.
+
+    A third of the parameters is in neither, and their gradients add up.
+    """
+    precision = MixedPrecisionPolicy(None, main_grads)
+    settings = {"mixed_precision_policy": precision, "sync_model_each_microbatch": auto_sync}
+    reference, module = models.build("several_units"), models.build("several_units")
+    model = fully_shard_model(module, shard_mesh(), **{**sharding(module, level), **settings})
+    makers = (OPTIMIZERS["adamw"], OPTIMIZERS["sgd_momentum"])
+    expected = [make(list(reference.parameters())[number::3]) for number, make in enumerate(makers)]
+    optimizers = [
+        fully_shard_optimizer(make(list(model.parameters())[number::3]))
+        for number, make in enumerate(makers)
+    ]
+    tolerance = TOLERANCE if main_grads is None else 1e-5
+    for step in range(4):
+        world_size = dist.get_world_size()
+        (
+            sum(loss_of(reference(batch(step, rank, 0))) for rank in range(world_size)) / world_size
+        ).backward()
+        loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+        for one, other in zip(optimizers, expected):
+            one.step()
+            one.zero_grad(set_to_none=step != 1)
+            other.step()
+            other.zero_grad()
+        compare_shards(
+            model, weights(model), weights(reference), f"weight after step {step}", tolerance
+        )
+        rest = list(reference.named_parameters())[2::3]
+        gradients = {
+            "module." + name: dict(model.named_parameters())["module." + name].grad
+            for name, _ in rest
+        }
+        compare_shards(
+            model,
+            gradients,
+            {name: p.grad for name, p in rest},
+            "gradient in no optimizer",
+            tolerance,
+        )
+
+
+@pytest.mark.parametrize(
+    "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
+)
+@pytest.mark.parametrize(
+    ("level", "auto_sync"), [(1, True), (1, False), (3, True)], ids=["1", "1_in_step", "3"]
+)
+def test_one_model_may_have_several_optimizers(
+    ranks: Ranks, level: int, auto_sync: bool, main_grads: torch.dtype | None
+) -> None:
+    ranks(2, train_with_two_optimizers, level, main_grads, auto_sync)
+
+
+def train_with_two_groups(level: int) -> None:
+    def groups_of(module: nn.Module) -> torch.optim.Optimizer:
+        decayed = [parameter for parameter in module.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in module.parameters() if parameter.ndim <= 1]
+        return torch.optim.AdamW(
+            [
+                {"params": decayed, "lr": 0.05, "weight_decay": 0.3},
+                {"params": others, "lr": 0.01, "weight_decay": 0.0},
+            ]
+        )
+
+    module, reference = models.build("several_units"), models.build("several_units")
+    model, optimizer = fully_shard(
+        module, groups_of(module), shard_mesh(), zero_dp_strategy=level, preserve_fp32_weights=False
+    )
+    expected = groups_of(reference)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.05, 0.3),
+        (0.01, 0.0),
+    ]
+    for step in range(2):
+        for each, each_optimizer in ((model, optimizer), (reference, expected)):
+            each_optimizer.zero_grad()
+            loss_of(each(batch(step, 0, 0))).backward()
+            each_optimizer.step()
+    for name, value in whole_state(model.state_dict()).items():
+        close(value, reference.get_parameter(name).detach(), name)
+
+
+def test_param_groups_keep_their_learning_rates_and_weight_decays(ranks: Ranks) -> None:
+    for level in (0, 1, 3):
+        ranks(2, train_with_two_groups, level)

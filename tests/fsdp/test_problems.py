@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that are given different things all raise the same message, which lists everything."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from tests.fsdp import models
+from tests.fsdp.meshes import mesh_of
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import Ranks, optimizer_over
+from tests.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
+
+
+def everything_wrong() -> str:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "cp"))
+    return message_of(
+        ValueError,
+        fully_shard_model,
+        nn.ReLU(),
+        mesh,
+        "dp_shard",
+        zero_dp_strategy="zero3",
+        fsdp_unit_modules=["nowhere.Block", int],
+        calculate_per_token_loss=True,
+        average_in_collective=True,
+    )
+
+
+def test_everything_wrong_is_listed_at_once_on_every_rank(ranks: Ranks) -> None:
+    messages = ranks(2, everything_wrong)
+    assert messages[0] == messages[1]
+    for part in (
+        "no parameters",
+        "zero_dp_strategy",
+        "'zero3'",
+        "nowhere.Block",
+        "int",
+        "average_in_collective",
+        "dp_shard",
+        "('dp', 'cp')",
+    ):
+        assert part in messages[0]
+
+
+def wrong_on_one_rank(wrong: str) -> str:
+    rank = dist.get_rank()
+    module = models.build("several_units")
+    optimizer = optimizer_over(module)
+    if rank == 1 and wrong == "strategy":
+        return message_of(ValueError, fully_shard, module, optimizer, zero_dp_strategy=7)
+    if rank == 1 and wrong == "optimizer":
+        return message_of(
+            ValueError, fully_shard, module, optimizer_over(models.build("several_units"))
+        )
+    message = message_of(ValueError, fully_shard, module, optimizer)
+    assert all(
+        parameter.numel() and not hasattr(parameter, "_fsdp_model")
+        for parameter in module.parameters()
+    )
+    assert isinstance(
+        fully_shard(module, optimizer)[0], MegatronFSDP
+    )  # nothing has happened to them
+    return message
+
+
+def wrong_then_right(wrong: str) -> str:
+    message = wrong_on_one_rank(wrong)
+    if dist.get_rank() == 1:
+        module = models.build("several_units")
+        fully_shard(module, optimizer_over(module))
+    return message
+
+
+@pytest.mark.parametrize(
+    ("wrong", "part"), [("strategy", "but got 7"), ("optimizer", "none of the module's")]
+)
+def test_an_error_of_one_rank_is_raised_on_all(ranks: Ranks, wrong: str, part: str) -> None:
+    messages = ranks(3, wrong_then_right, wrong)
+    assert len(set(messages)) == 1
+    assert part in messages[0]
+
+
+def differing(**values: Any) -> Callable[[Scene], Any]:
+    """Give rank 0 and all others different values of an argument."""
+    return lambda scene: fully_shard(
+        scene.module,
+        scene.optimizer,
+        **{key: pair[min(scene.rank, 1)] for key, pair in values.items()},
+    )
+
+
+def several_things(scene: Scene) -> None:
+    fully_shard_model(
+        nn.ReLU(),
+        mesh_of("dp", "cp"),
+        "data",
+        zero_dp_strategy="zero3",
+        fsdp_unit_modules=[int],
+        device="abacus",
+        nccl_ub=True,
+    )
+
+
+WRONG_CALLS: dict[str, WrongCall] = {
+    "strategy wrong on one rank": WrongCall(
+        ("zero_dp_strategy expects", "but got 7"), differing(zero_dp_strategy=(3, 7))
+    ),
+    "module wrong on one rank": WrongCall(
+        ("module expects",), lambda scene: fully_shard_model(scene.module if scene.rank else "text")
+    ),
+    "optimizer wrong on one rank": WrongCall(
+        ("optimizer expects",),
+        lambda scene: fully_shard(scene.module, scene.optimizer if scene.rank else "text"),
+    ),
+    "not built on one rank": WrongCall(
+        ("nccl_ub",), differing(nccl_ub=(False, True)), NotImplementedError
+    ),
+    "strategies differ": WrongCall(
+        ("the sharding strategy differs between ranks", "OPTIM_GRADS,", "OPTIM_GRADS_PARAMS"),
+        differing(zero_dp_strategy=(2, 3)),
+    ),
+    "policies differ": WrongCall(
+        ("mixed_precision_policy differs between ranks",),
+        differing(mixed_precision_policy=(MixedPrecisionPolicy(), MixedPrecisionPolicy(None))),
+    ),
+    "units differ": WrongCall(
+        ("the list of units differs between ranks",),
+        differing(fsdp_unit_modules=([ResidualBlock, nn.LayerNorm], [])),
+    ),
+    "per-token loss differs": WrongCall(
+        ("gradient policy differs between ranks", "sum_only=True"),
+        differing(calculate_per_token_loss=(False, True)),
+    ),
+    "reports of NaN differ": WrongCall(
+        ("report_nan_in_param_grad differs between ranks",),
+        differing(report_nan_in_param_grad=(False, True)),
+    ),
+    "synchronisation differs": WrongCall(
+        ("sync_model_each_microbatch differs between ranks",),
+        differing(sync_model_each_microbatch=(False, True)),
+    ),
+    "overlap differs": WrongCall(
+        ("overlap_grad_reduce differs between ranks",), differing(overlap_grad_reduce=(False, True))
+    ),
+    "shapes differ": WrongCall(
+        ("differs between ranks", "weight (3, 2)", "weight (4, 2)"),
+        lambda scene: fully_shard_model(nn.Linear(2, 3 + scene.rank)),
+    ),
+    "numbers of parameters differ": WrongCall(
+        ("the number of parameters differs between ranks",),
+        lambda scene: fully_shard_model(nn.Linear(2, 3, bias=scene.rank == 0)),
+    ),
+    "frozen on one rank": WrongCall(
+        ("differs between ranks", "trainable", "frozen"),
+        lambda scene: fully_shard_model(nn.Linear(2, 3).requires_grad_(scene.rank == 0)),
+    ),
+    "shapes differ on one of four": WrongCall(
+        ("differs between ranks", "weight (3, 2)", "weight (4, 2)"),
+        lambda scene: fully_shard_model(nn.Linear(2, 3 + (scene.rank == 2))),
+        world_size=4,
+    ),
+    "several things": WrongCall(
+        (
+            "no parameters",
+            "zero_dp_strategy",
+            "'zero3'",
+            "dp_shard_dim='data'",
+            "fsdp_unit_modules",
+            "int",
+            "'abacus'",
+            "nccl_ub",
+        ),
+        several_things,
+    ),
+    "optimizer and arguments": WrongCall(
+        ("optimizer expects", "zero_dp_strategy", "'abacus'"),
+        lambda scene: fully_shard(scene.module, "adam", zero_dp_strategy=9, device="abacus"),
+    ),
+    "different things on two ranks": WrongCall(
+        ("zero_dp_strategy", "fsdp_unit_modules"),
+        lambda scene: fully_shard_model(
+            scene.module,
+            **({"zero_dp_strategy": 9} if scene.rank else {"fsdp_unit_modules": [int]}),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
+    check_refusal(ranks, __name__, name)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A deep model, and samples of the storage that is alive while it trains."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.fsdp import MegatronFSDP, fully_shard_model
+from megatron.fsdp.engine import device
+from megatron.fsdp.engine.gradients import GroupGradients
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import BATCH, WIDTH, ResidualBlock, Stack
+from tests.fsdp.reference import loss_of
+
+NUM_BLOCKS = 6
+
+
+class Deep(Stack):
+    """A large embedding, six equal units, a norm and a large head; perhaps with recomputation."""
+
+    def __init__(self, recompute: str = "") -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(WIDTH, 301), nn.Linear(301, WIDTH))
+        self.blocks = nn.ModuleList(ResidualBlock() for _ in range(NUM_BLOCKS))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 403))
+        self.recompute = recompute
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=self.recompute == "reentrant")
+                if self.recompute
+                else block(x)
+            )
+        return x
+
+
+def stored(tensor: Tensor | None) -> int:
+    """Return the bytes of the storage of a tensor."""
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+
+
+@dataclass
+class Sample:
+    """The living units: with gathered weights, with local gradients, and their bytes."""
+
+    gathered: list[str]
+    with_gradients: list[str]
+    gathered_bytes: int
+    gradient_bytes: int
+    bytes: int
+
+
+def look_at(model: MegatronFSDP) -> Sample:
+    def names(is_alive: Callable[[Any], int]) -> list[str]:
+        return [unit.name for unit in model._units if any(map(is_alive, unit.groups))]
+
+    tensors: list[Tensor | None] = []
+    for group in model.groups:
+        tensors += (group.compute.flat, group.compute_shard, group.main_shard)
+        tensors += (
+            local_gradients(group),
+            group.gradients._grad_sum._total,
+            group.gradients._inner_sum._total,
+        )
+        tensors += [parameter.grad for parameter in group.parameters]
+    storages = {
+        tensor.untyped_storage().data_ptr(): stored(tensor)
+        for tensor in tensors
+        if tensor is not None
+    }
+    return Sample(
+        names(lambda group: stored(group.compute.flat)),
+        names(lambda group: stored(local_gradients(group))),
+        sum(stored(group.compute.flat) for group in model.groups),
+        sum(stored(local_gradients(group)) for group in model.groups),
+        sum(storages.values()),
+    )
+
+
+def local_gradients(group: Any) -> Tensor | None:
+    return group.gradients._local.flat if group.gradients._local is not None else None
+
+
+@contextmanager
+def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
+    """Take a sample after every change of storage, and before gradients are accumulated."""
+    samples: list[Sample] = []
+    originals = device.allocate, device.free
+    accumulate = GroupGradients.accumulate
+
+    def look_and_accumulate(gradients: GroupGradients) -> None:
+        samples.append(look_at(model))
+        accumulate(gradients)
+
+    def watched(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
+        def change_and_look(tensor: Tensor) -> None:
+            change(tensor)
+            samples.append(look_at(model))
+
+        return change_and_look
+
+    device.allocate, device.free = map(watched, originals)
+    GroupGradients.accumulate = look_and_accumulate
+    try:
+        yield samples
+    finally:
+        device.allocate, device.free = originals
+        GroupGradients.accumulate = accumulate
+
+
+def build_deep(level: int, recompute: str = "", **settings: Any) -> MegatronFSDP:
+    return fully_shard_model(
+        Deep(recompute),
+        shard_mesh(),
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=level,
+        **settings,
+    )
+
+
+def train_deep(model: MegatronFSDP) -> None:
+    """Run two microbatches: below level 2 whole gradients wait for the second one."""
+    with model.no_sync():
+        loss_of(model(torch.randn(BATCH, WIDTH))).backward()
+    loss_of(model(torch.randn(BATCH, WIDTH))).backward()
+    model.zero_grad()
+
+
+def peak_in_units(samples: list[Sample], what: str) -> int:
+    """Return the most units alive at once."""
+    return max(len(getattr(sample, what)) for sample in samples)
+
+
+def peak_bytes() -> list[int]:
+    """Return the peak at each level, in the steady state."""
+    peaks = []
+    for level in range(4):
+        model = build_deep(level)
+        train_deep(model)
+        with watching(model) as samples:
+            train_deep(model)
+        peaks.append(max(sample.bytes for sample in samples))
+    return peaks
