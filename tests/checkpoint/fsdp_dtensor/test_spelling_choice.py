@@ -15,6 +15,7 @@ GATED = [
     "decoder.layers.2.mlp.experts.linear_fc1.weight7",
     "decoder.layers.2.mlp.experts.linear_fc1.bias12",
 ]
+
 WHOLE = [
     "decoder.layers.0.mlp.linear_fc2.weight",
     "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",

@@ -17,12 +17,16 @@ from megatron.checkpoint.core.training_state import MOMENTS, ParamGroup, Trainin
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
+
 LAYERS, HIDDEN = 8, 1024
+
 TENSOR = 4 * HIDDEN * 4 * HIDDEN
 """Bytes of the largest tensor, fp32: 16 MiB. The whole checkpoint has 448 MiB."""
+
 PART_BYTES = 2 * TENSOR
 """Instead of 256 MiB, for which a checkpoint would have to be large."""
+
 CHILD = """
 import resource, sys
 from megatron.checkpoint.core import dcp_target

@@ -38,6 +38,7 @@ from tests.checkpoint.crafted_files import (
 )
 
 NAMESPACE = named("argparse", "Namespace")
+
 EMPTY = pickle.PROTO + b"\x04"
 
 
@@ -239,10 +240,6 @@ def test_files_of_torch_before_its_archives_are_refused(marker: Path) -> None:
     assert not marker.exists()
 
 
-# ---- what real files hold
-# ----------------------------------------------------------------------------------------------
-
-
 def test_everything_plain_comes_back() -> None:
     value: dict[str, Any] = {
         "numbers": [
@@ -399,7 +396,7 @@ def test_stand_ins_need_no_megatron_core(tmp_path: Path) -> None:
         f"value = safe_pickle.load_torch(open({str(source)!r}, 'rb').read())\n"
         f"open({str(target)!r}, 'wb').write(safe_pickle.save_torch(value))\n"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", program], check=True, cwd=root, timeout=120)
     assert torch.load(target, weights_only=False) == {"backend": AttnBackend.fused}
 

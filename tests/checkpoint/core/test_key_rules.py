@@ -35,6 +35,7 @@ LATENT = [
         "mlp.linear_fc2",
     )
 ]
+
 MODELS = {
     "dense": list(small_models.shapes_of()),
     "biases": list(small_models.shapes_of(["gelu", "gelu"])),

@@ -2,7 +2,6 @@
 """Any box of a DCP directory is read, and what is damaged is told, whichever byte it is."""
 
 import contextlib
-import functools
 import itertools
 import math
 import pickle
@@ -17,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron.checkpoint.commands.comparison import compare_states
 from megatron.checkpoint.commands.conversion import convert
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
@@ -27,8 +25,9 @@ from megatron.checkpoint.core.directory import Output, locate
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.safe_pickle import RefusedPickle
 from megatron.checkpoint.core.stored_checkpoint import DamagedCheckpoint, StoredCheckpoint, overlap
-from megatron.checkpoint.core.training_state import TrainingState
 from tests.checkpoint import samples, small_models
+from tests.checkpoint.changed_checkpoints import write_entries
+from tests.checkpoint.command_runs import run_json
 from tests.checkpoint.crafted_files import archive, touch
 
 TENSORS = {
@@ -120,10 +119,6 @@ def test_payloads_that_are_not_row_after_row_are_read(tmp_path: Path) -> None:
     stored = StoredCheckpoint(path)
     assert torch.equal(stored.lazy("tensor").read(), tensor)
     assert torch.equal(stored.lazy("tensor").rows(1, 3).read(), tensor[1:3])
-
-
-# ---- what is not right
-# -------------------------------------------------------------------------------------------------
 
 
 def edit(path: Path, change: Callable[[Any], Any]) -> None:
@@ -344,10 +339,6 @@ def test_what_is_no_checkpoint_is_said_to_be_none(
             locate(tmp_path / "path")
 
 
-# ---- hostile
-# -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("place", [".metadata", "object", "tensor"])
 def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> None:
     path, marker = tmp_path / "out", tmp_path / "executed"
@@ -402,136 +393,8 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
         StoredCheckpoint(path).lazy("tensor").read()
 
 
-# ---- damage
-# ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each format."""
-    state = small_models.state_of(small_models.shapes_of(layers=["gated"], tied=True), num_layers=1)
-    root = tmp_path_factory.mktemp("small")
-    return {
-        form: small_models.write(state, root / form, form)
-        for form in ("torch_dist", "fsdp_dtensor")
-    }
-
-
-def says_the_same(path: Path, original: Path) -> bool:
-    """False where it is told that something is wrong; fails where it says something else and nothing is told."""
-    try:
-        opened = open_checkpoint(path)
-        if find_problems(opened):
-            return False
-        state = opened.state()
-    except ValueError:
-        return False
-    found = compare_states(state, _state(original))
-    assert not found.differs, (found, path)
-    return True
-
-
-@functools.lru_cache
-def _state(path: Path) -> TrainingState:
-    return open_checkpoint(path).state()
-
-
-FILES = {
-    "torch_dist": (".metadata", "__0_0.distcp", "common.pt", "metadata.json"),
-    "fsdp_dtensor": (".metadata", "__0_0.distcp"),
-}
-
-
-@pytest.mark.parametrize("form", FILES)
-def test_every_flipped_bit_is_told_or_harmless(
-    form: str, small: dict[str, Path], tmp_path: Path
-) -> None:
-    random_numbers = random.Random(f"bits of {form}")
-    copy = shutil.copytree(small[form], tmp_path / "copy")
-    told = 0
-    for file, count in zip(FILES[form], (30, 25, 20, 4)):
-        data = (copy / file).read_bytes()
-        for _ in range(count):
-            changed = bytearray(data)
-            at, bit = random_numbers.randrange(len(data)), random_numbers.randrange(8)
-            changed[at] ^= 1 << bit
-            (copy / file).write_bytes(changed)
-            told += not says_the_same(copy, small[form])
-        (copy / file).write_bytes(data)
-    assert told > 25  # the rest is padding
-    assert says_the_same(copy, small[form])
-
-
-@pytest.mark.parametrize("form", FILES)
-def test_every_bit_of_a_tensor_is_under_its_checksum(
-    form: str, small: dict[str, Path], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(small[form], tmp_path / "copy")
-    stored = StoredCheckpoint(copy)
-    key = next(key for key in stored.tensors if key.endswith("linear_qkv.weight"))
-    payload = stored._payload(key, stored.tensors[key].chunks[0])
-    data = bytearray((copy / "__0_0.distcp").read_bytes())
-    for at in (
-        payload.offset,
-        payload.offset + payload.num_bytes // 2,
-        payload.offset + payload.num_bytes - 1,
-    ):
-        data[at] ^= 1
-        (copy / "__0_0.distcp").write_bytes(data)
-        index = (0,) if form == "torch_dist" else ()  # its first layer
-        with pytest.raises(DamagedCheckpoint, match="checksum"):
-            StoredCheckpoint(copy).lazy(key).read()
-        with pytest.raises(DamagedCheckpoint, match="checksum"):
-            StoredCheckpoint(copy).lazy(key, index).rows(2, 3).read()
-        data[at] ^= 1
-
-
-@pytest.mark.parametrize("form", FILES)
-def test_files_that_are_cut_off_are_told(form: str, small: dict[str, Path], tmp_path: Path) -> None:
-    copy = shutil.copytree(small[form], tmp_path / "copy")
-    for file in FILES[form]:
-        data = (copy / file).read_bytes()
-        for length in (0, 1, len(data) // 3, len(data) - 100, len(data) - 1):
-            (copy / file).write_bytes(data[: max(length, 0)])
-            assert not says_the_same(copy, small[form]) or file == "metadata.json", (file, length)
-        (copy / file).unlink()
-        assert not says_the_same(copy, small[form]), file
-        (copy / file).write_bytes(data)
-
-
 def lose_key(old: str, new: str) -> Callable[[bytes], bytes]:
     return lambda data: data.replace(old.encode(), new.encode())
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("final_layernorm.weight.lr", "final_layernorm.weight.ls"),
-        (
-            "module.decoder.final_layernorm.weight.wd_mult",
-            "module.decoder.final_layernorm.weighu.wd_mult",
-        ),
-        ("opt_param_scheduler.max_lr", "opt_param_schedules.max_lr"),
-        ("num_floating_point_operations_so_far", "num_floating_point_operations_so_faz"),
-        ("final_layernorm.weight.exp_avg", "final_layernorm.weight.exp_avh"),
-        (
-            "model.module.decoder.layers.0.input_layernorm.weight",
-            "model.module.decoder.layers.0.inpuu_layernorm.weight",
-        ),
-    ],
-)
-def test_a_changed_letter_of_a_key_is_told(
-    old: str, new: str, small: dict[str, Path], tmp_path: Path
-) -> None:
-    copy = shutil.copytree(small["fsdp_dtensor"], tmp_path / "copy")
-    data = (copy / ".metadata").read_bytes()
-    assert old.encode() in data
-    (copy / ".metadata").write_bytes(data.replace(old.encode(), new.encode()))
-    assert not says_the_same(copy, small["fsdp_dtensor"])
-
-
-# ---- boxes
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
@@ -552,3 +415,14 @@ def test_overlap_is_found_as_a_count_of_elements_finds_it() -> None:
         seen.add(expected)
     assert seen == {True, False}
     assert overlap([((), ()), ((), ())]) and not overlap([((), ())]) and math.prod(()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_tensors_of_eight_bits_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.arange(12.0).reshape(4, 3).to(dtype)
+    path = write_entries({"key": value}, Output(tmp_path / "plain"))
+    lazy = StoredCheckpoint(path).lazy("key")
+    assert lazy.dtype == dtype and torch.equal(lazy.read().float(), value.float())
+    assert torch.equal(lazy.read_rows(1, 3).float(), value[1:3].float())
+    assert run_json("print-tensor", path, "key")["max"] == value.float().max()
+    assert run_json("verify", path)["sound"]

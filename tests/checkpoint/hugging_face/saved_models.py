@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of Hugging Face: both programs compute the same from them, and what cannot be the same is refused by name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.hugging_face.checkpoint import HuggingFaceTarget
+from tests.checkpoint.hugging_face_models import (
+    write,
+)
+
+
+def saved(state: TrainingState, directory: Path, **options: Any) -> Path:
+    write(HuggingFaceTarget(state, **options), directory)
+    return directory
+
+
+def edited_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
