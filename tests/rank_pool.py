@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import rank_process
-from tests.rank_process import Job, RankPlace, Report
+from tests.rank_process import Job, RankPlace, RankReport
 
 MAX_WORLD_SIZE = 8
 START_TIMEOUT = 120.0
@@ -190,9 +190,9 @@ class RankGroup:
         self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
         return [pickle.loads(report.result or b"") for report in reports]
 
-    def _collect(self, timeout: float) -> list[Report]:
+    def _collect(self, timeout: float) -> list[RankReport]:
         """Wait for a report of every rank; the first failure or death cuts the wait to GRACE."""
-        reports: dict[int, Report] = {}
+        reports: dict[int, RankReport] = {}
         deadline = time.monotonic() + timeout
         failed = False
         while waiting := [rank for rank in range(len(self._connections)) if rank not in reports]:
@@ -210,16 +210,16 @@ class RankGroup:
             raise RankFailure(self._describe(reports, waiting, None if failed else timeout))
         return [reports[rank] for rank in sorted(reports)]
 
-    def _receive(self, rank: int) -> Report:
+    def _receive(self, rank: int) -> RankReport:
         try:
             return self._connections[rank].recv()
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join(GRACE)
-            return Report(failure=f"the process died with exit code {process.exitcode}\n")
+            return RankReport(failure=f"the process died with exit code {process.exitcode}\n")
 
     def _describe(
-        self, reports: dict[int, Report], waiting: list[int], timeout: float | None
+        self, reports: dict[int, RankReport], waiting: list[int], timeout: float | None
     ) -> str:
         """All that went wrong: failures as they came (the cause first), the same text once, then stacks of those still running."""
         world_size = len(self._processes)

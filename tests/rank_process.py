@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|training)|megatron_fsdp)(\.|$)"
+OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
 """Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
 
 JOBS_BETWEEN_FULL_COLLECTIONS = 50
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """What a rank answers: the pickled result, or the text of a traceback; how many process groups and threads it now has."""
 
     result: bytes | None = None
@@ -87,7 +87,7 @@ def serve(place: RankPlace, connection: Connection) -> None:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         _prepare_torch()
         _join_world(place, number=0)
-        connection.send(Report())
+        connection.send(RankReport())
         for number in range(1, sys.maxsize):
             connection.send(_run_job(jobs.get(), place, number))
 
@@ -171,7 +171,7 @@ def _join_world(place: RankPlace, number: int) -> None:
     dist.init_process_group("gloo", store=world_store, rank=place.rank, world_size=place.world_size)
 
 
-def _run_job(job: Job, place: RankPlace, number: int) -> Report:
+def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
     snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
     try:
         _reset(place, number, job.fresh_world)
@@ -181,13 +181,13 @@ def _run_job(job: Job, place: RankPlace, number: int) -> Report:
             importlib.invalidate_caches()
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
-        return Report(
+        return RankReport(
             result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads()
         )
     except (
         BaseException
     ) as error:  # SystemExit and pytest's outcomes too: a rank must always answer
-        return Report(failure=_format(error))
+        return RankReport(failure=_format(error))
     finally:
         environment, directory, arguments = snapshot
         if dict(os.environ) != environment:

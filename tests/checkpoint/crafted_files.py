@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 
-class Call:
+class CallOnLoad:
     """Unpickles as the result of a call."""
 
     def __init__(self, function: Callable[..., Any], *args: Any):
@@ -53,7 +53,7 @@ def call(module: str, name: str, *args: bytes) -> bytes:
 
 def touch(marker: Path) -> bytes:
     """A pickle that makes the file ``marker`` when it is trusted."""
-    return pickle.dumps(Call(__import__("os").system, f"touch {marker}"))
+    return pickle.dumps(CallOnLoad(__import__("os").system, f"touch {marker}"))
 
 
 def archive(pickled: bytes, **records: bytes) -> bytes:

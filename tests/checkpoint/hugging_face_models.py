@@ -369,7 +369,6 @@ def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> None:
     """Job: a model of transformers in several files, read and written with itself as the template, is the same."""
-    from safetensors.torch import load_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
@@ -384,14 +383,7 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     assert state.args.params_dtype == dtype and state.iteration is None
     target = HuggingFaceTarget(state, template=directory / "first", shard_bytes=10_000)
     reported = write(target, directory / "second")
-    first, second = (
-        {
-            name: tensor
-            for file in (directory / each).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for each in ("first", "second")
-    )
+    first, second = (_tensors_of(directory / each) for each in ("first", "second"))
     assert first.keys() == second.keys()
     for name in first:
         assert first[name].dtype == second[name].dtype, name
@@ -409,3 +401,10 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     assert differing <= {"num_nextn_predict_layers"}, (
         differing
     )  # transformers has not saved the layers that it speaks of
+
+
+def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors

@@ -3,6 +3,7 @@
 
 import argparse
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -97,11 +98,11 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _groups(state: TrainingState) -> dict[str, dict[str, Any]]:
     """Fields of each parameter. Written for any optimizer, a file has these two more."""
     added = ("bias_correction", "step")
-    return {
-        name: {field: value for field, value in group.fields.items() if field not in added}
-        for group in state.groups
-        for name in group.names
-    }
+    groups: dict[str, dict[str, Any]] = {}
+    for group in state.groups:
+        fields = {field: value for field, value in group.fields.items() if field not in added}
+        groups |= dict.fromkeys(group.names, fields)
+    return groups
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
@@ -430,18 +431,13 @@ def test_negative_zeros_and_numbers_that_are_none_contradict_nothing_they_should
 def test_numpy_states_survive(tmp_path: Path) -> None:
     state = small_models.state_of(small_models.shapes_of())
     numpy_state = numpy.random.RandomState(5).get_state()
+    generators = {
+        "np_rng_state": numpy_state,
+        "rng_tracker_states": {"model-parallel-rng": torch.arange(5)},
+    }
     state.random_states = {
-        (stage, slice_): (
-            [
-                {
-                    "np_rng_state": numpy_state,
-                    "rng_tracker_states": {"model-parallel-rng": torch.arange(5)},
-                }
-            ]
-            * 2
-        )
-        for stage in range(2)
-        for slice_ in range(2)
+        stage_and_tensor_rank: [generators] * 2
+        for stage_and_tensor_rank in itertools.product(range(2), range(2))
     }
     path = small_models.write(state, tmp_path / "in")
     back = converted(

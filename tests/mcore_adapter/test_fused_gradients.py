@@ -1,18 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients that Megatron-Core's layers write themselves reach autograd whole, once and without garbage."""
+"""Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import nn
 from torch.nn.functional import embedding, linear
 
-from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter import cpu, fused_gradients
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from tests.pretrain import training_runs
+from tests.pretrain.parity import (
+    BF16,
+    GPT2,
+    LLAMA,
+    MTP,
+    SHORT,
+    TIED,
+    Combination,
+)
+from tests.pretrain.training_runs import (
+    Record,
+    assert_same_run,
+    pretrain,
+    train,
+)
 from tests.rank_pool import run_ranks
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def train_fused(command_line: str) -> tuple[Record, int]:
+    """Job: a run with --gradient-accumulation-fusion, which the command line switches off without its kernel, and how
+    often layers wrote a gradient.
+    """
+    products = []
+    prepare, new_product = training_runs.prepare, fused_gradients._new_product
+
+    def prepared(line: str) -> tuple[Any, torch.device]:
+        args, device = prepare(line)
+        args.gradient_accumulation_fusion = True
+        return args, device
+
+    def counted(*args: Any) -> torch.Tensor:
+        products.append(1)
+        return new_product(*args)
+
+    with (
+        patch.object(training_runs, "prepare", prepared),
+        patch.object(layers, "_grad_accum_fusion_available", True),
+        patch.object(fused_gradients, "_new_product", counted),
+    ):
+        return pretrain(command_line), len(products)
+
+
+FUSED = {
+    "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}", SHORT),
+    "tp2_sp": Combination(2, "tp2 sp", 3, GPT2, SHORT),
+    "pp2_tied": Combination(2, "pp2", 2, TIED, SHORT),
+    "recomputed_zero1": Combination(
+        2, "dp", 1, LLAMA, f"{SHORT} --overlap-grad-reduce {RECOMPUTED}"
+    ),
+    "bf16_tied": Combination(
+        2, "dp", 3, TIED, f"{SHORT} {BF16}", "--accumulate-allreduce-grads-in-fp32"
+    ),
+}
+
+
+@pytest.mark.parametrize("run", FUSED)
+def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run):
+    combination = FUSED[run]
+    low = BF16 in combination.flags
+    lines = combination.reference, combination.ours
+    ddp, plain = run_ranks(2, train, *lines)[0]
+    fused, products = run_ranks(2, train_fused, combination.ours)[0]
+    assert products >= 3 * 2 * 4  # at least the linear layers of two layers, in every step
+    assert_same_run(fused, plain, loss=1e-6, norm=1e-6)
+    assert_same_run(fused, ddp, loss=1e-2 if low else 1e-5, norm=2e-2 if low else 1e-5)
+
 
 TOKENS = torch.tensor([[0, 3], [1, 3]])
 

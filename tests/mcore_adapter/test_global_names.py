@@ -122,11 +122,11 @@ class GroupedExperts(nn.Module):
         super().__init__()
         self.ep_group, self.num_local_experts = Rank(rank), 2
         for layer in ("linear_fc1", "linear_fc2"):
-            names = [f"{kind}{number}" for kind in ("weight", "bias") for number in (0, 1)]
+            names = ["weight0", "weight1", "bias0", "bias1"]
             self.add_module(layer, nn.ParameterDict({name: nn.Parameter() for name in names}))
 
 
-class Layer(nn.Module):
+class GroupedLayer(nn.Module):
     """The second layer of a model, as the first one of its stage."""
 
     layer_number = 2
@@ -139,7 +139,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_weights_of_grouped_experts_are_numbered_across_expert_ranks(rank: int) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([Layer(rank)])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([GroupedLayer(rank)])})
     names = GlobalNames(model)
     for layer in ("linear_fc1", "linear_fc2"):
         for kind in ("weight", "bias"):

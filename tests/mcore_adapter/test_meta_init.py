@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPTModel built on the meta device gets the weights of one built on the CPU from the same seeds."""
+"""Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -27,10 +27,60 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.gpt_model import layer_spec
-from tests.pretrain.training_runs import SMALL, prepare
+from tests.pretrain.parity import (
+    DEEPSEEK,
+    LLAMA,
+    MTP,
+    TIED,
+    Combination,
+)
+from tests.pretrain.training_runs import (
+    NO_DROPOUT,
+    SMALL,
+    prepare,
+    refuse,
+    train,
+)
 from tests.rank_pool import run_ranks
 
+ON_META = "--init-model-with-meta-device"
+
+INITIALISED = {
+    "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}"),
+    "pp2_untied": Combination(2, "pp2", 3, LLAMA),
+    "experts_and_latents_tp2_sp_ep2": Combination(
+        2, "tp2 sp ep2 etp1", 3, f"{DEEPSEEK} --moe-shared-expert-gate", layers=4
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "on_cpu", ["", "--use-cpu-initialization"], ids=["gpu_initialization", "cpu_initialization"]
+)
+@pytest.mark.parametrize("model", INITIALISED)
+def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(model, on_cpu):
+    # With dropout, so that one number drawn too many or too few shows.
+    line = INITIALISED[model].ours.replace(
+        NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1"
+    )
+    line = f"{line} --train-iters 1 {on_cpu}"
+    at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
+    assert later.losses == at_once.losses
+    assert later.column("params-norm") == at_once.column("params-norm")
+
+
+@pytest.mark.parametrize("model", [TIED, f"{LLAMA} {MTP}"], ids=["tied", "mtp"])
+def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model):
+    # Its copy would be of other values, and nothing would say so.
+    for error in run_ranks(2, refuse, f"{Combination(2, 'pp2', 3, model).ours} {ON_META}"):
+        assert (
+            error.startswith(("ValueError", "ArgumentErrors"))
+            and "embedding that two pipeline stages share" in error
+        )
+
+
 LINE = f"{SMALL} --use-distributed-optimizer"
+
 MODELS = {
     "tied": "",
     "untied_rope_swiglu_rmsnorm": (

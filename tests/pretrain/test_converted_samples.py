@@ -46,7 +46,7 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
 
 
 @dataclass
-class Continued:
+class ConvertedContinued:
     """What a run gives after the checkpoint."""
 
     loss_before: float
@@ -55,7 +55,7 @@ class Continued:
     loss_after: float
 
 
-def continue_run(flags: str, batch_file: str, save: str) -> Continued:
+def continue_run(flags: str, batch_file: str, save: str) -> ConvertedContinued:
     """Job: load, evaluate, train one step, evaluate, save."""
     run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
@@ -69,7 +69,7 @@ def continue_run(flags: str, batch_file: str, save: str) -> Continued:
     after = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
     checkpointing.save(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
     step = run.report.record.steps[0]
-    return Continued(before, step["lm loss"], step["grad-norm"], after)
+    return ConvertedContinued(before, step["lm loss"], step["grad-norm"], after)
 
 
 def own_microbatches(run: loop.Run, tokens: torch.Tensor) -> Iterator[dict[str, torch.Tensor]]:
@@ -93,7 +93,7 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(name, tmp
     there = convert("convert-torch-dist-to-fsdp-dtensor", sample, tmp_path / "fsdp_dtensor")
     back = convert("convert-fsdp-dtensor-to-torch-dist", there, tmp_path / "torch_dist")
 
-    def continued(checkpoint: Path, with_fsdp: bool, save: str) -> Continued:
+    def continued(checkpoint: Path, with_fsdp: bool, save: str) -> ConvertedContinued:
         flags = command_line(info, checkpoint, with_fsdp)
         return run_ranks(
             info["parallel"]["np"],

@@ -1,15 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers, and corpora written with them."""
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.pretrain import corpus as corpus_module
@@ -21,13 +16,9 @@ from megatron.pretrain.corpus import (
 )
 from megatron.pretrain.tokenizer import (
     ByteTokenizer,
-    HuggingFaceTokenizer,
     NullTokenizer,
-    build_tokenizer,
-    padded_vocab_size,
 )
-
-BYTES = ByteTokenizer()
+from tests.pretrain.tokenizer_arguments import BYTES
 
 
 def documents_of(prefix: Path) -> list[list[int]]:
@@ -39,108 +30,6 @@ def documents_of(prefix: Path) -> list[list[int]]:
 
 def texts_of(prefix: Path) -> list[str]:
     return [BYTES.detokenize(document) for document in documents_of(prefix)]
-
-
-def namespace(**given_arguments) -> argparse.Namespace:
-    defaults = dict(
-        tokenizer_type="NullTokenizer",
-        tokenizer_model=None,
-        vocab_size=None,
-        padded_vocab_size=None,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=1,
-    )
-    return argparse.Namespace(**{**defaults, **given_arguments})
-
-
-@given(st.text())
-def test_byte_tokens_are_the_bytes_of_the_text(text):
-    ids = BYTES.tokenize(text)
-    assert ids.tolist() == list(text.encode())
-    assert BYTES.detokenize(np.append(ids, BYTES.eod)) == text
-
-
-def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
-    tokenizer = build_tokenizer(namespace(vocab_size=100))
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
-    assert tokenizer.detokenize([3, 99, 100]) == "3 99"
-    with pytest.raises(ValueError, match="reads numbers"):
-        tokenizer.tokenize("three")
-    with pytest.raises(ValueError, match="ids 0 to 100, but the text holds 5 to 101"):
-        tokenizer.tokenize("5 101")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(), "NullTokenizer needs --vocab-size"),
-        (
-            dict(tokenizer_type=None),
-            "expects one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, but got None",
-        ),
-        (dict(tokenizer_type="HuggingFaceTokenizer"), "needs --tokenizer-model"),
-        (
-            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such/folder"),
-            "there is no folder",
-        ),
-        (
-            dict(tokenizer_type="ByteTokenizer", tokenizer_model="x"),
-            "leave --tokenizer-model x out",
-        ),
-        (
-            dict(tokenizer_type="ByteTokenizer", vocab_size=100),
-            "smaller than the vocabulary of ByteTokenizer",
-        ),
-    ],
-)
-def test_tokenizer_arguments_that_do_not_fit_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        build_tokenizer(namespace(**arguments))
-
-
-def test_hugging_face_tokenizer_without_transformers_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install transformers"):
-        HuggingFaceTokenizer(str(tmp_path))
-
-
-def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "hello": 1, "world": 5}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>"
-    ).save_pretrained(tmp_path)
-
-    tokenizer = build_tokenizer(
-        namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    )
-    assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
-    assert tokenizer.detokenize([1, 5, 0]) == "hello world"
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [
-        (dict(), 384),
-        (dict(make_vocab_size_divisible_by=1), 257),
-        (dict(tensor_model_parallel_size=4), 512),
-        (dict(vocab_size=500), 512),
-        (dict(padded_vocab_size=300), 300),
-    ],
-    ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
-)
-def test_vocabulary_is_rounded_up(arguments, size):
-    assert padded_vocab_size(BYTES, namespace(**arguments)) == size
-
-
-def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="at least the 257 ids"):
-        padded_vocab_size(BYTES, namespace(padded_vocab_size=256))
 
 
 def test_files_and_folders_become_documents_in_order(tmp_path):

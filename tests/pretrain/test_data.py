@@ -4,8 +4,7 @@
 import argparse
 import json
 import logging
-import sys
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,11 @@ import torch
 from megatron.pretrain import data as data_module
 from megatron.pretrain.corpus import standard_library_corpus, write_corpus
 from megatron.pretrain.data import build_datasets, build_iterator, parse_blend, wanted_samples
-from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
+
 NUMBERS = NullTokenizer(100)
 
 
@@ -65,9 +64,10 @@ def corpus(tmp_path) -> str:
 
 
 def numbers_in(dataset) -> set[int]:
-    return {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {
-        NUMBERS.eod
-    }
+    found: set[int] = set()
+    for number in range(len(dataset)):
+        found |= set(map(int, dataset[number]["tokens"]))
+    return found - {NUMBERS.eod}
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def samples_read(
     )
     batches = list(islice(iterator, count // arguments.micro_batch_size))
     assert all(set(batch) == {"tokens"} for batch in batches)
-    return [int(token) for batch in batches for token in batch["tokens"]]
+    return [int(token) for token in chain.from_iterable(batch["tokens"] for batch in batches)]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
@@ -289,9 +289,8 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(kind, ranks):
     ]
     share = 8 // ranks
     for step in range(12):
-        batch = [
-            sample for samples in per_rank for sample in samples[step * share : (step + 1) * share]
-        ]
+        ours = slice(step * share, (step + 1) * share)
+        batch = [*chain.from_iterable(samples[ours] for samples in per_rank)]
         assert sorted(batch) == sorted(whole[step * 8 : step * 8 + 8])
 
 
@@ -379,20 +378,3 @@ def test_all_ranks_get_the_same_datasets_and_the_same_errors(tmp_path, corpus):
     on_rank0, on_rank1 = run_ranks(2, build_on_rank, str(tmp_path), corpus)
     alone = tokens_of(build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS))
     assert all(alone) and alone == on_rank0 == on_rank1
-
-
-def test_loss_curves_become_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "made" / "loss.png"
-    train = [(i, 5.0 / i + 1) for i in range(1, 200)]
-    assert draw_loss_curves(target, train, [(50, 1.3), (100, float("nan")), (150, 1.2)])
-    assert target.read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in target.parent.iterdir()] == ["loss.png"]
-    assert draw_loss_curves(tmp_path / "one.png", [(1, 2.0)], [])
-
-
-def test_no_picture_without_points_or_without_matplotlib(tmp_path, monkeypatch):
-    assert not draw_loss_curves(tmp_path / "loss.png", [], [])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not draw_loss_curves(tmp_path / "loss.png", [(1, 2.0)], [])
-    assert list(tmp_path.iterdir()) == []

@@ -81,7 +81,7 @@ NORM_TOLERANCE = 5e-4
 
 
 @dataclass
-class Continued:
+class PublishedContinued:
     """What the run gives after the checkpoint."""
 
     loss_before: float
@@ -107,7 +107,7 @@ def batches_of(pieces: Sequence[torch.Tensor]) -> Iterator[dict[str, torch.Tenso
         }
 
 
-def continue_run(flags: str) -> Continued:
+def continue_run(flags: str) -> PublishedContinued:
     """Job: evaluate, train one step, evaluate."""
     run = build(
         flags, bias_swiglu_fusion=True
@@ -121,7 +121,7 @@ def continue_run(flags: str) -> Continued:
     before = loop.evaluate(run, microbatches(batch["eval_tokens"], run.args.micro_batch_size))
     loop.train_step(run, microbatches(batch["train_tokens"], run.args.micro_batch_size))
     after = loop.evaluate(run, microbatches(batch["eval_tokens"], run.args.micro_batch_size))
-    return Continued(before, run.report.record.steps[0], after)
+    return PublishedContinued(before, run.report.record.steps[0], after)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -167,11 +167,8 @@ def test_a_state_saved_again_is_the_same_state(tmp_path):
     first, second = run_ranks(2, save_again, command_line(), str(tmp_path))[0]
     assert first.weights.keys() == second.weights.keys()
     assert all(torch.equal(second.weights[name], value) for name, value in first.weights.items())
-    assert all(
-        torch.equal(second.slots[slot][name], value)
-        for slot in first.slots
-        for name, value in first.slots[slot].items()
-    )
+    for slot, values in first.slots.items():
+        assert all(torch.equal(second.slots[slot][name], value) for name, value in values.items())
 
 
 def save_again(flags: str, folder: str) -> tuple:

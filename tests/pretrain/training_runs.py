@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
@@ -40,12 +42,18 @@ SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
     " --global-batch-size 8"
 )
+
 CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
 """Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
+
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
+
 DATA = f"{SOURCE} --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
+
 STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
+
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
+
 SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 """Two microbatches a step on two ranks, one on four, four on one: the batches are the same."""
 
@@ -211,3 +219,45 @@ def load_state(command_line: str) -> State:
     run = build(command_line)
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
     return state_of(run)
+
+
+def assert_same_run(fsdp: Record, ddp: Record, loss: float, norm: float) -> None:
+    """All that a run reports."""
+    assert [step["iteration"] for step in fsdp.steps] == [step["iteration"] for step in ddp.steps]
+    for name in ("skipped", "loss-scale", "learning-rate"):
+        assert fsdp.column(name) == ddp.column(name), name
+    assert_close(fsdp.losses, ddp.losses, loss)
+    assert_close(fsdp.column("params-norm"), ddp.column("params-norm"), loss)
+    done = [number for number, skipped in enumerate(ddp.column("skipped")) if not skipped]
+    assert_close(
+        [fsdp.column("grad-norm")[n] for n in done],
+        [ddp.column("grad-norm")[n] for n in done],
+        norm,
+    )
+    assert fsdp.evaluations.keys() == ddp.evaluations.keys()
+    for name, expected in ddp.evaluations.items():
+        assert [iteration for iteration, _ in fsdp.evaluations[name]] == [
+            iteration for iteration, _ in expected
+        ]
+        assert_close(
+            [loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in expected], loss
+        )
+
+
+def name_of(name: str) -> str:
+    return name.replace("module.", "")
+
+
+def pretrain_with(
+    command_line: str, prepare_model: Callable[[list[MegatronModule]], None] = lambda model: None
+) -> Any:
+    """A run whose model is changed before the optimizer sees it: its record and its model."""
+    kept: list[MegatronModule] = []
+
+    def build_and_keep(*args: Any) -> list[MegatronModule]:
+        kept.extend(build_model(*args))
+        prepare_model(kept)
+        return kept
+
+    with patch.object(loop, "build_model", build_and_keep):
+        return pretrain(command_line), kept

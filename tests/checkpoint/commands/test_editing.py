@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,17 @@ from tests.checkpoint import samples
 from tests.checkpoint.command_runs import run, run_json
 
 
+def options(operations: Iterable[str]) -> list[str]:
+    """The words of a command line that give these operations."""
+    words: list[str] = []
+    for operation in operations:
+        words += ["--op", operation]
+    return words
+
+
 def edited(plain: Callable[..., Path], out: Path, *operations: str) -> dict[str, Any]:
     path = plain("in", a=torch.ones(2), ab=torch.zeros(3), b=[1])
-    words = [word for operation in operations for word in ("--op", operation)]
+    words = options(operations)
     run("modify-state-dict", path, out, *words)
     stored = StoredCheckpoint(out)
     return {
@@ -64,7 +72,7 @@ def test_rules_are_applied_in_their_order(
 def test_rules_that_cannot_be_meant_are_refused(
     operations: list[str], message: str, plain: Callable[..., Path], tmp_path: Path
 ) -> None:
-    words = [word for operation in operations for word in ("--op", operation)]
+    words = options(operations)
     path = plain("in", a=torch.ones(2), ab=torch.zeros(3), b=[1])
     assert message in run_json("modify-state-dict", path, tmp_path / "out", *words, code=1)["error"]
     assert not (tmp_path / "out").exists()

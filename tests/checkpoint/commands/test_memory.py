@@ -51,11 +51,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Layers of one wide and one narrow MLP weight."""
     args = argparse.Namespace(transformer_impl="local", params_dtype=torch.bfloat16, iteration=1)
     shapes = {"linear_fc1": (4 * HIDDEN, HIDDEN), "linear_fc2": (HIDDEN, 4 * HIDDEN)}
-    weights = {
-        f"decoder.layers.{i}.mlp.{part}.weight": zeros(shape)
-        for i in range(LAYERS)
-        for part, shape in shapes.items()
-    }
+    weights = {}
+    for i in range(LAYERS):
+        for part, shape in shapes.items():
+            weights[f"decoder.layers.{i}.mlp.{part}.weight"] = zeros(shape)
     state = TrainingState(
         weights, args=args, iteration=1, compute_dtype=dict.fromkeys(weights, torch.bfloat16)
     )

@@ -102,9 +102,9 @@ def test_every_place_in_a_torch_dist_file_leads_back(
                 shapes.get(key, ()), (at + 1 for at in index), fillvalue=0
             )
         )
-    found = {
-        name: (key, index) for key, shape in shapes.items() for name, index in unstacked(key, shape)
-    }
+    found = {}
+    for key, shape in shapes.items():
+        found |= {name: (key, index) for name, index in unstacked(key, shape)}
     assert found == places
 
 

@@ -29,11 +29,9 @@ def test_embedding_and_output_layer_have_the_rates_that_a_run_has_decoupled(tmp_
     groups = [{**fields, "wd_mult": multiplier, "step": 3.0} for fields, multiplier in kinds]
     change_common(path, lambda common: common["optimizer"]["optimizer"].update(param_groups=groups))
     run_json(TO_FSDP, path, tmp_path / "out")
-    rates = {
-        name: group.fields["max_lr"]
-        for group in small_models.read(tmp_path / "out").groups
-        for name in group.names
-    }
+    rates: dict[str, float] = {}
+    for group in small_models.read(tmp_path / "out").groups:
+        rates |= dict.fromkeys(group.names, group.fields["max_lr"])
     own = [name for name, rate in rates.items() if rate == OWN_RATE["max_lr"]]
     assert sorted(own) == ["embedding.word_embeddings.weight", "output_layer.weight"]
     assert set(rates) == set(shapes_of())

@@ -28,7 +28,7 @@ from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.safe_pickle import RefusedPickle
 from tests.checkpoint import samples
 from tests.checkpoint.crafted_files import (
-    Call,
+    CallOnLoad,
     archive,
     call,
     named,
@@ -44,7 +44,7 @@ EMPTY = pickle.PROTO + b"\x04"
 
 def object_array(marker: Path) -> bytes:
     array = numpy.empty(1, dtype=object)
-    array[0] = Call(os.system, f"touch {marker}")
+    array[0] = CallOnLoad(os.system, f"touch {marker}")
     return pickle.dumps(array)
 
 
@@ -70,12 +70,12 @@ def build_on_stand_in(key: str, value: bytes = b"K\x01") -> bytes:
 HOSTILE = {
     "os.system": touch,
     "posix.system": lambda marker: call("posix", "system", text(f"touch {marker}")),
-    "subprocess": lambda marker: pickle.dumps(Call(subprocess.run, ["touch", str(marker)])),
-    "eval": lambda marker: pickle.dumps(Call(eval, f"open({str(marker)!r}, 'w')")),
+    "subprocess": lambda marker: pickle.dumps(CallOnLoad(subprocess.run, ["touch", str(marker)])),
+    "eval": lambda marker: pickle.dumps(CallOnLoad(eval, f"open({str(marker)!r}, 'w')")),
     "exec of Python 2": lambda marker: call(
         "__builtin__", "exec", text(f"open({str(marker)!r}, 'w')")
     ),
-    "open": lambda marker: pickle.dumps(Call(open, str(marker), "w")),
+    "open": lambda marker: pickle.dumps(CallOnLoad(open, str(marker), "w")),
     "getattr of a module": lambda marker: call(
         "builtins", "getattr", named("os", "path"), text("os")
     ),
@@ -107,7 +107,7 @@ HOSTILE = {
     "copyreg": lambda marker: call(
         "copyreg", "_reconstructor", NAMESPACE, named("builtins", "object"), pickle.NONE
     ),
-    "codecs": lambda marker: pickle.dumps(Call(codecs.decode, "x", "rot13")),
+    "codecs": lambda marker: pickle.dumps(CallOnLoad(codecs.decode, "x", "rot13")),
     "another codec": lambda marker: call("_codecs", "encode", text("x"), text("rot13")),
     "functools": lambda marker: pickle.dumps(functools.partial(os.system, f"touch {marker}")),
     "operator": lambda marker: call("operator", "attrgetter", text("system")),
@@ -123,7 +123,7 @@ HOSTILE = {
         "torch.storage", "UntypedStorage.from_file", text("x")
     ),
     "tensor subclass": lambda marker: call("torch._tensor", "_rebuild_from_type_v2"),
-    "pickle in a pickle": lambda marker: pickle.dumps(Call(pickle.loads, touch(marker))),
+    "pickle in a pickle": lambda marker: pickle.dumps(CallOnLoad(pickle.loads, touch(marker))),
     "numpy object array": object_array,
     "numpy.load": lambda marker: call("numpy", "load", text("x")),
     "numpy testing": lambda marker: call(

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The key rules of the fsdp_dtensor format."""
 
+import itertools
+
 import pytest
 
 from megatron.checkpoint.core.key_rules import entry_names, is_gated, plain_name
@@ -46,7 +48,8 @@ def test_other_weights_are_one_entry(name):
 @pytest.mark.parametrize("wrappers", ["", "module.", "module.module.", "module.module.module."])
 def test_the_wrappers_of_a_file_are_found_in_its_keys(wrappers):
     names = ["decoder.final_layernorm.weight", "embedding.word_embeddings.weight"]
-    keys = [f"{META_PREFIX}{wrappers}{name}.{field}" for name in names for field in ("lr", "betas")]
+    fields = itertools.product(names, ("lr", "betas"))
+    keys = [f"{META_PREFIX}{wrappers}{name}.{field}" for name, field in fields]
     assert (
         wrapper_prefix([*keys, "model.module.embedding.word_embeddings.weight"], names) == wrappers
     )

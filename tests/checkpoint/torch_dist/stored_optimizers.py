@@ -44,12 +44,11 @@ class File:
     def __init__(self, folder: Path):
         self.stored = StoredCheckpoint(next(folder.glob("iter_*")))
         self.common = torch_dist.read_common(self.stored)
-        self.weights = {
-            name: self.stored.lazy(key, index)
-            for key in self.stored.tensors
-            if "optimizer." not in key
-            for name, index in key_rules.unstacked(key, self.stored.shape(key))
-        }
+        self.weights = {}
+        for key in self.stored.tensors:
+            if "optimizer." not in key:
+                for name, index in key_rules.unstacked(key, self.stored.shape(key)):
+                    self.weights[name] = self.stored.lazy(key, index)
         self.boxes: list[int] = []
         """Elements of every read."""
         read_box = self.stored.read_box

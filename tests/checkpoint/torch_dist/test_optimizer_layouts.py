@@ -2,6 +2,7 @@
 """The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -132,7 +133,7 @@ def test_pieces_of_any_grid_are_put_together(data):
     lead = data.draw(st.integers(0, len(shape)))
     index = [data.draw(st.integers(0, size - 1)) for size in shape[:lead]]
     whole = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
-    interleaved = [size for pair in zip(grid, local) for size in pair]
+    interleaved = [*itertools.chain.from_iterable(zip(grid, local))]
     axes = [*range(0, 2 * len(grid), 2), *range(1, 2 * len(grid), 2)]
     pieces = whole.reshape(interleaved).permute(axes).reshape(*grid, -1)
 

@@ -95,9 +95,6 @@ def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
             assert_close(resumed.column(value), unbroken.column(value)[steps], 1e-5)
 
 
-# ---- padding of the vocabulary
-# ---------------------------------------------------------------------------------------
-
 # 100 tokens: 104 rows, 112 with two tensor-parallel ranks
 PADDED = f"{UNTIED} --make-vocab-size-divisible-by 8"
 
@@ -127,10 +124,6 @@ def test_rows_beyond_the_vocabulary_are_neither_read_nor_changed(
     assert {len(state.weights[name]) for name in VOCABULARY} != {
         len(expected.weights[name]) for name in VOCABULARY
     }
-
-
-# ---- other models
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,10 +156,6 @@ def expert_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (row,) = runs(f"{ALLTOALL} --make-vocab-size-divisible-by 8", (2, "dp"))
     run_ranks(2, train, f"{row.ours} --train-iters 1 --save {folder} --save-interval 1")
     return folder
-
-
-# ---- random state
-# ----------------------------------------------------------------------------------------------------
 
 
 def draw() -> list[float]:

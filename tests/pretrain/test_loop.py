@@ -7,23 +7,21 @@ from unittest.mock import patch
 import pytest
 
 from megatron.pretrain import loop
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
+from tests.pretrain.saved_runs import FSDP, STRATEGIES
 from tests.pretrain.training_runs import (
     NO_DROPOUT,
     SMALL,
     Record,
     assert_close,
-    prepare,
     pretrain,
     train,
 )
 from tests.rank_pool import run_ranks
 
-FSDP = "--use-megatron-fsdp"
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
+
 WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
+
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 
@@ -202,31 +200,3 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
 def test_validation_begins_again_where_the_data_ends():
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3
-
-
-def groups_of(command_line: str) -> dict[str, tuple]:
-    """Job: the param groups that an optimizer has: name -> what decides its rate and decay."""
-    args, device = prepare(command_line)
-    model = build_model(args, 99, device)
-    optimizer, _ = build_optimizer(args, model)
-    names = {parameter: name for name, parameter in model[0].named_parameters()}
-    return {
-        names[parameter].replace("module.", ""): tuple(
-            group[key] for key in ("wd_mult", "lr_mult", "weight_decay", "max_lr", "min_lr")
-        )
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-
-
-def test_norms_and_biases_are_not_decayed_and_embeddings_have_their_own_rate():
-    flags = f"{SMALL} --untie-embeddings-and-output-weights --decoupled-lr 2e-2 --weight-decay 0.1"
-    ddp = run_ranks(2, groups_of, flags)[0]
-    for groups in run_ranks(2, groups_of, f"{flags} {FSDP}"):
-        assert groups == ddp
-    plain = {name for name, group in ddp.items() if group[2] == 0.0}
-    assert plain == {name for name in ddp if name.endswith("bias") or "layernorm" in name}
-    assert {name for name, group in ddp.items() if group[3] == 2e-2} == {
-        "embedding.word_embeddings.weight",
-        "output_layer.weight",
-    }

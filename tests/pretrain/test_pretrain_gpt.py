@@ -28,10 +28,13 @@ from tests.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrai
 from tests.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
+
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
+
 MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --position-embedding-type rope
     --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 2"""
+
 LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
 
 
@@ -65,10 +68,6 @@ def torchrun(command_line: str, **options) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         **options,
     )
-
-
-# ---- a run
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(corpus, tmp_path):
@@ -129,10 +128,6 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(c
     )
 
 
-# ---- signals
-# ----------------------------------------------------------------------------------------------------------
-
-
 def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus, tmp_path):
     line = (
         f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
@@ -177,10 +172,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(rank,
     assert (tmp_path / TRACKER).read_text() == "2" and (
         tmp_path / "iter_0000002" / ".metadata"
     ).is_file()
-
-
-# ---- bad input
-# --------------------------------------------------------------------------------------------------------
 
 
 def run_main(command_line: str) -> tuple[int, str, str]:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers, and corpora written with them."""
+
+import argparse
+
+from megatron.pretrain.tokenizer import (
+    ByteTokenizer,
+)
+
+BYTES = ByteTokenizer()
+
+
+def namespace(**given_arguments) -> argparse.Namespace:
+    defaults = dict(
+        tokenizer_type="NullTokenizer",
+        tokenizer_model=None,
+        vocab_size=None,
+        padded_vocab_size=None,
+        make_vocab_size_divisible_by=128,
+        tensor_model_parallel_size=1,
+    )
+    return argparse.Namespace(**{**defaults, **given_arguments})
