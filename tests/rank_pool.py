@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,6 +40,8 @@ MAX_GROUPS = 200
 What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as
 much as ten jobs.
 """
+SHOWN_LINES = 20
+"""Lines of a rank's output that a failure shows."""
 MAX_THREADS = 1000
 """Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
 torch still holds a destroyed group."""
@@ -101,7 +103,23 @@ def start_server() -> None:
 
     It takes seconds.
     """
-    forkserver.ensure_running()
+    with _silent():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Start processes without a terminal: Megatron-Core warns of missing packages on import."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def shut_down() -> None:
@@ -122,6 +140,7 @@ class RankGroup:
         self._stack_files = [
             Path(self._directory.name, f"rank_{rank}") for rank in range(world_size)
         ]
+        self._output_files = [path.with_suffix(".output") for path in self._stack_files]
         # Hosted here and not by rank 0: the system picks a free port, so two test runs never
         # collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -144,6 +163,7 @@ class RankGroup:
             world_size=world_size,
             store_port=self._store.port,
             stack_file=str(self._stack_files[rank]),
+            output_file=str(self._output_files[rank]),
         )
         here, there = _context.Pipe()
         process = _context.Process(
@@ -232,10 +252,21 @@ class RankGroup:
                 by_text.setdefault(report.failure, []).append(rank)
         for text, ranks in by_text.items():
             parts.append(f"{_name(sorted(ranks))} of {world_size} failed:\n{text}")
+        for text, ranks in self._printed().items():
+            parts.append(f"{_name(ranks)} printed:\n{text}")
         stacks = self._dump_stacks(waiting)
         for rank in waiting:
             parts.append(f"rank {rank} was still running:\n{stacks[rank]}")
         return "\n".join(parts)
+
+    def _printed(self) -> dict[str, list[int]]:
+        """The last lines that ranks printed in this job, with the ranks that printed the same."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, path in enumerate(self._output_files):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            if lines:
+                ranks_by_text.setdefault("\n".join(lines[-SHOWN_LINES:]), []).append(rank)
+        return ranks_by_text
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         """The Python stacks of running ranks, written by the signal handler that each registered."""

@@ -46,6 +46,7 @@ class RankPlace:
     world_size: int
     store_port: int
     stack_file: str
+    output_file: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ def serve(place: RankPlace, connection: Connection) -> None:
     _die_with_parent()
     _allow_many_sockets()
     _set_environment(place)
+    _write_output_to(place.output_file)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
     with open(place.stack_file, "w") as stack_file:
@@ -100,6 +102,15 @@ def _die_with_parent() -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _write_output_to(path: str) -> None:
+    """Keep what jobs print apart from pytest's progress; the pool shows it when a job fails."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    os.close(file)
 
 
 def _allow_many_sockets() -> None:
@@ -173,6 +184,7 @@ def _join_world(place: RankPlace, number: int) -> None:
 
 def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
     snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
+    os.truncate(place.output_file, 0)
     try:
         _reset(place, number, job.fresh_world)
         with warnings.catch_warnings():

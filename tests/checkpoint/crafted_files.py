@@ -13,7 +13,7 @@ from typing import Any
 class CallOnLoad:
     """Unpickles as the result of a call."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any):
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._reduced = (function, args)
 
     def __reduce__(self) -> tuple[Any, ...]:

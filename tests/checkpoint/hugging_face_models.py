@@ -404,6 +404,8 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
 
 
 def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
     tensors: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
         tensors |= load_file(file)

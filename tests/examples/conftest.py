@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of examples share: data, and a shell in which one machine plays a cluster."""
 
-import os
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.examples import stand_ins
-from tests.examples.warm_programs import ROOT, free_port, warm_programs
 from tests.pretrain.conftest import counting_corpus  # noqa: F401
+from tests.warm_programs import ROOT
 
 
 @dataclass(frozen=True)
@@ -34,20 +31,6 @@ class Shell:
             list(map(str, command)), cwd=self.directory, env={**self.environment, **environment}, timeout=timeout, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment variables with which shells find the stand-ins, and these the warm programs."""
-    folder = tmp_path_factory.mktemp("commands")
-    stand_ins.install(folder)
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
-    with warm_programs(folder / "socket"):
-        yield {
-            **kept, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-            "WARM_PROGRAMS": str(folder / "socket"), "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
 
 
 def repository_in(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import Shell, repository_in
-from tests.examples.warm_programs import ROOT
+from tests.warm_programs import ROOT
 
 GUIDE = ROOT / "docs" / "migrating_to_fsdp.md"
 BLOCK = re.compile(r"^```(bash|bash fails|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -74,6 +74,7 @@ def matches(quoted: str, line: str) -> bool:
     return re.fullmatch(pattern, " ".join(line.split())) is not None
 
 
+@pytest.mark.exhaustive  # what it shows, test_scripts.py shows by the scripts that it names
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=lambda number: f"block_{number + 1}")
 def test_a_block_of_commands_prints_what_is_quoted(number: int, run: GuideRun) -> None:
     step, output = STEPS[number], run.outputs[number]
@@ -93,6 +94,7 @@ def losses(run: GuideRun, name: str) -> dict[int, float]:
     return {entry["iteration"]: entry["train"] for entry in entries}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "first"), [("fsdp", 7), ("3d_end", 10)], ids=["with_fsdp", "and_back"]
 )

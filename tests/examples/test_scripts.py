@@ -21,8 +21,8 @@ from megatron.checkpoint.commands import command_line, conversion
 from megatron.pretrain.arguments import parse_arguments
 from tests.checkpoint.samples import DATA
 from tests.examples.conftest import Shell
-from tests.examples.warm_programs import ROOT
 from tests.pretrain.training_runs import CORPUS
+from tests.warm_programs import ROOT
 
 FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))

@@ -24,7 +24,7 @@ from tests.model_parallel import ONE_AXIS, initialize
 class LoopRun:
     """Model, optimizer and schedule of one run of the stand-in."""
 
-    def __init__(self, loop: ModuleType, **changes: Any):
+    def __init__(self, loop: ModuleType, **changes: Any) -> None:
         cpu.install()
         self.loop, self.args = loop, arguments(**changes)
         layout = {name: value for name, value in vars(self.args).items() if name in vars(ONE_AXIS)}

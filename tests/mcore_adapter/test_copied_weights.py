@@ -34,7 +34,7 @@ def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("level", range(4), ids=LEVELS)
-def test_both_copies_of_a_tied_embedding_stay_equal(level):
+def test_both_copies_of_a_tied_embedding_stay_equal(level: int) -> None:
     name = "embedding.word_embeddings.weight"
     first, second, *last_stage = run_ranks(
         4, final_weights, Combination(4, "pp2", level, TIED, "--train-iters 5").ours
@@ -45,7 +45,7 @@ def test_both_copies_of_a_tied_embedding_stay_equal(level):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2 sp"])
-def test_what_tensor_ranks_have_copies_of_stays_equal(layout):
+def test_what_tensor_ranks_have_copies_of_stays_equal(layout: str) -> None:
     first, second = run_ranks(
         2, final_weights, Combination(2, layout, 3, GPT2, "--train-iters 5").ours
     )
@@ -67,7 +67,7 @@ def final_expert_bias(*command_lines: str) -> list[dict[str, torch.Tensor]]:
     return [expert_bias_of(model) for model in models]
 
 
-def test_the_routers_bias_is_the_same_on_all_ranks_and_with_ddp():
+def test_the_routers_bias_is_the_same_on_all_ranks_and_with_ddp() -> None:
     combination = Combination(2, "ep2", 3, MOE_BIAS, "--train-iters 3")
     (theirs, ours), (_, of_other_rank) = run_ranks(
         2, final_expert_bias, combination.reference, combination.ours

@@ -61,11 +61,11 @@ def install_twice() -> tuple[bool, bool, bool]:
     return first, cpu.install(), found() == before
 
 
-def test_a_second_call_changes_nothing():
+def test_a_second_call_changes_nothing() -> None:
     assert run_ranks(1, install_twice) == [(True, True, True)]
 
 
-def test_nothing_is_replaced_where_there_is_a_gpu():
+def test_nothing_is_replaced_where_there_is_a_gpu() -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ON_A_GPU], cwd=ROOT, check=True, timeout=60
     )
@@ -99,5 +99,5 @@ def use_replacements() -> None:
     assert torch.cuda.current_stream() == stream and event.query()
 
 
-def test_calls_that_name_cuda_work_on_the_cpu():
+def test_calls_that_name_cuda_work_on_the_cpu() -> None:
     run_ranks(1, use_replacements)

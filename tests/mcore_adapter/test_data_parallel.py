@@ -59,7 +59,7 @@ def call_every_member() -> dict[str, Any]:
     }
 
 
-def test_every_member_that_megatron_core_uses_takes_its_calls():
+def test_every_member_that_megatron_core_uses_takes_its_calls() -> None:
     for seen in run_ranks(2, call_every_member):
         assert seen == {
             "config": True,
@@ -73,7 +73,7 @@ def test_every_member_that_megatron_core_uses_takes_its_calls():
         }
 
 
-def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper():
+def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper() -> None:
     names = set(inspect.signature(FullyShardedDataParallel).parameters)
     assert names >= {
         "config",
@@ -129,7 +129,9 @@ def describe_parameters(flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(strategy):
+def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(
+    strategy: str,
+) -> None:
     for seen in run_ranks(2, describe_parameters, f"--data-parallel-sharding-strategy {strategy}"):
         assert seen["same"] and seen["as_parameters"] and seen["marked"]
         assert seen["shapes"] == seen["plain"]  # weight decay goes by the number of dimensions
@@ -146,14 +148,14 @@ def groups_of(units: Any = None, **arguments: Any) -> list[set[str]]:
     return [set(group.names) for group in make_wrapper(**chosen, **arguments).module.groups]
 
 
-def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more():
+def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more() -> None:
     groups = run_ranks(2, groups_of)[0]
     assert len(groups) == 5
     for prefix in (*LAYERS, "embedding.", "output_layer.", "decoder.final_layernorm."):
         assert sum(all(name.startswith(prefix) for name in group) for group in groups) == 1, prefix
 
 
-def test_units_may_be_given_as_classes_or_as_import_paths():
+def test_units_may_be_given_as_classes_or_as_import_paths() -> None:
     paths = [
         f"{kind.__module__}.{kind.__qualname__}"
         for kind in (TransformerLayer, LanguageModelEmbedding)
@@ -164,7 +166,7 @@ def test_units_may_be_given_as_classes_or_as_import_paths():
     assert {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"} in by_class
 
 
-def test_without_bucketing_there_is_one_group():
+def test_without_bucketing_there_is_one_group() -> None:
     assert len(run_ranks(2, groups_of, disable_bucketing=True)[0]) == 1
 
 
@@ -175,7 +177,7 @@ def default_units() -> list[str]:
     return [kind.__name__ for kind in kinds]
 
 
-def test_the_default_units_are_found_in_the_module():
+def test_the_default_units_are_found_in_the_module() -> None:
     assert run_ranks(1, default_units) == [["TransformerLayer", "LanguageModelEmbedding"]]
 
 
@@ -207,7 +209,9 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
     ],
     ids=["no_distributed_optimizer", "no_fsdp", "instances", "outer", "strategy"],
 )
-def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words):
+def test_configurations_that_would_train_wrongly_are_refused(
+    ddp: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
     for message in run_ranks(2, refusal, ddp, config):
         assert words in message
 
@@ -234,6 +238,6 @@ def refusal_of_experts(expert_ranks: int) -> str:
     return "accepted"
 
 
-def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused():
+def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused() -> None:
     assert "need expert parallelism of at least 2" in run_ranks(4, refusal_of_experts, 1)[0]
     assert run_ranks(4, refusal_of_experts, 2)[0] == "accepted"

@@ -46,7 +46,7 @@ def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], 
 @pytest.mark.parametrize(
     "changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"]
 )
-def test_the_loop_trains_like_our_class_itself(changes):
+def test_the_loop_trains_like_our_class_itself(changes: dict[str, Any]) -> None:
     for losses, by_hand, unsynchronised in run_ranks(2, train_both_ways, changes):
         assert losses == by_hand
         assert losses[-1] < losses[0]
@@ -108,7 +108,7 @@ def install_and_take_back() -> list[Any]:
     return seen
 
 
-def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored():
+def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored() -> None:
     assert run_ranks(1, install_and_take_back) == [
         [True, True, True, True, set(), True, True, True]
     ]
@@ -139,7 +139,7 @@ def message_of(call: Any) -> str:
     return "accepted"
 
 
-def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused():
+def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused() -> None:
     (((now, derived, later, release), kept),) = run_ranks(1, install_beside_strangers)
     assert (
         "megatron.training.training.stranger (megatron.core.distributed.fsdp.src.new.Stranger)"
@@ -151,7 +151,7 @@ def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused(
     assert "Megatron-Core 0.16.x but found 0.17.0" in release
 
 
-def test_experts_beyond_their_number_are_refused():
+def test_experts_beyond_their_number_are_refused() -> None:
     names = {
         "module.decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight_w": 1,
         "module.other": 2,

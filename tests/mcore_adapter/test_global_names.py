@@ -108,7 +108,7 @@ def test_names_of_one_rank_are_the_modules_own() -> None:
 class Rank:
     """Stands in for a process group."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int) -> None:
         self._number = number
 
     def rank(self) -> int:
@@ -118,7 +118,7 @@ class Rank:
 class GroupedExperts(nn.Module):
     """As in Transformer Engine: modules that hold ``weight0``, ``weight1``, … and biases."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self.ep_group, self.num_local_experts = Rank(rank), 2
         for layer in ("linear_fc1", "linear_fc2"):
@@ -131,7 +131,7 @@ class GroupedLayer(nn.Module):
 
     layer_number = 2
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self.experts = GroupedExperts(rank)
         self.router = nn.Linear(2, 2)

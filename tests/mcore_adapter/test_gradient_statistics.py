@@ -36,7 +36,7 @@ SHARDINGS = {
 }
 
 
-def test_every_gradient_counts_once_in_the_norm():
+def test_every_gradient_counts_once_in_the_norm() -> None:
     lines = [
         SHARDINGS["zero0"].reference,
         *(combination.ours for combination in SHARDINGS.values()),
@@ -82,7 +82,7 @@ SUMMED = {
 
 
 @pytest.mark.parametrize("case", SUMMED)
-def test_gradients_that_tensor_ranks_sum_or_average_are_those_of_ddp(case):
+def test_gradients_that_tensor_ranks_sum_or_average_are_those_of_ddp(case: str) -> None:
     combination, trap = SUMMED[case]
     theirs = run_ranks(combination.ranks, final_gradients, combination.reference)
     ours = run_ranks(combination.ranks, final_gradients, combination.ours)

@@ -42,7 +42,7 @@ def drop_no_sync(command_line: str) -> list[bool]:
     return [inside, after_drop, model.module.is_last_microbatch]
 
 
-def test_no_sync_ends_though_an_evaluation_never_leaves_it():
+def test_no_sync_ends_though_an_evaluation_never_leaves_it() -> None:
     assert run_ranks(1, drop_no_sync, Combination(1, "dp", 3).ours)[0] == [False, True, True]
 
 
@@ -69,7 +69,7 @@ def zero_twice(command_line: str) -> list[float]:
 
 
 @pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
-def test_zero_grad_buffer_twice_forgets_everything_once(level):
+def test_zero_grad_buffer_twice_forgets_everything_once(level: int) -> None:
     norms = run_ranks(
         2, zero_twice, Combination(2, "dp", level, LLAMA, "--overlap-grad-reduce").ours
     )[0]
@@ -89,7 +89,7 @@ def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy):
+def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy: str) -> None:
     per_rank = run_ranks(4, pieces, strategy)
     assert 0 in {owned for owned, _ in chain.from_iterable(rank.values() for rank in per_rank)}
     for name, (_, total) in per_rank[0].items():
@@ -137,7 +137,7 @@ def ways_through_a_step(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_every_order_of_calls_gives_the_same_gradients(strategy):
+def test_every_order_of_calls_gives_the_same_gradients(strategy: str) -> None:
     run_ranks(2, ways_through_a_step, strategy)
 
 
@@ -156,11 +156,11 @@ def mean_gradients() -> None:
     assert_same(values, expected, 1e-5)
 
 
-def test_gradients_are_the_mean_over_ranks_of_those_of_the_bare_model():
+def test_gradients_are_the_mean_over_ranks_of_those_of_the_bare_model() -> None:
     run_ranks(2, mean_gradients)
 
 
-def test_the_loss_of_an_evaluation_is_that_of_the_bare_model():
+def test_the_loss_of_an_evaluation_is_that_of_the_bare_model() -> None:
     wrapped, bare = zip(*run_ranks(2, evaluations))
     assert_close(list(wrapped), list(bare), 1e-7)
 

@@ -39,7 +39,7 @@ def config(**overrides: Any) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm_is_megatron_cores(normalization):
+def test_norm_is_megatron_cores(normalization: str) -> None:
     settings = config(normalization=normalization, layernorm_epsilon=1e-3)
     ours, theirs = (
         LocalNorm(settings, 24),
@@ -57,7 +57,7 @@ def test_norm_is_megatron_cores(normalization):
         LocalNorm(settings, 24).to_empty(device="cpu").reset_parameters()
 
 
-def test_norm_names_all_that_it_does_not_know():
+def test_norm_names_all_that_it_does_not_know() -> None:
     settings = config(layernorm_zero_centered_gamma=True, normalization="RMSNorm")
     settings.normalization = "L2Norm"
     with pytest.raises(
@@ -87,7 +87,7 @@ def norm_of_a_half(normalization: str) -> None:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm_under_sequence_parallelism_equals_one_rank(normalization):
+def test_norm_under_sequence_parallelism_equals_one_rank(normalization: str) -> None:
     run_ranks(2, norm_of_a_half, normalization)
 
 
@@ -153,7 +153,7 @@ def compare_with_megatron_core() -> None:
             assert torch.equal(ours, theirs), name
 
 
-def test_attention_without_context_parallelism_is_megatron_cores():
+def test_attention_without_context_parallelism_is_megatron_cores() -> None:
     run_ranks(1, compare_with_megatron_core)
 
 
@@ -203,11 +203,13 @@ def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "explicit_mask"])
 @pytest.mark.parametrize("num_ranks", [2, 4], ids=["cp2", "cp4"])
-def test_attention_over_context_parallel_ranks_equals_one_rank(num_ranks, masked):
+def test_attention_over_context_parallel_ranks_equals_one_rank(
+    num_ranks: int, masked: bool
+) -> None:
     run_ranks(num_ranks, compare_with_the_whole, groups=HEADS, value_width=WIDTH, masked=masked)
 
 
-def test_grouped_queries_and_wider_keys_over_context_parallel_ranks_equal_one_rank():
+def test_grouped_queries_and_wider_keys_over_context_parallel_ranks_equal_one_rank() -> None:
     run_ranks(4, compare_with_the_whole, groups=2, value_width=4, masked=False)
 
 
@@ -228,7 +230,7 @@ def ask_for_too_much() -> None:
         layer(*tensors, torch.zeros(LENGTH, 3, dtype=torch.bool))
 
 
-def test_attention_names_all_that_it_does_not_know():
+def test_attention_names_all_that_it_does_not_know() -> None:
     run_ranks(1, ask_for_too_much)
 
 
@@ -250,5 +252,5 @@ def gather_unequal_parts(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     "sizes", [[3, 5], [4, 0], [0, 0]], ids=["unequal", "nothing_on_one", "nothing"]
 )
-def test_ranks_with_unequal_parts_gather_and_scatter(sizes):
+def test_ranks_with_unequal_parts_gather_and_scatter(sizes: list[int]) -> None:
     run_ranks(2, gather_unequal_parts, sizes)

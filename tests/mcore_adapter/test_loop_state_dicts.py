@@ -65,7 +65,12 @@ MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
         "experts",
     ],
 )
-def test_a_run_resumes_in_another_layout(wrote, reads, changes, tmp_path):
+def test_a_run_resumes_in_another_layout(
+    wrote: tuple[int, dict[str, Any]],
+    reads: tuple[int, dict[str, Any]],
+    changes: dict[str, Any],
+    tmp_path: Path,
+) -> None:
     (expected, scaler), *_ = run_ranks(wrote[0], train_save_train, tmp_path, changes | wrote[1])
     for losses, scaler_read in run_ranks(reads[0], load_train, tmp_path, changes | reads[1]):
         assert losses == pytest.approx(
@@ -80,8 +85,8 @@ def test_a_run_resumes_in_another_layout(wrote, reads, changes, tmp_path):
 
 
 def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_and_has_no_loss_scaler(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     ((expected, _),) = run_ranks(1, train_save_train, tmp_path, {})
     for precision, first_scale in ("bf16", None), ("fp16", 2.0**14):
         ((losses, scaler),) = run_ranks(1, load_train, tmp_path, {precision: True})
@@ -124,8 +129,8 @@ def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_has_its_keys(
-    tmp_path,
-):
+    tmp_path: Path,
+) -> None:
     expected = torch.load(SAMPLE / "expected.pt", weights_only=True)
     for state in run_ranks(2, load_sample, tmp_path):
         for kind, values in state.items():
@@ -156,7 +161,7 @@ def load_other_model(path: Path, changes: dict[str, Any]) -> str:
     return "loaded"
 
 
-def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path):
+def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     run_ranks(2, train_save_train, tmp_path, {"num_layers": 3})
     for message in run_ranks(
         2, load_other_model, tmp_path, {"num_layers": 3, "ffn_hidden_size": 48, "swiglu": False}
@@ -186,7 +191,7 @@ def load_in_part(path: Path) -> tuple[bool, bool, set[int], list[float]]:
         return came, stayed, steps, [group["lr"] for group in run.optimizer.param_groups]
 
 
-def test_a_partial_load_takes_what_there_is_and_moves_nothing_else(tmp_path):
+def test_a_partial_load_takes_what_there_is_and_moves_nothing_else(tmp_path: Path) -> None:
     run_ranks(2, train_save_train, tmp_path, {})
     for came, stayed, steps, rates in run_ranks(2, load_in_part, tmp_path):
         assert came and stayed
@@ -220,7 +225,7 @@ def load_what_does_not_fit() -> list[str]:
     return [*messages, *missing]
 
 
-def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first():
+def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first() -> None:
     ((missing, unexpected, strict, again, *partial),) = run_ranks(1, load_what_does_not_fit)
     assert (
         "is not loaded in part" in missing

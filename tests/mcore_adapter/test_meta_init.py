@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -42,6 +43,7 @@ from tests.pretrain.training_runs import (
     train,
 )
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
 
 ON_META = "--init-model-with-meta-device"
 
@@ -55,22 +57,27 @@ INITIALISED = {
 
 
 @pytest.mark.parametrize(
-    "on_cpu", ["", "--use-cpu-initialization"], ids=["gpu_initialization", "cpu_initialization"]
+    ("model", "on_cpu"),
+    mostly_in_full(
+        [*itertools.product(INITIALISED, (False, True))],
+        [("mtp_tied", True), ("experts_and_latents_tp2_sp_ep2", False)],
+    ),
 )
-@pytest.mark.parametrize("model", INITIALISED)
-def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(model, on_cpu):
+def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
+    model: str, on_cpu: str
+) -> None:
     # With dropout, so that one number drawn too many or too few shows.
     line = INITIALISED[model].ours.replace(
         NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1"
     )
-    line = f"{line} --train-iters 1 {on_cpu}"
+    line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if on_cpu else "")
     at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
     assert later.losses == at_once.losses
     assert later.column("params-norm") == at_once.column("params-norm")
 
 
 @pytest.mark.parametrize("model", [TIED, f"{LLAMA} {MTP}"], ids=["tied", "mtp"])
-def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model):
+def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model: str) -> None:
     # Its copy would be of other values, and nothing would say so.
     for error in run_ranks(2, refuse, f"{Combination(2, 'pp2', 3, model).ours} {ON_META}"):
         assert (
@@ -156,7 +163,7 @@ def compare_losses(model: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu_initialization", "gpu_initialization"])
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_are_those_of_the_model_built_on_the_cpu(model, on_cpu):
+def test_weights_are_those_of_the_model_built_on_the_cpu(model: str, on_cpu: bool) -> None:
     run_ranks(2, compare_with_the_cpu, MODELS[model], on_cpu)
 
 
@@ -206,7 +213,7 @@ def compare_tensor_parallel_layers(on_cpu: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu_initialization", "gpu_initialization"])
-def test_every_tensor_parallel_rank_gets_its_part(on_cpu):
+def test_every_tensor_parallel_rank_gets_its_part(on_cpu: bool) -> None:
     first, second = run_ranks(2, compare_tensor_parallel_layers, on_cpu)
     assert not torch.equal(first[0], second[0])
 
@@ -224,7 +231,7 @@ def what_is_known() -> list[bool]:
     return [all(initialiser.knows(module) for module in owning), initialiser.knows(stranger)]
 
 
-def test_a_vocabulary_embedding_of_no_model_is_not_known():
+def test_a_vocabulary_embedding_of_no_model_is_not_known() -> None:
     assert run_ranks(1, what_is_known) == [[True, False]]
 
 

@@ -20,7 +20,7 @@ def counting_corpus() -> None:
 
 
 @pytest.fixture(scope="module")
-def fp32(tmp_path_factory) -> tuple[Path, Record]:
+def fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Six steps at level 3 on two ranks, saved at three and six, without dropout."""
     folder = tmp_path_factory.mktemp("fp32")
     return folder, run_ranks(2, train, f"{LINE} --save {folder} --save-interval 3")[0][0]

@@ -34,6 +34,7 @@ from tests.pretrain.training_runs import (
     train,
 )
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
 
 STEPS = 2
 """Under every layout. The second one shows the optimizer's state, which the first has used."""
@@ -70,7 +71,16 @@ CHANGES = {
     ),
     "tied_mtp": runs(f"{LLAMA.replace(UNTIED, '')} {MTP}", (2, "dp"), (2, "pp2"), (2, "dp")),
     "mla": runs(MLA, (4, "tp2"), (2, "dp")),
+    "every_axis": runs(
+        ALLTOALL,
+        (4, "tp2 sp ep2 etp1"),
+        (2, "pp2"),
+        (2, "cp2", 1),
+        (4, "inst2 ep2", 3, OPTIM_OUTSIDE),
+    ),
+    "tied_virtual_stages": runs(GPT2, (2, "pp2 vpp2"), (2, "dp"), layers=4),
 }
+SHORT_CHANGES = ("every_axis", "tied_virtual_stages")
 
 
 def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: int) -> Record:
@@ -83,7 +93,7 @@ def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: in
     return record
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", mostly_in_full(CHANGES, SHORT_CHANGES))
 def test_a_run_goes_on_under_another_layout(name: str, tmp_path: Path) -> None:
     first, *others = CHANGES[name]
     unbroken = go_on(tmp_path, first, 1, len(CHANGES[name]) * STEPS, len(CHANGES[name]))

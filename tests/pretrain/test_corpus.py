@@ -3,6 +3,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -32,7 +33,7 @@ def texts_of(prefix: Path) -> list[str]:
     return [BYTES.detokenize(document) for document in documents_of(prefix)]
 
 
-def test_files_and_folders_become_documents_in_order(tmp_path):
+def test_files_and_folders_become_documents_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_bytes(b"second \xff\xfe")
@@ -51,7 +52,7 @@ def test_files_and_folders_become_documents_in_order(tmp_path):
     assert Path(f"{prefix}.bin").stat().st_size == 2 * summary.tokens
 
 
-def test_json_lines_become_documents(tmp_path):
+def test_json_lines_become_documents(tmp_path: Path) -> None:
     lines = tmp_path / "corpus.jsonl"
     lines.write_text('{"text": "one", "title": "1"}\n\n{"text": "two\\nlines", "title": "2"}\n')
     write_corpus([lines], tmp_path / "text", BYTES, append_eod=False)
@@ -61,7 +62,7 @@ def test_json_lines_become_documents(tmp_path):
     assert [len(document) for document in documents_of(tmp_path / "text")] == [3, 9]
 
 
-def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
+def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("1 99999")
     write_corpus([tmp_path / "ids.txt"], tmp_path / "out", NullTokenizer(100_000))
     assert documents_of(tmp_path / "out") == [[1, 99999, 100_000]]
@@ -98,7 +99,9 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
         "empty",
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokenizer, message):
+def test_bad_input_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, content: bytes, tokenizer: Any, message: str
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     output = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
@@ -106,7 +109,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokeniz
     assert list(output.iterdir()) == []
 
 
-def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path):
+def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"1 \xff")
     with pytest.raises(
         ValueError, match=r"bad\.txt: 'utf-8' codec can't decode byte 0xff in position 2"
@@ -114,18 +117,20 @@ def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path):
         write_corpus([tmp_path / "bad.txt"], tmp_path / "out", NullTokenizer(9))
 
 
-def test_all_missing_inputs_are_named(tmp_path):
+def test_all_missing_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file or folder: nowhere, neither"):
         write_corpus(["nowhere", "neither"], tmp_path / "out", BYTES)
 
 
-def test_an_interrupted_rewrite_keeps_the_old_corpus(tmp_path, monkeypatch):
+def test_an_interrupted_rewrite_keeps_the_old_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "old.txt").write_text("old")
     (tmp_path / "new.txt").write_text("new")
     folder = tmp_path / "out"
     write_corpus([tmp_path / "old.txt"], folder / "corpus", BYTES)
 
-    def interrupt(self, text):
+    def interrupt(self, text: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ByteTokenizer, "tokenize", interrupt)
@@ -143,7 +148,7 @@ def test_an_interrupted_rewrite_keeps_the_old_corpus(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def library(tmp_path) -> Path:
+def library(tmp_path: Path) -> Path:
     root = tmp_path / "lib"
     for name in [*(f"module{i}.py" for i in range(20)), "package/inner.py"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +165,9 @@ def library(tmp_path) -> Path:
     return root
 
 
-def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(tmp_path, library):
+def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(
+    tmp_path: Path, library: Path
+) -> None:
     prefix = standard_library_corpus(tmp_path / "data", BYTES, library=library)
     texts = texts_of(prefix)
     expected = [f"# {file.relative_to(library)}\n" for file in standard_library_files(library)]
@@ -173,8 +180,8 @@ def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(tmp
 
 
 def test_standard_library_corpus_is_written_once_and_again_when_something_changed(
-    tmp_path, library, monkeypatch
-):
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = []
     original = corpus_module.write_corpus
     monkeypatch.setattr(
@@ -195,13 +202,13 @@ def test_standard_library_corpus_is_written_once_and_again_when_something_change
     assert "# changed\n" in texts_of(second)
 
 
-def test_the_running_python_has_a_library_of_megabytes():
+def test_the_running_python_has_a_library_of_megabytes() -> None:
     files = standard_library_files()
     names = {file.name for file in files}
     assert {"argparse.py", "ast.py"} <= names
     assert sum(file.stat().st_size for file in files) > 4_000_000
 
 
-def test_a_library_without_python_files_is_refused(tmp_path):
+def test_a_library_without_python_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no Python files"):
         standard_library_corpus(tmp_path, BYTES, library=tmp_path)

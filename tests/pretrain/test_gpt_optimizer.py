@@ -3,9 +3,11 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core.optimizer import DistributedOptimizer
 from torch.distributed.checkpoint import FileSystemReader, load
@@ -30,7 +32,7 @@ from tests.pretrain.training_runs import (
 from tests.rank_pool import run_ranks
 
 
-def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_path):
+def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_path: Path) -> None:
     run_ranks(
         2,
         train,
@@ -61,7 +63,7 @@ DUMPED = {
 
 
 @pytest.mark.parametrize("run", DUMPED)
-def test_the_map_of_parameter_groups_is_that_of_ddp(run, tmp_path):
+def test_the_map_of_parameter_groups_is_that_of_ddp(run: str, tmp_path: Path) -> None:
     combination = DUMPED[run]
     # Without FSDP, layers of virtual stages overwrite each other in the file.
     same_names = replace(combination, layout=combination.layout.replace("vpp2", ""))
@@ -76,7 +78,7 @@ def look_at_the_optimizer(command_line: str) -> tuple[Any, ...]:
     return type(optimizer), hasattr(optimizer, "chained_optimizers"), len(optimizer.optimizer.state)
 
 
-def test_the_optimizer_is_bare_and_the_loop_knows():
+def test_the_optimizer_is_bare_and_the_loop_knows() -> None:
     # `optimizer.chained_optimizers` fails with it.
     combination = Combination(2, "dp", 3, LLAMA, "--train-iters 1")
     kind, is_chain, states = run_ranks(2, look_at_the_optimizer, combination.ours)[0]
@@ -98,7 +100,7 @@ def decay_of_unowned_weights(command_line: str) -> dict[str, tuple[int, float]]:
 
 
 @pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
-def test_a_weight_that_a_rank_owns_nothing_of_is_still_decayed(level):
+def test_a_weight_that_a_rank_owns_nothing_of_is_still_decayed(level: int) -> None:
     # Megatron-Core switches weight decay off for what has one dimension.
     ranks = run_ranks(4, decay_of_unowned_weights, Combination(4, "dp", level).ours)
     found = [*itertools.chain.from_iterable(weights.values() for weights in ranks)]
@@ -120,7 +122,7 @@ def groups_of(command_line: str) -> dict[str, tuple]:
     return found
 
 
-def test_norms_and_biases_are_not_decayed_and_embeddings_have_their_own_rate():
+def test_norms_and_biases_are_not_decayed_and_embeddings_have_their_own_rate() -> None:
     flags = f"{SMALL} --untie-embeddings-and-output-weights --decoupled-lr 2e-2 --weight-decay 0.1"
     ddp = run_ranks(2, groups_of, flags)[0]
     for groups in run_ranks(2, groups_of, f"{flags} {FSDP}"):

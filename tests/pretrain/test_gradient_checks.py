@@ -39,7 +39,7 @@ def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
 
 
 @pytest.mark.parametrize("layout", ["pp2", "tp2"])
-def test_an_overflow_on_one_rank_skips_the_step_everywhere(layout):
+def test_an_overflow_on_one_rank_skips_the_step_everywhere(layout: str) -> None:
     # At this scale nothing overflows by itself.
     line = Combination(
         2, layout, 3, LLAMA, f"{SHORT} --fp16 --initial-loss-scale 1024 --hysteresis 1"
@@ -72,7 +72,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
     return ""
 
 
-def test_a_gradient_that_is_not_a_number_names_parameter_and_rank():
+def test_a_gradient_that_is_not_a_number_names_parameter_and_rank() -> None:
     # Looked at when it is reduced: the rank is the one that owns this part of it.
     line = Combination(2, "dp", 3, LLAMA).ours
     for error in run_ranks(2, spoil_a_weight, line, 1):
@@ -81,7 +81,7 @@ def test_a_gradient_that_is_not_a_number_names_parameter_and_rank():
         )
 
 
-def test_a_gradient_that_is_not_a_number_on_one_stage_ends_the_run():
+def test_a_gradient_that_is_not_a_number_on_one_stage_ends_the_run() -> None:
     # Without an agreement the other stage would wait for this one in the next collective.
     for error in run_ranks(2, spoil_a_weight, Combination(2, "pp2", 3, LLAMA).ours, 1):
         assert (

@@ -156,7 +156,7 @@ def without_prefix(names: list[str], prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def test_every_kind_of_model_trains_under_megatron_cores_names():
+def test_every_kind_of_model_trains_under_megatron_cores_names() -> None:
     (names,) = run_ranks(1, train_each)
     for kind, of_a_layer in OF_A_LAYER.items():
         assert without_prefix(names[kind], "decoder.layers.1.") == set(of_a_layer.split())
@@ -236,7 +236,9 @@ TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     ],
     ids=["tensor", "tensor_and_sequence", "context"],
 )
-def test_gradients_of_divided_models_equal_those_of_one_rank(kinds, layout, sequence_parallel):
+def test_gradients_of_divided_models_equal_those_of_one_rank(
+    kinds: list[str], layout: str, sequence_parallel: bool
+) -> None:
     run_ranks(2, compare_with_one_rank, kinds, layout, sequence_parallel)
 
 
@@ -264,11 +266,11 @@ def layers_of_stages(**overrides: Any) -> list[str]:
     return stages
 
 
-def test_pipeline_stages_have_their_layers():
+def test_pipeline_stages_have_their_layers() -> None:
     assert run_ranks(2, layers_of_stages) == [["dd", "ed"], ["de", "eep"]]
 
 
-def test_a_stage_of_predictions_only_is_made_like_the_last_layer():
+def test_a_stage_of_predictions_only_is_made_like_the_last_layer() -> None:
     layout = "Ettt|tt|ttt|mL"
     assert run_ranks(2, layers_of_stages, pipeline_model_parallel_layout=layout) == [
         ["ddd", "dee"],
@@ -292,11 +294,13 @@ def owners_unknown_on_meta() -> list[str]:
     return unknown
 
 
-def test_every_module_with_parameters_can_be_initialised_on_the_meta_device():
+def test_every_module_with_parameters_can_be_initialised_on_the_meta_device() -> None:
     assert run_ranks(1, owners_unknown_on_meta) == [[]]
 
 
-def test_with_transformer_engine_megatron_cores_specs_are_taken_as_they_are(monkeypatch):
+def test_with_transformer_engine_megatron_cores_specs_are_taken_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
 
     def record(*args: Any, **keywords: Any) -> str:

@@ -2,6 +2,7 @@
 """Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism, whatever the settings."""
 
 import itertools
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -35,12 +36,12 @@ def reference() -> Record:
     return run_ranks(2, train, SMALL)[0][0]
 
 
-def test_the_reference_learns(reference):
+def test_the_reference_learns(reference: Record) -> None:
     assert reference.losses[-1] < reference.losses[0] - 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_trains_as_ddp_does(strategy, reference):
+def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> None:
     line = (
         f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"
     )
@@ -86,12 +87,12 @@ def compare(
     ],
     ids=lambda flags: "llama" if flags == LLAMA else flags.removeprefix("--").split()[0],
 )
-def test_flags_change_fsdp_as_they_change_ddp(flags):
+def test_flags_change_fsdp_as_they_change_ddp(flags: str) -> None:
     fsdp = compare(flags, loss=1e-5, norm=1e-4)
     assert all(number is not None for number in fsdp.column("num-zeros"))
 
 
-def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them():
+def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
     # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the
     # output.
     line = f"{SHORT} --untie-embeddings-and-output-weights --vocab-size 999 --train-iters 2"
@@ -101,7 +102,7 @@ def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them():
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_overlap_does_not_change_the_numbers(strategy):
+def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
     line = f"{SHORT} {FSDP} --data-parallel-sharding-strategy {strategy}"
     overlap = "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"
     plain, reduced, both = run_ranks(2, train, line, *(f"{line} {flags}" for flags in overlap))[0]
@@ -116,7 +117,7 @@ def test_overlap_does_not_change_the_numbers(strategy):
         )
 
 
-def test_bf16_trains_as_ddp_in_bf16_does():
+def test_bf16_trains_as_ddp_in_bf16_does() -> None:
     line = f"{SMALL} --bf16 {LLAMA} --train-iters 8 --lr-decay-iters 20"
     lines = [
         f"{line} {FSDP} --data-parallel-sharding-strategy {strategy}"
@@ -129,7 +130,7 @@ def test_bf16_trains_as_ddp_in_bf16_does():
         assert fsdp.losses[-1] < fsdp.losses[0] - 0.3
 
 
-def test_fp16_skips_the_same_iterations_as_ddp():
+def test_fp16_skips_the_same_iterations_as_ddp() -> None:
     flags = (
         "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
     )
@@ -143,7 +144,7 @@ def test_fp16_skips_the_same_iterations_as_ddp():
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_recomputed_activations_do_not_change_a_number(strategy):
+def test_recomputed_activations_do_not_change_a_number(strategy: str) -> None:
     line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy {strategy}"
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     plain, *recomputed = run_ranks(
@@ -154,7 +155,7 @@ def test_recomputed_activations_do_not_change_a_number(strategy):
         assert record.column("grad-norm") == plain.column("grad-norm")
 
 
-def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_parallelism():
+def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_parallelism() -> None:
     evaluated = SHORT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     plain, ddp, fsdp = run_ranks(2, train, f"{SHORT} {FSDP}", evaluated, f"{evaluated} {FSDP}")[0]
     assert fsdp.losses == plain.losses
@@ -167,7 +168,7 @@ def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_pa
         )
 
 
-def test_without_validation_data_training_goes_on():
+def test_without_validation_data_training_goes_on() -> None:
     (record,) = run_ranks(
         2,
         train,
@@ -178,7 +179,7 @@ def test_without_validation_data_training_goes_on():
     assert record.iteration == 3 and not record.evaluations
 
 
-def test_a_run_that_was_told_to_stop_does_not_evaluate_first():
+def test_a_run_that_was_told_to_stop_does_not_evaluate_first() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1")
     stopped, whole = run_ranks(2, train, f"{line} --exit-interval 2", line)[0]
     assert stopped.iteration == 2 and not stopped.evaluations
@@ -189,7 +190,7 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
     """Job: the losses of validations by a run that has used `consumed` validation samples before."""
     original = loop.checkpointing.load
 
-    def load(args, *rest):
+    def load(args: Any, *rest: Any) -> None:
         original(args, *rest)
         args.consumed_valid_samples = consumed
 
@@ -197,6 +198,6 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
         return [loss for _, loss in pretrain(command_line).evaluations["validation"]]
 
 
-def test_validation_begins_again_where_the_data_ends():
+def test_validation_begins_again_where_the_data_ends() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3

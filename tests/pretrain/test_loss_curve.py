@@ -2,13 +2,14 @@
 """Datasets from the command line, the order of microbatches, and the picture of the loss."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from megatron.pretrain.loss_curve import draw_loss_curves
 
 
-def test_loss_curves_become_a_picture(tmp_path):
+def test_loss_curves_become_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "made" / "loss.png"
     train = [(i, 5.0 / i + 1) for i in range(1, 200)]
@@ -18,7 +19,9 @@ def test_loss_curves_become_a_picture(tmp_path):
     assert draw_loss_curves(tmp_path / "one.png", [(1, 2.0)], [])
 
 
-def test_no_picture_without_points_or_without_matplotlib(tmp_path, monkeypatch):
+def test_no_picture_without_points_or_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert not draw_loss_curves(tmp_path / "loss.png", [], [])
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert not draw_loss_curves(tmp_path / "loss.png", [(1, 2.0)], [])

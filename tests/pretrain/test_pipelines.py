@@ -42,7 +42,7 @@ def losses_of_filled(*command_lines: str) -> list[Record]:
     return [pretrain_with(command_line, fill_by_name)[0] for command_line in command_lines]
 
 
-def test_virtual_stages_on_two_ranks_do_not_mix_up_their_messages():
+def test_virtual_stages_on_two_ranks_do_not_mix_up_their_messages() -> None:
     # A batch of messages between the same two ranks confuses forward and backward.
     flags = "--train-iters 3 --overlap-grad-reduce"
     lines = [
@@ -59,7 +59,7 @@ def schedule_settings(command_line: str) -> tuple[bool, ...]:
     return config.overlap_p2p_comm, config.batch_p2p_comm, config.deallocate_pipeline_outputs
 
 
-def test_the_interleaved_schedule_sends_one_message_at_a_time_and_keeps_outputs_on_gloo():
+def test_the_interleaved_schedule_sends_one_message_at_a_time_and_keeps_outputs_on_gloo() -> None:
     assert run_ranks(2, schedule_settings, Combination(2, "pp2 vpp2", 3, LLAMA, layers=4).ours)[
         0
     ] == (True, False, False)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """pretrain_gpt.py from outside: what it prints and writes, signals, and what it says to bad input."""
 
+import argparse
 import contextlib
 import io
 import json
@@ -12,10 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain_gpt
@@ -39,7 +43,7 @@ LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> str:
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "text.jsonl").write_text(
         "".join(json.dumps({"text": TEXT * 3}) + "\n" for _ in range(200))
@@ -48,7 +52,7 @@ def corpus(tmp_path_factory) -> str:
     return str(folder / "corpus")
 
 
-def torchrun(command_line: str, **options) -> subprocess.Popen:
+def torchrun(command_line: str, **options: Any) -> subprocess.Popen:
     """The program on two ranks, as a user starts it, but in one thread each."""
     command = [
         sys.executable,
@@ -70,7 +74,9 @@ def torchrun(command_line: str, **options) -> subprocess.Popen:
     )
 
 
-def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(corpus, tmp_path):
+def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
+    corpus: str, tmp_path: Path
+) -> None:
     save, board = tmp_path / "checkpoints", tmp_path / "board"
     line = f"""--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 20 --eval-interval 10 --eval-iters 2
         --log-interval 5 --split 8,1,1 --save {save} --save-interval 10 --tensorboard-dir {board} --log-throughput
@@ -128,7 +134,7 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(c
     )
 
 
-def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus, tmp_path):
+def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_path: Path) -> None:
     line = (
         f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
         " --log-interval 1 --split 1,0,0"
@@ -156,7 +162,7 @@ def interrupted(command_line: str, rank: int) -> Record:
     """Job: a run of which one rank is sent SIGTERM in its second step."""
     original = loop.train_step
 
-    def train_step(run: loop.Run, data) -> None:
+    def train_step(run: loop.Run, data: Any) -> None:
         if run.args.iteration == 1 and loop.dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         original(run, data)
@@ -166,7 +172,9 @@ def interrupted(command_line: str, rank: int) -> Record:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(rank, tmp_path):
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
+    rank: int, tmp_path: Path
+) -> None:
     line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
     assert [record.iteration for record in run_ranks(2, interrupted, line, rank)] == [2, 2]
     assert (tmp_path / TRACKER).read_text() == "2" and (
@@ -179,7 +187,7 @@ def run_main(command_line: str) -> tuple[int, str, str]:
     output, errors = io.StringIO(), io.StringIO()
     quieten()  # what importing the program does in a process of its own
 
-    def start(args):
+    def start(args: argparse.Namespace) -> torch.device:
         return prepare(command_line)[1]
 
     with (
@@ -224,11 +232,11 @@ def assert_refused(command_line: str, folder: Path, *words: str) -> None:
     ],
     ids=["unknown", "conflict", "batch", "other_fsdp"],
 )
-def test_bad_arguments_are_named(flags, words, tmp_path):
+def test_bad_arguments_are_named(flags: str, words: list[str], tmp_path: Path) -> None:
     assert_refused(f"{LINE} --save {tmp_path / 'new'} --save-interval 1 {flags}", tmp_path, *words)
 
 
-def test_missing_data_is_named(tmp_path):
+def test_missing_data_is_named(tmp_path: Path) -> None:
     line = LINE.replace(
         SOURCE, f"--vocab-size 99 --tokenizer-type NullTokenizer --data-path {tmp_path / 'corpus'}"
     )
@@ -241,7 +249,9 @@ def test_missing_data_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["", "/deeper"])
-def test_a_file_in_the_place_of_the_save_directory_is_found_before_training(inside, tmp_path):
+def test_a_file_in_the_place_of_the_save_directory_is_found_before_training(
+    inside: str, tmp_path: Path
+) -> None:
     (tmp_path / "taken").write_text("a file")
     assert_refused(
         f"{LINE} --save {tmp_path}/taken{inside} --save-interval 1", tmp_path, "--save", "is a file"
@@ -249,14 +259,14 @@ def test_a_file_in_the_place_of_the_save_directory_is_found_before_training(insi
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(2, train, f"{LINE} --train-iters 2 --save {folder} --save-interval 1")
     return folder
 
 
 @pytest.fixture
-def checkpoint(saved, tmp_path) -> Path:
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
     """A checkpoint of steps 1 and 2 that a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
@@ -269,7 +279,7 @@ def checkpoint(saved, tmp_path) -> Path:
     ],
     ids=["hidden_size", "layers"],
 )
-def test_a_checkpoint_of_another_model_is_refused(flags, words, checkpoint):
+def test_a_checkpoint_of_another_model_is_refused(flags: str, words: str, checkpoint: Path) -> None:
     line = f"{LINE} {flags} --load {checkpoint} --save {checkpoint} --save-interval 1"
     assert_refused(line, checkpoint, "another model", "iter_0000002", words)
 
@@ -297,7 +307,9 @@ def cut(path: Path, share: float) -> None:
         "metadata_empty",
     ],
 )
-def test_a_damaged_checkpoint_is_refused(damage, checkpoint):
+def test_a_damaged_checkpoint_is_refused(
+    damage: Callable[[Path], object], checkpoint: Path
+) -> None:
     damage(checkpoint / "iter_0000002")
     assert_refused(
         f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1",
@@ -307,7 +319,7 @@ def test_a_damaged_checkpoint_is_refused(damage, checkpoint):
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
-def test_a_damaged_checkpoint_without_fsdp_is_refused(file, tmp_path):
+def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path) -> None:
     line = LINE.replace("--use-megatron-fsdp", "--use-distributed-optimizer")
     run_ranks(2, train, f"{line} --train-iters 1 --save {tmp_path} --save-interval 1")
     cut(tmp_path / "iter_0000001" / file, 0.5)
@@ -318,12 +330,14 @@ def test_a_damaged_checkpoint_without_fsdp_is_refused(file, tmp_path):
     ("text", "words"),
     [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])],
 )
-def test_a_tracker_that_points_nowhere_is_refused(text, words, checkpoint):
+def test_a_tracker_that_points_nowhere_is_refused(
+    text: str, words: list[str], checkpoint: Path
+) -> None:
     (checkpoint / TRACKER).write_text(text)
     assert_refused(f"{LINE} --load {checkpoint}", checkpoint, *words)
 
 
-def test_a_checkpoint_in_the_other_format_is_refused(tmp_path):
+def test_a_checkpoint_in_the_other_format_is_refused(tmp_path: Path) -> None:
     run_ranks(
         2, train, f"{SMALL} --train-iters 1 --lr-decay-iters 20 --save {tmp_path} --save-interval 1"
     )
@@ -336,7 +350,7 @@ def test_a_checkpoint_in_the_other_format_is_refused(tmp_path):
     )
 
 
-def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(checkpoint):
+def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(checkpoint: Path) -> None:
     process = torchrun(f"{LINE} --num-layers 3 --load {checkpoint}", cwd=checkpoint)
     began = time.monotonic()
     _, errors = process.communicate(timeout=180)

@@ -45,7 +45,7 @@ def command_line() -> str:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_weights_and_moments_are_those_of_the_run_that_wrote_it(num_ranks):
+def test_weights_and_moments_are_those_of_the_run_that_wrote_it(num_ranks: int) -> None:
     line = (
         command_line().replace("--global-batch-size 8", f"--global-batch-size {2 * num_ranks}")
         if num_ranks == 3
@@ -125,7 +125,7 @@ def continue_run(flags: str) -> PublishedContinued:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks):
+def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks: int) -> None:
     line = command_line()
     if num_ranks == 4:
         line = line.replace("--micro-batch-size 2", "--micro-batch-size 1")
@@ -146,7 +146,9 @@ def test_the_next_step_is_the_one_that_the_run_would_have_made(num_ranks):
         )
 
 
-def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(tmp_path):
+def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
+    tmp_path: Path,
+) -> None:
     line = command_line().replace(
         "--mock-data", f"--mock-data --save {tmp_path} --save-interval 1 --exit-interval 4"
     )
@@ -163,7 +165,7 @@ def test_a_checkpoint_written_here_has_the_keys_and_chunks_of_the_published_one(
     assert ours.planner_data == theirs.planner_data
 
 
-def test_a_state_saved_again_is_the_same_state(tmp_path):
+def test_a_state_saved_again_is_the_same_state(tmp_path: Path) -> None:
     first, second = run_ranks(2, save_again, command_line(), str(tmp_path))[0]
     assert first.weights.keys() == second.weights.keys()
     assert all(torch.equal(second.weights[name], value) for name, value in first.weights.items())

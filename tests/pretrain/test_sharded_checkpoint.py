@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
 
+from pathlib import Path
+
 import torch
 
 from tests.pretrain.saved_runs import (
@@ -13,13 +15,14 @@ from tests.pretrain.saved_runs import (
     whole,
 )
 from tests.pretrain.training_runs import (
+    Record,
     load_state,
     train,
 )
 from tests.rank_pool import run_ranks
 
 
-def test_the_keys_are_those_of_the_format(fp32, tmp_path):
+def test_the_keys_are_those_of_the_format(fp32: tuple[Path, Record], tmp_path: Path) -> None:
     assert keys(fp32[0], 3) == expected_keys("module.module")
     run_ranks(2, train, f"{LINE} --bf16 --train-iters 1 --save {tmp_path} --save-interval 1")
     assert keys(tmp_path, 1) == expected_keys("module.module.module")
@@ -34,7 +37,7 @@ def test_the_keys_are_those_of_the_format(fp32, tmp_path):
     ]
 
 
-def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32):
+def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32: tuple[Path, Record]) -> None:
     folder, _ = fp32
     state = run_ranks(2, load_state, f"{LINE} --load {folder}")[1]
     tensors = read(folder, 6)
@@ -47,7 +50,7 @@ def test_the_gate_is_the_first_half_and_the_rest_is_plain(fp32):
     assert state.args == {"iteration": 6, "consumed_train_samples": 48}
 
 
-def test_a_file_of_another_wrapper_depth_loads(fp32, tmp_path):
+def test_a_file_of_another_wrapper_depth_loads(fp32: tuple[Path, Record], tmp_path: Path) -> None:
     folder, _ = fp32
     expected = run_ranks(2, load_state, f"{LINE} --load {folder}")[0]
     assert_same_state(run_ranks(2, load_state, f"{LINE} --bf16 --load {folder}")[0], expected)

@@ -2,6 +2,8 @@
 """Tokenizers, and corpora written with them."""
 
 import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,13 +19,13 @@ from tests.pretrain.tokenizer_arguments import BYTES, namespace
 
 
 @given(st.text())
-def test_byte_tokens_are_the_bytes_of_the_text(text):
+def test_byte_tokens_are_the_bytes_of_the_text(text: str) -> None:
     ids = BYTES.tokenize(text)
     assert ids.tolist() == list(text.encode())
     assert BYTES.detokenize(np.append(ids, BYTES.eod)) == text
 
 
-def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
+def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last() -> None:
     tokenizer = build_tokenizer(namespace(vocab_size=100))
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
@@ -57,18 +59,22 @@ def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
         ),
     ],
 )
-def test_tokenizer_arguments_that_do_not_fit_are_refused(arguments, message):
+def test_tokenizer_arguments_that_do_not_fit_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         build_tokenizer(namespace(**arguments))
 
 
-def test_hugging_face_tokenizer_without_transformers_says_what_to_install(tmp_path, monkeypatch):
+def test_hugging_face_tokenizer_without_transformers_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install transformers"):
         HuggingFaceTokenizer(str(tmp_path))
 
 
-def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
+def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<eos>": 0, "hello": 1, "world": 5}
@@ -97,10 +103,10 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
     ],
     ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
 )
-def test_vocabulary_is_rounded_up(arguments, size):
+def test_vocabulary_is_rounded_up(arguments: dict[str, Any], size: int) -> None:
     assert padded_vocab_size(BYTES, namespace(**arguments)) == size
 
 
-def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused():
+def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the 257 ids"):
         padded_vocab_size(BYTES, namespace(padded_vocab_size=256))

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.pretrain.saved_runs import DROPOUT, GATED, SIX, saved_at
@@ -21,7 +23,7 @@ from tests.rank_pool import run_ranks
     ids=["whole", "dp_reshardable", "fully_reshardable"],
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_without_fsdp_a_run_resumes_bitwise(precision, flags, tmp_path):
+def test_without_fsdp_a_run_resumes_bitwise(precision: str, flags: str, tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {flags} --train-iters 4" + (" --bf16" if precision == "bf16" else "")
     unbroken, resumed = run_ranks(
         2,
@@ -35,7 +37,7 @@ def test_without_fsdp_a_run_resumes_bitwise(precision, flags, tmp_path):
     saved_at(tmp_path, 2, 4)
 
 
-def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     line = f"{SIX} {GATED}"
     run_ranks(2, train, f"{line} --train-iters 1 --save {tmp_path} --save-interval 1")
     for flags, words in (("--hidden-size 64", "mismatch"), ("--num-layers 3", "mismatch")):

@@ -2,6 +2,7 @@
 """Tokenizers, and corpora written with them."""
 
 import argparse
+from typing import Any
 
 from megatron.pretrain.tokenizer import (
     ByteTokenizer,
@@ -10,7 +11,7 @@ from megatron.pretrain.tokenizer import (
 BYTES = ByteTokenizer()
 
 
-def namespace(**given_arguments) -> argparse.Namespace:
+def namespace(**given_arguments: Any) -> argparse.Namespace:
     defaults = dict(
         tokenizer_type="NullTokenizer",
         tokenizer_model=None,

@@ -34,7 +34,7 @@ class Lines:
 
     def __init__(
         self, log: Path, count: int = 6, fails: Callable[[str], bool] = lambda name: False
-    ):
+    ) -> None:
         self._log, self._fails = log, fails
         self.parts = [
             Part(f"part{number}", 10 * (number + 1), self._writer(f"part{number}"))

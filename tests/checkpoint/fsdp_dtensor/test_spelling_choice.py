@@ -29,24 +29,24 @@ WHOLE = [
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_gated_weights_are_two_entries(name):
+def test_gated_weights_are_two_entries(name: str) -> None:
     assert is_gated(name, gated_linear_unit=True)
     assert entry_names(name, gated_linear_unit=True) == [f"{name}_w", f"{name}_v"]
 
 
 @pytest.mark.parametrize("name", GATED)
-def test_without_a_gated_mlp_they_are_one(name):
+def test_without_a_gated_mlp_they_are_one(name: str) -> None:
     assert not is_gated(name, gated_linear_unit=False)
     assert entry_names(name, gated_linear_unit=False) == [name]
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_other_weights_are_one_entry(name):
+def test_other_weights_are_one_entry(name: str) -> None:
     assert entry_names(name, gated_linear_unit=True) == [name]
 
 
 @pytest.mark.parametrize("wrappers", ["", "module.", "module.module.", "module.module.module."])
-def test_the_wrappers_of_a_file_are_found_in_its_keys(wrappers):
+def test_the_wrappers_of_a_file_are_found_in_its_keys(wrappers: str) -> None:
     names = ["decoder.final_layernorm.weight", "embedding.word_embeddings.weight"]
     fields = itertools.product(names, ("lr", "betas"))
     keys = [f"{META_PREFIX}{wrappers}{name}.{field}" for name, field in fields]
@@ -55,18 +55,18 @@ def test_the_wrappers_of_a_file_are_found_in_its_keys(wrappers):
     )
 
 
-def test_a_name_that_ends_like_another_does_not_confuse_the_wrappers():
+def test_a_name_that_ends_like_another_does_not_confuse_the_wrappers() -> None:
     names = ["weight", "head.weight"]
     keys = [f"{META_PREFIX}module.module.{name}.lr" for name in names]
     for order in (keys, keys[::-1]):
         assert wrapper_prefix(order, names) == "module.module."
 
 
-def test_a_file_without_the_optimizer_says_nothing_about_wrappers():
+def test_a_file_without_the_optimizer_says_nothing_about_wrappers() -> None:
     assert wrapper_prefix(["model.module.head.weight", "iteration"], ["head.weight"]) is None
     assert wrapper_prefix([f"{META_PREFIX}module.other.weight.lr"], ["head.weight"]) is None
 
 
 @pytest.mark.parametrize("wrappers", ["", "module.", "module.module.module."])
-def test_plain_names_have_no_wrappers(wrappers):
+def test_plain_names_have_no_wrappers(wrappers: str) -> None:
     assert plain_name(f"{wrappers}decoder.module.weight") == "decoder.module.weight"

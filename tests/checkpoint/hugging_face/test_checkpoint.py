@@ -44,7 +44,7 @@ def test_an_export_names_weights_that_the_optimizer_contradicts(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_of_the_whole_tensor(kind: str, tmp_path: Path):
+def test_rows_are_those_of_the_whole_tensor(kind: str, tmp_path: Path) -> None:
     state, expected = read(saved(random_state(kind), tmp_path)), random_state(kind)
     assert state.weights.keys() == expected.weights.keys()
     for name, tensor in state.weights.items():
@@ -54,13 +54,13 @@ def test_rows_are_those_of_the_whole_tensor(kind: str, tmp_path: Path):
         assert torch.equal(tensor.read_rows(first, last), whole[first:last]), name
 
 
-def test_what_is_read_is_memory_of_its_own(tmp_path: Path):
+def test_what_is_read_is_memory_of_its_own(tmp_path: Path) -> None:
     tensor = read(saved(random_state("llama"), tmp_path)).weights[WORD_EMBEDDINGS]
     tensor.read().zero_()
     assert tensor.read().any()
 
 
-def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path):
+def test_all_tensors_that_do_not_fit_are_named_at_once(tmp_path: Path) -> None:
     saved(random_state("qwen3_moe"), tmp_path)
     content = load_file(tmp_path / SINGLE_FILE)
     content["model.layers.7.self_attn.q_proj.weight"] = content.pop(
@@ -125,7 +125,7 @@ def remove_tensors(directory: Path) -> None:
         "no JSON",
     ],
 )
-def test_a_damaged_directory_is_named(damage: Any, words: str, tmp_path: Path):
+def test_a_damaged_directory_is_named(damage: Any, words: str, tmp_path: Path) -> None:
     assert len(HuggingFaceTarget(random_state("llama"), shard_bytes=20_000).parts) == 4
     saved(random_state("llama"), tmp_path, shard_bytes=20_000)
     damage(tmp_path)
@@ -149,7 +149,7 @@ def memory(field: str) -> int:
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is Linux's to tell"
 )
-def test_a_conversion_holds_two_tensors_at_a_time(tmp_path: Path):
+def test_a_conversion_holds_two_tensors_at_a_time(tmp_path: Path) -> None:
     config = config_of(
         "llama", hidden_size=512, intermediate_size=2048, num_hidden_layers=9, vocab_size=4096
     )
@@ -168,7 +168,7 @@ def test_a_conversion_holds_two_tensors_at_a_time(tmp_path: Path):
     assert peak_of(lambda: saved(read(tmp_path / "first"), tmp_path / "second")) < 2.5 * largest
 
 
-def test_one_file_has_at_most_so_many_bytes_or_one_tensor(tmp_path: Path):
+def test_one_file_has_at_most_so_many_bytes_or_one_tensor(tmp_path: Path) -> None:
     target = HuggingFaceTarget(random_state("llama"), shard_bytes=7_000)
     number = f"{len(target.parts):05d}"
     assert target.parts[-1].name == f"model-{number}-of-{number}.safetensors"
@@ -179,7 +179,7 @@ def test_one_file_has_at_most_so_many_bytes_or_one_tensor(tmp_path: Path):
         assert part.num_bytes <= 7_000 or len(content) == 1
 
 
-def test_weights_are_in_the_dtype_of_the_run_unless_another_is_asked_for(tmp_path: Path):
+def test_weights_are_in_the_dtype_of_the_run_unless_another_is_asked_for(tmp_path: Path) -> None:
     state = random_state("llama")
     state.args.params_dtype = torch.bfloat16  # as where a file has the main weights of such a run
     expected = state.weights["decoder.final_layernorm.weight"].read()
@@ -194,7 +194,7 @@ def test_weights_are_in_the_dtype_of_the_run_unless_another_is_asked_for(tmp_pat
         ).removeprefix("torch.")
 
 
-def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_path: Path):
+def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_path: Path) -> None:
     template = saved(random_state("llama", vocab_size=37), tmp_path / "template")
     edited_config(
         template,
@@ -236,7 +236,7 @@ def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_p
 )
 def test_rows_beyond_the_vocabulary_are_cut_off(
     arguments: dict, options: dict, expected: int, tmp_path: Path
-):
+) -> None:
     state = random_state("llama")
     del state.args.vocab_size
     vars(state.args).update(arguments)
@@ -285,7 +285,9 @@ WRONG_STATES: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize(("change", "options", "words"), WRONG_STATES.values(), ids=WRONG_STATES)
-def test_what_cannot_be_written_is_refused_at_once(change: Any, options: dict, words: list[str]):
+def test_what_cannot_be_written_is_refused_at_once(
+    change: Any, options: dict, words: list[str]
+) -> None:
     state = random_state("llama")
     change(state)
     with pytest.raises(ValueError) as refused:
@@ -293,7 +295,7 @@ def test_what_cannot_be_written_is_refused_at_once(change: Any, options: dict, w
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_template_of_another_family_is_refused(tmp_path: Path):
+def test_a_template_of_another_family_is_refused(tmp_path: Path) -> None:
     template = saved(random_state("qwen3"), tmp_path)
     with pytest.raises(ValueError, match="template .* is of the family qwen3, but llama"):
         HuggingFaceTarget(random_state("llama"), family="llama", template=template)

@@ -29,14 +29,16 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_is_read_computes_the_same_in_megatron_core(kind: str, tmp_path: Path):
+def test_a_model_that_is_read_computes_the_same_in_megatron_core(kind: str, tmp_path: Path) -> None:
     (error,) = run_ranks(1, models.import_and_compare, kind, tmp_path)
     print(f"{kind}: {error:.1e}")
     assert error < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_is_written_computes_the_same_in_transformers(kind: str, tmp_path: Path):
+def test_a_model_that_is_written_computes_the_same_in_transformers(
+    kind: str, tmp_path: Path
+) -> None:
     ((error, family),) = run_ranks(1, models.export_and_compare, kind, tmp_path)
     print(f"{kind}: {error:.1e}")
     assert family == KINDS[kind][0]  # found out from the arguments
@@ -44,7 +46,9 @@ def test_a_model_that_is_written_computes_the_same_in_transformers(kind: str, tm
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "deepseek_v3_whole_queries_tied"])
-def test_layers_that_predict_further_tokens_compute_the_same_in_both(kind: str, tmp_path: Path):
+def test_layers_that_predict_further_tokens_compute_the_same_in_both(
+    kind: str, tmp_path: Path
+) -> None:
     (errors,) = run_ranks(1, models.predict_and_compare, kind, tmp_path)
     if errors is None:
         pytest.skip("this release of transformers has no layers that predict further tokens")
@@ -56,11 +60,11 @@ def test_layers_that_predict_further_tokens_compute_the_same_in_both(kind: str, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_in_several_files_is_the_same_after_reading_and_writing(
     kind: str, dtype: torch.dtype, tmp_path: Path
-):
+) -> None:
     run_ranks(1, models.write_again_and_compare, kind, dtype, tmp_path)
 
 
-def test_neither_program_is_needed():
+def test_neither_program_is_needed() -> None:
     """That Megatron-Core is not, tests/test_imports.py says of the whole package."""
     folder = Path(hugging_face.__file__).parent
     for path in folder.glob("*.py"):
@@ -103,13 +107,13 @@ OLD_LLAMA3 = {key: value for key, value in LLAMA3.items() if key != "rope_type"}
     ],
     ids=["rotary base", "llama3", "yarn", "dtype"],
 )
-def test_configs_of_old_and_new_releases_mean_the_same(kind: str, older: dict, newer: dict):
+def test_configs_of_old_and_new_releases_mean_the_same(kind: str, older: dict, newer: dict) -> None:
     family = FAMILIES[KINDS[kind][0]]
     results = [family.read_config(config_of(kind, **changes)) for changes in (older, newer)]
     assert results[0] == results[1] and not results[0][1]
 
 
-def test_released_gpt2_files_have_no_prefix_and_some_masks(tmp_path: Path):
+def test_released_gpt2_files_have_no_prefix_and_some_masks(tmp_path: Path) -> None:
     expected = random_state("gpt2")
     saved(expected, tmp_path)
     content = {
@@ -124,7 +128,7 @@ def test_released_gpt2_files_have_no_prefix_and_some_masks(tmp_path: Path):
     )
 
 
-def test_a_copy_of_the_tied_embedding_is_passed_over_with_a_note(tmp_path: Path):
+def test_a_copy_of_the_tied_embedding_is_passed_over_with_a_note(tmp_path: Path) -> None:
     saved(random_state("qwen2_tied"), tmp_path)
     content = load_file(tmp_path / SINGLE_FILE)
     save_file(
@@ -135,7 +139,9 @@ def test_a_copy_of_the_tied_embedding_is_passed_over_with_a_note(tmp_path: Path)
     assert OUTPUT_LAYER not in state.weights and "lm_head.weight" in state.notes[0]
 
 
-def test_predicting_layers_that_the_config_speaks_of_but_are_not_there_are_noted(tmp_path: Path):
+def test_predicting_layers_that_the_config_speaks_of_but_are_not_there_are_noted(
+    tmp_path: Path,
+) -> None:
     saved(random_state("deepseek_v3"), tmp_path)
     assert not read(tmp_path).notes
     edited_config(tmp_path, num_nextn_predict_layers=1)
@@ -146,7 +152,7 @@ def test_predicting_layers_that_the_config_speaks_of_but_are_not_there_are_noted
     )
 
 
-def test_the_bias_of_experts_is_fp32_whatever_the_file_has(tmp_path: Path):
+def test_the_bias_of_experts_is_fp32_whatever_the_file_has(tmp_path: Path) -> None:
     """Megatron-Core adds steps to it that bf16 would lose."""
     saved(random_state("deepseek_v3"), tmp_path)
     content = load_file(tmp_path / SINGLE_FILE)
@@ -157,7 +163,7 @@ def test_the_bias_of_experts_is_fp32_whatever_the_file_has(tmp_path: Path):
     assert state.weights["decoder.layers.1.mlp.router.weight"].dtype == torch.bfloat16
 
 
-def test_the_vocabulary_is_padded_with_zeros_where_it_is_asked_for(tmp_path: Path):
+def test_the_vocabulary_is_padded_with_zeros_where_it_is_asked_for(tmp_path: Path) -> None:
     whole = random_state("llama").weights
     state = read(saved(random_state("llama"), tmp_path), vocabulary_multiple=16)
     assert (state.args.vocab_size, state.args.padded_vocab_size) == (VOCABULARY, 48)

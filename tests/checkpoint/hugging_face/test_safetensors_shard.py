@@ -18,7 +18,7 @@ from tests.checkpoint.hugging_face_models import (
 )
 
 
-def test_nothing_but_the_rows_is_read_from_a_large_file(tmp_path: Path):
+def test_nothing_but_the_rows_is_read_from_a_large_file(tmp_path: Path) -> None:
     """The file has 64 GiB of zeros that are on no disk: reading all of them would not end well."""
     rows, width = 2**20, 2**14
     header = json.dumps(
@@ -31,7 +31,7 @@ def test_nothing_but_the_rows_is_read_from_a_large_file(tmp_path: Path):
     assert found.shape == (2, width) and found.untyped_storage().nbytes() == 2 * width * 4
 
 
-def test_files_are_those_of_the_library_in_both_directions(tmp_path: Path):
+def test_files_are_those_of_the_library_in_both_directions(tmp_path: Path) -> None:
     """Of every dtype, also a scalar and a tensor without elements; in names whatever JSON can hold."""
     numbers = torch.arange(6).reshape(2, 3)
     content = {f"of {name}": numbers.to(dtype) for name, dtype in DTYPES.items()}
@@ -86,7 +86,9 @@ def test_files_are_those_of_the_library_in_both_directions(tmp_path: Path):
         "description",
     ],
 )
-def test_a_damaged_file_is_named_with_its_damage(content: bytes, words: str, tmp_path: Path):
+def test_a_damaged_file_is_named_with_its_damage(
+    content: bytes, words: str, tmp_path: Path
+) -> None:
     whole = len(content).to_bytes(8, "little") + content if content.startswith(b"{") else content
     (tmp_path / "damaged").write_bytes(whole)
     with pytest.raises(
@@ -95,7 +97,7 @@ def test_a_damaged_file_is_named_with_its_damage(content: bytes, words: str, tmp
         stored_tensors(tmp_path / "damaged")
 
 
-def test_values_are_aligned_whatever_their_dtypes(tmp_path: Path):
+def test_values_are_aligned_whatever_their_dtypes(tmp_path: Path) -> None:
     state = random_state(
         "deepseek_v3", torch.bfloat16, n_routed_experts=12, n_group=1, topk_group=1, q_lora_rank=23
     )
@@ -113,7 +115,7 @@ def test_values_are_aligned_whatever_their_dtypes(tmp_path: Path):
     )
 
 
-def test_a_tensor_that_is_not_as_it_said_stops_the_writing(tmp_path: Path):
+def test_a_tensor_that_is_not_as_it_said_stops_the_writing(tmp_path: Path) -> None:
     state = random_state("llama")
     state.weights["decoder.final_layernorm.weight"] = LazyTensor(
         (32,), torch.float32, lambda start, stop: torch.zeros(31)

@@ -77,7 +77,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 )
 def test_settings_that_change_the_computation_are_refused_by_name(
     kind: str, changes: dict, words: str, tmp_path: Path
-):
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(kind, **changes)))
     with pytest.raises(
         ValueError, match="settings that Megatron-Core's models do not have"
@@ -86,7 +86,7 @@ def test_settings_that_change_the_computation_are_refused_by_name(
     assert words in str(refused.value)
 
 
-def test_all_settings_that_are_refused_are_named_at_once(tmp_path: Path):
+def test_all_settings_that_are_refused_are_named_at_once(tmp_path: Path) -> None:
     changes = {
         "use_sliding_window": True,
         "hidden_act": "relu",
@@ -112,14 +112,16 @@ def test_all_settings_that_are_refused_are_named_at_once(tmp_path: Path):
     ],
     ids=["llama", "qwen3 with dropout", "deepseek_v3", "gpt2"],
 )
-def test_training_goes_on_with_the_dropout_and_precision_of_the_family(kind: str, expected: dict):
+def test_training_goes_on_with_the_dropout_and_precision_of_the_family(
+    kind: str, expected: dict
+) -> None:
     changes = {"attention_dropout": 0.25, "initializer_range": 0.5} if kind == "qwen3" else {}
     args = random_state(kind, **changes).args
     assert {name: getattr(args, name) for name in expected} == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_flags_of_a_run_with_these_flags_are_the_same_flags(kind: str):
+def test_flags_of_a_run_with_these_flags_are_the_same_flags(kind: str) -> None:
     """So they hold all that the arguments say of the model, and the program takes them."""
     args = random_state(kind, torch.bfloat16).args
     args.bf16 = True
@@ -158,7 +160,7 @@ def test_flags_of_a_run_with_these_flags_are_the_same_flags(kind: str):
 )
 def test_arguments_without_a_counterpart_are_refused_by_name(
     kind: str, arguments: dict, words: str
-):
+) -> None:
     state = random_state(kind)
     vars(state.args).update(arguments)
     with pytest.raises(ValueError) as refused:

@@ -24,7 +24,7 @@ def space() -> File:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files of two pipeline stages with tied embeddings: as buckets, and as objects."""
     found = {name: tmp_path_factory.mktemp("written") for name in ("buckets", "objects")}
     for name, folder in found.items():

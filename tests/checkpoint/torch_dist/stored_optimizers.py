@@ -41,7 +41,7 @@ MORE_SAMPLES = Path(__file__).parents[4] / "shared" / "data" / "torch_dist"
 class File:
     """A checkpoint opened for `read_optimizer`, with parts that a test may change."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path) -> None:
         self.stored = StoredCheckpoint(next(folder.glob("iter_*")))
         self.common = torch_dist.read_common(self.stored)
         self.weights = {}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -64,7 +65,9 @@ def write_as_engine(command_line: str, layout: str | None) -> State | None:
 
 
 @pytest.mark.parametrize("model", [UNTIED, ALLTOALL], ids=["dense", "experts"])
-def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(model, tmp_path):
+def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(
+    model: str, tmp_path: Path
+) -> None:
     run = Combination(2, "ep2" if model == ALLTOALL else "pp2", 0, model, DISTRIBUTED)
     expected = written(run, tmp_path, job=write_as_engine)
     file = File(tmp_path)
@@ -86,7 +89,7 @@ def registered_names(*command_lines: str) -> list[list[str]]:
     ]
 
 
-def test_registration_order_is_that_of_the_models():
+def test_registration_order_is_that_of_the_models() -> None:
     dense = [GPT2, f"{LLAMA} --qk-layernorm", f"{MLA} --qk-layernorm"]
     experts = [GATED_SHARED, f"{ALLTOALL} {BIAS}", f"{DEEPSEEK} {MTP}"]
     lines = [
@@ -98,7 +101,7 @@ def test_registration_order_is_that_of_the_models():
 
 
 @pytest.mark.parametrize("kind", ["buckets", "objects"])
-def test_buckets_of_another_model_do_not_fit(kind, folders):
+def test_buckets_of_another_model_do_not_fit(kind: str, folders: dict[str, Path]) -> None:
     file = File(folders[kind])
     file.weights = {
         name: tensor for name, tensor in file.weights.items() if ".layers.1." not in name
@@ -110,7 +113,7 @@ def test_buckets_of_another_model_do_not_fit(kind, folders):
         file.read()
 
 
-def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders):
+def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders: dict[str, Path]) -> None:
     file = File(folders["buckets"])
     read_object = file.stored.read_object
 
@@ -129,7 +132,7 @@ def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders):
 
 
 @pytest.mark.parametrize("slot", ["param", "exp_avg_sq"])
-def test_copies_of_tied_embeddings_must_agree(slot, folders):
+def test_copies_of_tied_embeddings_must_agree(slot: str, folders: dict[str, Path]) -> None:
     file = File(folders["buckets"])
     read_box = file.stored.read_box
 

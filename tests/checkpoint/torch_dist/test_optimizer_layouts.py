@@ -4,6 +4,7 @@
 import copy
 import itertools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.pretrain.parity import (
     LLAMA,
     Combination,
 )
+from tests.selection import mostly_in_full
 
 SAMPLES = {
     "v015_dense_tp2_dp2_model_space": "fully_sharded_model_space",
@@ -42,7 +44,7 @@ SAMPLES = {
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_sample_has_the_state_that_the_run_had(name):
+def test_a_sample_has_the_state_that_the_run_had(name: str) -> None:
     file, expected = File(sample(name)), torch.load(sample(name) / "expected.pt", weights_only=True)
     found = file.read()
     assert found.layout == SAMPLES[name]
@@ -59,7 +61,7 @@ def test_a_sample_has_the_state_that_the_run_had(name):
     assert not any("params" in group for group in found.param_groups)
 
 
-def test_a_file_without_an_optimizer_has_no_layout():
+def test_a_file_without_an_optimizer_has_no_layout() -> None:
     file = File(sample("v015_dense_tp2_dp2_model_space"))
     file.stored.tensors = {
         key: entry for key, entry in file.stored.tensors.items() if "optimizer." not in key
@@ -74,7 +76,7 @@ def test_a_file_without_an_optimizer_has_no_layout():
     )
 
 
-def test_a_common_state_without_anything_gives_tensors_and_no_groups():
+def test_a_common_state_without_anything_gives_tensors_and_no_groups() -> None:
     name = "v015_dense_tp2_dp2_model_space"
     file = File(sample(name))
     file.common = {}
@@ -84,6 +86,13 @@ def test_a_common_state_without_anything_gives_tensors_and_no_groups():
     assert file.read().param_groups == []
 
 
+SHORT_RUNS = (
+    "buckets of tp2 dp2",
+    "buckets of pp2 ep2 dense and expert layers",
+    "objects of ep2",
+    "fully reshardable tp2 pp2",
+    "not distributed, bf16, tp2",
+)
 LAYOUTS = {
     "buckets": "dp_reshardable",
     "objects": ZERO,
@@ -92,8 +101,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_written_file_has_the_state_that_the_ranks_had(name, tmp_path):
+@pytest.mark.parametrize("name", mostly_in_full(RUNS, SHORT_RUNS))
+def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Path) -> None:
     run, layout = RUNS[name]
     expected = written(run, tmp_path, layout)
     file = File(tmp_path)
@@ -115,7 +124,7 @@ def test_a_written_file_has_the_state_that_the_ranks_had(name, tmp_path):
         assert_is(bare, file.weights, expected)
 
 
-def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path):
+def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path: Path) -> None:
     written(RUNS["buckets of tp2 dp2"][0], tmp_path)
     for file in (File(tmp_path), File(sample("v015_dense_tp2_dp2_model_space"))):
         found = file.read()
@@ -126,7 +135,7 @@ def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path):
 
 
 @given(st.data())
-def test_pieces_of_any_grid_are_put_together(data):
+def test_pieces_of_any_grid_are_put_together(data: st.DataObject) -> None:
     grid = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     local = [data.draw(st.integers(1, 4)) for _ in grid]
     shape = [pieces * size for pieces, size in zip(grid, local)]
@@ -159,7 +168,7 @@ def test_pieces_of_any_grid_are_put_together(data):
         assert torch.equal(tensor.read_rows(start, stop), expected[start:stop])
 
 
-def test_keys_that_are_not_understood_are_named(space):
+def test_keys_that_are_not_understood_are_named(space: File) -> None:
     space.stored.objects += [
         "optimizer.surprise/shard_0_1",
         "chained_1.optimizer.state.exp_avg.something/shard_0_1",
@@ -170,7 +179,7 @@ def test_keys_that_are_not_understood_are_named(space):
         space.read()
 
 
-def test_tensors_of_another_model_are_named_with_what_was_expected(space):
+def test_tensors_of_another_model_are_named_with_what_was_expected(space: File) -> None:
     del space.weights["output_layer.weight"]
     name = "decoder.final_layernorm.weight"
     space.weights[name] = LazyTensor((17,), torch.bfloat16, space.weights[name].read_rows)
@@ -179,7 +188,7 @@ def test_tensors_of_another_model_are_named_with_what_was_expected(space):
     assert f"(16,) for {name}, expected (17,)" in str(error.value)
 
 
-def test_a_stored_shape_that_is_not_in_pieces_is_refused(space):
+def test_a_stored_shape_that_is_not_in_pieces_is_refused(space: File) -> None:
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
     space.stored.tensors[key] = copy.copy(space.stored.tensors[key])
     space.stored.tensors[key].size = torch.Size((2, 4, 1, 191))
@@ -190,7 +199,7 @@ def test_a_stored_shape_that_is_not_in_pieces_is_refused(space):
         space.read()
 
 
-def test_layouts_are_not_mixed(space):
+def test_layouts_are_not_mixed(space: File) -> None:
     space.stored.objects.append("optimizer.distributed.dp_group_idx_0.param_state/shard_0_1")
     with pytest.raises(
         ValueError, match="several layouts: dp_zero_gather_scatter, fully_sharded_model_space"
@@ -198,7 +207,7 @@ def test_layouts_are_not_mixed(space):
         space.read()
 
 
-def test_an_argument_that_is_needed_and_lacks_is_named(tmp_path):
+def test_an_argument_that_is_needed_and_lacks_is_named(tmp_path: Path) -> None:
     written(Combination(2, "tp2", 0, LLAMA, DISTRIBUTED), tmp_path, ZERO)
     with pytest.raises(
         ValueError, match=r"(?s)several layouts, .* lack transformer_impl:.*local.*Engine"

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
 
+import argparse
+
 import pytest
 import torch
 
@@ -121,7 +123,9 @@ NOT_SEEN_ALONE = {
 
 
 @pytest.mark.parametrize(("name", "flag"), config_parts(), ids=[name for name, _ in config_parts()])
-def test_every_generated_flag_reaches_its_config(name, flag, known):
+def test_every_generated_flag_reaches_its_config(
+    name: str, flag: str, known: dict[str, argparse.Action]
+) -> None:
     action = known[flag]
     value = NUMBERS.get(name) or other_value(action)
     expected = action.const if action.nargs == 0 else action.type(value)
@@ -145,7 +149,7 @@ def test_every_generated_flag_reaches_its_config(name, flag, known):
         assert getattr(config, name) == expected
 
 
-def test_fields_with_other_names_are_filled_by_rule():
+def test_fields_with_other_names_are_filled_by_rule() -> None:
     args, _ = parse(
         f"{MOCK} --swiglu --disable-bias-linear --bf16 --position-embedding-type rope"
         " --num-experts 4"
@@ -162,14 +166,14 @@ def test_fields_with_other_names_are_filled_by_rule():
     assert ddp_config(args).grad_reduce_in_fp32 and ddp_config(args).check_for_nan_in_grad
 
 
-def test_number_of_buckets_becomes_a_bucket_size():
+def test_number_of_buckets_becomes_a_bucket_size() -> None:
     args, _ = parse(f"{MOCK} --ddp-num-buckets 4 --overlap-grad-reduce")
     assert ddp_config(args, num_parameters=1000).bucket_size == 250
     with pytest.raises(ValueError, match="num_parameters"):
         ddp_config(args)
 
 
-def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off():
+def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off() -> None:
     x = torch.linspace(-3, 3, 101)
     without_flag = transformer_config(parse(MOCK)[0]).activation_func(x)
     exact = transformer_config(parse(f"{MOCK} --no-bias-gelu-fusion")[0]).activation_func(x)

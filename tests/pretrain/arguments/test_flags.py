@@ -26,7 +26,8 @@ from megatron.pretrain.arguments import ArgumentErrors, build_parser, parse_argu
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import NOT_BUILT
-from tests.pretrain.arguments.flag_rows import PIPELINE, ROWS, TRAIN
+from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
+from tests.pretrain.arguments.flag_tables import ROWS
 
 ROOT = Path(__file__).parents[3]
 
@@ -127,7 +128,7 @@ PLACES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 @rows("changes")
-def test_a_flag_changes_what_it_says(row):
+def test_a_flag_changes_what_it_says(row: FlagRow) -> None:
     without, _ = parse(f"{row.base} {row.beside}", row.gpu)
     args, notes = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
     for name, value in row.changes.items():
@@ -152,7 +153,7 @@ def refusals() -> list[str]:
 
 
 @rows("refused")
-def test_a_flag_is_refused_with_its_reason(row, refusals):
+def test_a_flag_is_refused_with_its_reason(row: FlagRow, refusals: list[str]) -> None:
     if row.name == "--ckpt-format":
         with pytest.raises(ArgumentErrors) as caught:
             parse(f"{TRAIN} {row.flag}")
@@ -161,7 +162,7 @@ def test_a_flag_is_refused_with_its_reason(row, refusals):
 
 
 @rows("shown_by")
-def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row):
+def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row: FlagRow) -> None:
     path, _, name = row.shown_by.partition("::")
     text = (ROOT / path).read_text()
     assert name in {
@@ -173,7 +174,9 @@ def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row):
 @pytest.mark.parametrize(
     ("flag", "aligned"), [("", True), ("--no-align-grad-reduce", False)], ids=["aligned", "each"]
 )
-def test_gradients_of_stages_are_reduced_together_unless_told_otherwise(flag, aligned):
+def test_gradients_of_stages_are_reduced_together_unless_told_otherwise(
+    flag: str, aligned: bool
+) -> None:
     from megatron.pretrain import loop
 
     args, _ = parse(f"{TRAIN} --overlap-grad-reduce {PIPELINE} {flag}")
@@ -234,12 +237,12 @@ def sources(name: str) -> str:
 
 
 @pytest.mark.parametrize("module", READ_BY)
-def test_other_flags_are_read_where_they_are_said_to_be(module):
+def test_other_flags_are_read_where_they_are_said_to_be(module: str) -> None:
     text = sources(module)
     assert not [dest for dest in READ_BY[module].split() if not re.search(rf"args\.{dest}\b", text)]
 
 
-def test_no_flag_is_accepted_and_ignored():
+def test_no_flag_is_accepted_and_ignored() -> None:
     actions = [action for action in build_parser()._actions if action.dest != "help"]
     of_rows = {row.name for row in ROWS}
     in_tables = {action.dest for action in actions if of_rows & set(action.option_strings)}
@@ -252,7 +255,7 @@ def test_no_flag_is_accepted_and_ignored():
     assert read.isdisjoint(in_tables | fields | set(NOT_BUILT)), "listed twice"
 
 
-def test_every_row_names_a_flag_and_is_of_one_kind():
+def test_every_row_names_a_flag_and_is_of_one_kind() -> None:
     names = set(chain.from_iterable(each.option_strings for each in build_parser()._actions))
     assert {row.name for row in ROWS} <= names
     assert all(sum(map(bool, (row.changes, row.shown_by, row.refused))) == 1 for row in ROWS)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
 
+import argparse
+from typing import Any
+
 import pytest
 
 from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
@@ -11,7 +14,7 @@ for _dest, _values in NOT_BUILT_VALUES.items():
     REFUSED_VALUES += [(_dest, value) for value in _values]
 
 
-def test_tables_of_refusals_name_known_destinations(known):
+def test_tables_of_refusals_name_known_destinations(known: dict[str, argparse.Action]) -> None:
     destinations = {action.dest for action in known.values()}
     refused = set(" ".join(rule.dests for rule in NEEDS).split())
     listed = refused | {rule.attribute for rule in NEEDS} | {rule.unless for rule in NEEDS} - {""}
@@ -20,7 +23,7 @@ def test_tables_of_refusals_name_known_destinations(known):
 
 
 @pytest.fixture(scope="module")
-def refused_together(known) -> list[str]:
+def refused_together(known: dict[str, argparse.Action]) -> list[str]:
     """The problems of a command line that gives every flag that is not built at another value than its default."""
     given = [
         (name, other_value(action)) for name, action in known.items() if action.dest in NOT_BUILT
@@ -30,7 +33,9 @@ def refused_together(known) -> list[str]:
 
 
 @pytest.mark.parametrize("dest", sorted(NOT_BUILT))
-def test_a_flag_that_is_not_built_is_refused_with_its_reason(dest, known, refused_together):
+def test_a_flag_that_is_not_built_is_refused_with_its_reason(
+    dest: str, known: dict[str, argparse.Action], refused_together: list[str]
+) -> None:
     name = next(name for name, action in known.items() if action.dest == dest)
     assert any(
         p.startswith((f"{name}:", f"{name} ")) and p.endswith(NOT_BUILT[dest])
@@ -39,13 +44,15 @@ def test_a_flag_that_is_not_built_is_refused_with_its_reason(dest, known, refuse
 
 
 @pytest.mark.parametrize(("dest", "value"), REFUSED_VALUES)
-def test_a_value_that_is_not_built_is_refused_with_its_reason(dest, value, known):
+def test_a_value_that_is_not_built_is_refused_with_its_reason(
+    dest: str, value: Any, known: dict[str, argparse.Action]
+) -> None:
     name = next(name for name, action in known.items() if action.dest == dest)
     word = getattr(value, "name", value)
     assert f"{name} {word}: {NOT_BUILT_VALUES[dest][value]}" in problems(f"{MOCK} {name} {word}")
 
 
-def test_a_refused_flag_is_accepted_at_its_default():
+def test_a_refused_flag_is_accepted_at_its_default() -> None:
     line = (
         "--tensor-model-parallel-size 1 --expert-tensor-parallel-size 1 --cp-comm-type p2p"
         " --fp8-recipe delayed"
@@ -57,7 +64,9 @@ def test_a_refused_flag_is_accepted_at_its_default():
 
 
 @pytest.mark.parametrize("rule", NEEDS, ids=lambda rule: rule.remedy.replace(" ", "-"))
-def test_a_flag_that_would_do_nothing_is_refused(rule, known):
+def test_a_flag_that_would_do_nothing_is_refused(
+    rule: Any, known: dict[str, argparse.Action]
+) -> None:
     for dest in rule.dests.split():
         name = next(name for name, action in known.items() if action.dest == dest)
         line = f"{SMALL} --mock-data {name} {other_value(known[name])}"

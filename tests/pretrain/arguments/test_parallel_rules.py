@@ -331,20 +331,20 @@ from tests.pretrain.arguments.command_lines import (
         ),
     ],
 )
-def test_one_conflict_of_parallelism_names_the_fix(flags, problem):
+def test_one_conflict_of_parallelism_names_the_fix(flags: str, problem: str) -> None:
     found = problems(f"{DEEP} {flags}", world_size=8)
     assert any(problem in text for text in found), found
     assert not any("Megatron-Core refuses" in text for text in found)
 
 
-def test_sizes_that_are_no_size_are_named_once():
+def test_sizes_that_are_no_size_are_named_once() -> None:
     assert problems(f"{MOCK} --tensor-model-parallel-size 0 --context-parallel-size -1") == [
         "--tensor-model-parallel-size must be at least 1, got 0",
         "--context-parallel-size must be at least 1, got -1",
     ]
 
 
-def test_what_follows_from_the_axes():
+def test_what_follows_from_the_axes() -> None:
     args, _ = parse(
         f"{DEEP} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size"
         " 2 --context-parallel-size 2 --num-experts 4 --disable-bias-linear"
@@ -383,7 +383,7 @@ def test_what_follows_from_the_axes():
         ("--pipeline-model-parallel-layout Et|tttttttL", None),
     ],
 )
-def test_virtual_stages_and_what_only_they_can_do(flags, virtual):
+def test_virtual_stages_and_what_only_they_can_do(flags: str, virtual: int | None) -> None:
     line = (
         f"{DEEP} --pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce"
         " --overlap-param-gather"

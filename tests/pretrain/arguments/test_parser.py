@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
 
+import argparse
 import json
+from typing import Any
 
 import pytest
 from megatron.core.transformer.enums import AttnBackend
@@ -35,7 +37,9 @@ def expected_default(row: dict[str, str]) -> object:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
-def test_every_flag_of_the_table_is_known_with_its_destination_and_default(row, known):
+def test_every_flag_of_the_table_is_known_with_its_destination_and_default(
+    row: dict[str, Any], known: dict[str, argparse.Action]
+) -> None:
     action = known[row["name"]]
     assert action.dest == destination(row)
     assert action.default == expected_default(row)
@@ -50,14 +54,16 @@ def test_every_flag_of_the_table_is_known_with_its_destination_and_default(row, 
 @pytest.mark.parametrize(
     "row", [r for r in TABLE if r["kind"].startswith("{")], ids=lambda row: row["name"]
 )
-def test_every_choice_of_the_table_is_understood(row, known):
+def test_every_choice_of_the_table_is_understood(
+    row: dict[str, Any], known: dict[str, argparse.Action]
+) -> None:
     action = known[row["name"]]
     for word in row["kind"].strip("{} +").split(", "):
         value = action.type(word)
         assert action.choices is None or value in action.choices
 
 
-def test_required_flags_are_listed_together():
+def test_required_flags_are_listed_together() -> None:
     found = problems("--mock-data")
     assert any(
         "--num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size" in p
@@ -67,12 +73,12 @@ def test_required_flags_are_listed_together():
 
 
 @pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])
-def test_both_spellings_of_the_scheduler_flags(spelling):
+def test_both_spellings_of_the_scheduler_flags(spelling: str) -> None:
     assert parse(f"{MOCK} --override-{spelling}")[0].override_opt_param_scheduler
     assert parse(f"{MOCK} --use-checkpoint-{spelling}")[0].use_checkpoint_opt_param_scheduler
 
 
-def test_help_is_printed_and_explains_every_flag(capsys):
+def test_help_is_printed_and_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--help")
     assert stopped.value.code == 0
@@ -82,6 +88,6 @@ def test_help_is_printed_and_explains_every_flag(capsys):
         assert not [flag.names[0] for flag in flags if not flag.help]
 
 
-def test_frequency_reads_numbers_and_list_expressions():
+def test_frequency_reads_numbers_and_list_expressions() -> None:
     assert frequency("3") == 3
     assert frequency("([0]*3+[1]*2)") == [0, 0, 0, 1, 1]

@@ -2,6 +2,7 @@
 """The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ GPT_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq
     --eval-iters 10 --tensorboard-dir logs"""
 
 
-def test_the_175b_example_is_refused_for_known_reasons_only():
+def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
     found = problems(GPT_175B, world_size=128, cuda=True, transformer_engine=True)
     starts = [problem.split(":")[0] for problem in found]
     assert starts == [
@@ -43,7 +44,7 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
-def test_the_published_fsdp_run_is_accepted(gpu):
+def test_the_published_fsdp_run_is_accepted(gpu: bool) -> None:
     args, notes = parse(FSDP_RUN, world_size=4, cuda=gpu, transformer_engine=gpu)
     assert (
         args.data_parallel_sharding_strategy == "optim_grads_params"
@@ -60,7 +61,7 @@ def test_the_published_fsdp_run_is_accepted(gpu):
     assert any("--sequence-parallel: off" in note for note in notes)
 
 
-def test_fsdp_alone_sets_what_it_needs_and_says_so():
+def test_fsdp_alone_sets_what_it_needs_and_says_so() -> None:
     args, notes = parse(f"{MOCK} --use-megatron-fsdp")
     assert args.data_parallel_sharding_strategy == "optim_grads_params"
     assert args.use_distributed_optimizer and args.ckpt_format == "fsdp_dtensor"
@@ -82,7 +83,7 @@ SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-atte
     --no-masked-softmax-fusion"""
 
 
-def test_flags_of_the_sample_checkpoints_give_their_model():
+def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
     args, _ = parse(SAMPLE_RUN, world_size=2)
     config = transformer_config(args)
     assert (config.ffn_hidden_size, config.num_query_groups, config.normalization) == (
@@ -94,7 +95,7 @@ def test_flags_of_the_sample_checkpoints_give_their_model():
     assert vars(pickle.loads(pickle.dumps(args))) == vars(args)
 
 
-def test_all_conflicts_are_reported_at_once():
+def test_all_conflicts_are_reported_at_once() -> None:
     found = problems(
         f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp --use-torch-fsdp2
         --ckpt-format torch_dist --overlap-param-gather --optimizer sgd --global-batch-size 3
@@ -174,11 +175,11 @@ def test_all_conflicts_are_reported_at_once():
         ("--global-batch-size x", "invalid int value"),
     ],
 )
-def test_one_conflict_names_the_fix(flags, problem):
+def test_one_conflict_names_the_fix(flags: str, problem: str) -> None:
     assert any(problem in found for found in problems(f"{MOCK} {flags}"))
 
 
-def test_latent_attention_has_a_config_of_its_own():
+def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)
     assert isinstance(config, MLATransformerConfig) and (config.rope_type, config.rotary_base) == (
@@ -194,7 +195,7 @@ def test_latent_attention_has_a_config_of_its_own():
     assert type(transformer_config(parse(MOCK)[0])) is not MLATransformerConfig
 
 
-def test_a_growing_batch_makes_more_iterations_of_as_many_samples():
+def test_a_growing_batch_makes_more_iterations_of_as_many_samples() -> None:
     line = MOCK.replace(
         "--train-iters 20", "--train-samples 100 --global-batch-size 8 --rampup-batch-size 4 2 12"
     )
@@ -211,7 +212,7 @@ def test_a_growing_batch_makes_more_iterations_of_as_many_samples():
         assert any(problem in found for found in problems(line.replace("4 2 12", other)))
 
 
-def test_hardware_queues_are_told_about():
+def test_hardware_queues_are_told_about() -> None:
     tensor = f"{MOCK} --tensor-model-parallel-size 2"
     gpu = {"world_size": 2, "cuda": True, "transformer_engine": True}
     assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in parse(tensor, **gpu)[1])
@@ -222,7 +223,7 @@ def test_hardware_queues_are_told_about():
     assert not any("CONNECTIONS" in note for note in parse(tensor, world_size=2)[1])
 
 
-def test_fused_weight_gradients_follow_the_kernel_and_the_layers():
+def test_fused_weight_gradients_follow_the_kernel_and_the_layers() -> None:
     def fused(flags: str = "", kernel: bool = True) -> bool:
         args, _ = parse(
             f"{MOCK} {flags}", cuda=True, transformer_engine=True, fused_weight_gradient=kernel
@@ -240,7 +241,7 @@ def test_fused_weight_gradients_follow_the_kernel_and_the_layers():
     ).gradient_accumulation_fusion
 
 
-def test_kernels_for_experts_are_replaced_where_there_is_no_transformer_engine():
+def test_kernels_for_experts_are_replaced_where_there_is_no_transformer_engine() -> None:
     args, notes = parse(
         f"{MOCK} --num-experts 4 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
     )
@@ -249,7 +250,7 @@ def test_kernels_for_experts_are_replaced_where_there_is_no_transformer_engine()
     assert any("moe-grouped-gemm, moe-permute-fusion, moe-router-fusion" in note for note in notes)
 
 
-def test_a_prefix_is_checked_with_and_without_weights(tmp_path):
+def test_a_prefix_is_checked_with_and_without_weights(tmp_path: Path) -> None:
     for suffix in (".idx", ".bin"):
         (tmp_path / f"a{suffix}").touch()
     good, bad = tmp_path / "a", tmp_path / "b"
@@ -267,7 +268,7 @@ def test_a_prefix_is_checked_with_and_without_weights(tmp_path):
     ]
 
 
-def test_sample_mode_derives_iterations_and_decay():
+def test_sample_mode_derives_iterations_and_decay() -> None:
     line = MOCK.replace("--train-iters 20", "--train-samples 21 --lr-warmup-samples 4")
     args, _ = parse(line)
     assert (args.train_iters, args.lr_decay_samples, args.lr_decay_iters) == (
@@ -280,7 +281,7 @@ def test_sample_mode_derives_iterations_and_decay():
     )
 
 
-def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for():
+def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for() -> None:
     args, notes = parse(MOCK, cuda=True)
     assert (
         args.transformer_impl == "local"
@@ -302,13 +303,13 @@ def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_
     )
 
 
-def test_fp16_with_a_dynamic_scale_turns_the_nan_check_off():
+def test_fp16_with_a_dynamic_scale_turns_the_nan_check_off() -> None:
     args, notes = parse(f"{MOCK} --fp16")
     assert not args.check_for_nan_in_loss_and_grad and any("NaN" in note for note in notes)
     assert parse(f"{MOCK} --fp16 --loss-scale 8")[0].check_for_nan_in_loss_and_grad
 
 
-def test_evaluation_alone_needs_no_schedule():
+def test_evaluation_alone_needs_no_schedule() -> None:
     line = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size"
         " 2 --skip-train"

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from megatron.pretrain.logging_setup import quieten
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PRELOAD = [
     "torch.distributed.run",
     "torch.distributed.checkpoint",
