@@ -5,7 +5,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -68,13 +67,15 @@ def test_small_models_named_after_real_ones_train_as_with_ddp(model: str, tmp_pa
     assert fsdp.losses[-1] < fsdp.losses[0]
 
 
-def test_the_plain_loop_learns_and_continues_from_its_checkpoint() -> None:
+def test_the_plain_loop_learns_and_continues_from_its_checkpoint(
+    commands: dict[str, str],
+) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "torchrun", "--standalone", "--nproc_per_node", "2",
         str(ROOT / "examples" / "fully_shard_training_loop.py"), "--steps", "40",
     ]  # fmt: skip
     run = subprocess.run(
-        command, env=environment(os.environ["PATH"]), capture_output=True, text=True, timeout=120
+        command, cwd=ROOT, env=commands, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
     assert "Warning" not in run.stderr, run.stderr

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.rank_pool import run_ranks
+from tests.selection import only_in_full
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 
@@ -45,14 +46,18 @@ MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("wrote", "reads", "changes"),
     [
-        ((2, {}), (1, {}), {"bf16": True}),
+        *only_in_full([((2, {}), (1, {}), {"bf16": True})]),
         ((2, {}), (2, {"data_parallel_sharding_strategy": "optim"}), {"fp16": True}),
-        (
-            (2, {"data_parallel_sharding_strategy": "no_shard"}),
-            (4, {}),
-            {"untie_embeddings_and_output_weights": False},
+        *only_in_full(
+            [
+                (
+                    (2, {"data_parallel_sharding_strategy": "no_shard"}),
+                    (4, {}),
+                    {"untie_embeddings_and_output_weights": False},
+                )
+            ]
         ),
-        ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
+        *only_in_full([((2, {"tensor_model_parallel_size": 2}), (2, {}), {})]),
         ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
         ((2, MOE), (1, {"num_experts": 4}), {}),
     ],

@@ -64,7 +64,7 @@ INITIALISED = {
     ),
 )
 def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
-    model: str, on_cpu: str
+    model: str, on_cpu: bool
 ) -> None:
     # With dropout, so that one number drawn too many or too few shows.
     line = INITIALISED[model].ours.replace(

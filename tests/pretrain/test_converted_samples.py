@@ -32,7 +32,7 @@ OF_OPTIMIZER_WITHOUT_FSDP = {
 LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
 """This release of Megatron-Core does not read the one, and the other only into the buckets that its run had."""
 
-SHORT_SAMPLES = ("dense_gelu_tied_fp32_dp2", samples.EXPERTS)
+SHORT_SAMPLES = (samples.DENSE, samples.EXPERTS)
 
 
 def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -11,18 +12,19 @@ from tests.pretrain.training_runs import (
     train,
 )
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
+
+WHOLE, BUCKETS = "", "--use-distributed-optimizer"
+FULLY_RESHARDABLE = f"{BUCKETS} --dist-ckpt-optim-fully-reshardable"
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--use-distributed-optimizer",
-        "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
-    ],
-    ids=["whole", "dp_reshardable", "fully_reshardable"],
+    ("precision", "flags"),
+    mostly_in_full(
+        [*itertools.product(("fp32", "bf16"), (WHOLE, BUCKETS, FULLY_RESHARDABLE))],
+        [("bf16", WHOLE), ("bf16", BUCKETS), ("fp32", FULLY_RESHARDABLE)],
+    ),
 )
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_without_fsdp_a_run_resumes_bitwise(precision: str, flags: str, tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {flags} --train-iters 4" + (" --bf16" if precision == "bf16" else "")
     unbroken, resumed = run_ranks(

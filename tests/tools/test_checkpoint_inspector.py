@@ -73,17 +73,12 @@ def _args_payload(path: Path) -> Any:
         return io.BytesIO(file.read(info.length))
 
 
-def test_ranks_of_torchrun_share_the_work_and_say_it_once(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_share_the_work_and_say_it_once(
+    tmp_path: Path, commands: dict[str, str]
+) -> None:
     sample = samples.torch_dist(samples.DENSE)
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        2,
-    ]
-    result = start(*torchrun, SCRIPT, TO_FSDP, sample, tmp_path / "out", "--json")
+    torchrun = ["torchrun", "--standalone", "--nproc_per_node", 2]
+    result = start(*torchrun, SCRIPT, TO_FSDP, sample, tmp_path / "out", "--json", **commands)
     assert result.returncode == 0, result.stderr
     assert len(result.stdout.splitlines()) == 1 and json.loads(result.stdout)["parameters"] == 21
     assert run_json("diff", sample, tmp_path / "out")["same"] is True

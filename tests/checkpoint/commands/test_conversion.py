@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.comparison import compare_entries
 from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
 from megatron.checkpoint.commands.formats import open_checkpoint
@@ -314,50 +315,35 @@ def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
     )
 
 
-SLOW = """
-import sys, time
-from megatron.checkpoint.commands import conversion, command_line
-from megatron.checkpoint.core import dcp_target
-dcp_target.PART_BYTES = 1 << 14
-original = dcp_target._Planner.resolve_data
-dcp_target._Planner.resolve_data = lambda *args: (time.sleep(0.05), original(*args))[1]
-command_line.main(sys.argv[1:])
-"""
-
-
-def test_a_process_that_is_killed_is_taken_up(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sample, out = samples.torch_dist(samples.DENSE), tmp_path / "out"
-    command = [
-        sys.executable,
-        "-c",
-        SLOW,
-        "convert-torch-dist-to-fsdp-dtensor",
-        "--quiet",
-        str(sample),
-        str(out),
-    ]
-    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    words = ["convert-torch-dist-to-fsdp-dtensor", "--quiet", str(sample), str(out)]
+    monkeypatch.setattr(dcp_target, "PART_BYTES", 1 << 14)
     journal = out / ".writing_iter_0000003" / ".conversion"
+    child = os.fork()
+    if child == 0:
+        resolve = dcp_target._Planner.resolve_data
+        slowly = lambda *args: (time.sleep(0.05), resolve(*args))[1]  # noqa: E731
+        monkeypatch.setattr(dcp_target._Planner, "resolve_data", slowly)
+        try:
+            main(words)
+        finally:
+            os._exit(1)
     try:
         limit = time.monotonic() + 100
         while len(list(journal.glob("0*[0-9]"))) < 3:
-            assert process.poll() is None and time.monotonic() < limit
+            assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < limit
             time.sleep(0.02)
     finally:
-        process.kill()
-        process.wait()
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
     done = {path.name: path.stat().st_mtime_ns for path in journal.parent.glob("*.distcp")}
     finished = {f"__{int(path.name)}_0.distcp" for path in journal.glob("0*[0-9]")}
-    assert (
-        not (out / "iter_0000003").exists()
-        and not (out / "latest_checkpointed_iteration.txt").exists()
-    )
-    subprocess.run(
-        [*command[:2], SLOW.replace("0.05", "0"), *command[3:]],
-        cwd=REPOSITORY,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    assert not (out / "iter_0000003").exists()
+    assert not (out / "latest_checkpointed_iteration.txt").exists()
+    main(words, standalone_mode=False)
     after = {path.name: path.stat().st_mtime_ns for path in (out / "iter_0000003").glob("*.distcp")}
     assert len(finished) >= 3 and all(after[name] == done[name] for name in finished)
     convert_sample(str(sample), str(tmp_path / "other"))
