@@ -260,7 +260,7 @@ class RankGroup:
         return "\n".join(parts)
 
     def _printed(self) -> dict[str, list[int]]:
-        """The last lines that ranks printed in this job, with the ranks that printed the same."""
+        """Return the last lines that ranks printed in this job, with the ranks that printed them."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, path in enumerate(self._output_files):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -269,7 +269,7 @@ class RankGroup:
         return ranks_by_text
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The Python stacks of running ranks, written by the signal handler that each registered."""
+        """Return the Python stacks of running ranks, written by the handlers that they registered."""
         for rank in ranks:
             if self._stack_files[
                 rank

@@ -95,7 +95,7 @@ def serve(place: RankPlace, connection: Connection) -> None:
 
 
 def _die_with_parent() -> None:
-    """The server that ranks are forked from goes with the test process.
+    """Have the system kill this process when the server that it was forked from ends.
 
     A stopped rank could not read the closed pipe.
     """
@@ -122,7 +122,7 @@ def _allow_many_sockets() -> None:
 
 
 def _set_environment(place: RankPlace) -> None:
-    """The variables torchrun sets, and loopback for gloo: resolving the host name fails on some machines."""
+    """Set torchrun's variables, and loopback for gloo: some machines fail to resolve their name."""
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
@@ -216,7 +216,7 @@ def _call(
 
 
 def _format(error: BaseException) -> str:
-    """The traceback from the test's own function on, without the frames of this file above it."""
+    """Format the traceback from the test's own function on, without the frames of this file."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
@@ -256,7 +256,7 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
 
 
 def _collect_garbage(everything: bool) -> None:
-    """That of the job before; with `everything`, also what jobs before it have left and other jobs have let go of since."""
+    """Collect the garbage of the last job, or with `everything` that of all earlier jobs."""
     if everything:
         gc.unfreeze()
     gc.collect()
@@ -264,7 +264,7 @@ def _collect_garbage(everything: bool) -> None:
 
 
 def _forget_meshes() -> None:
-    """What torch remembers of DTensors refers to meshes of the old world, whose groups no longer exist."""
+    """Clear torch's caches of DTensors, which refer to the meshes of a world that is gone."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice between `make test` and `make test-all`: a few cases of a long table, or all of them."""
+"""Selection for `make test`: a few cases of a long table, all of which `make test-all` runs."""
 
 from collections.abc import Collection, Iterable
 from typing import TypeVar

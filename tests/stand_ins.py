@@ -32,7 +32,7 @@ def torchrun(words: list[str]) -> int:
 
 
 def python(words: list[str]) -> int:
-    """A script of this repository; anything else is for the real one."""
+    """Run a script of this repository; leave anything else to the real Python."""
     if not words or not words[0].endswith(".py"):
         os.execv(sys.executable, [sys.executable, *words])
     return ask("python", words)
@@ -89,7 +89,7 @@ def scontrol(words: list[str]) -> int:
 
 
 def srun(words: list[str]) -> int:
-    """The command once for each node, at the same time."""
+    """Run the command once for each node, all at the same time."""
     while words[0].startswith("--"):
         words = words[1:]
     nodes = range(int(os.environ["SLURM_NNODES"]))
@@ -100,8 +100,12 @@ def srun(words: list[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "torchrun": torchrun, "python": python, "sbatch": sbatch, "scontrol": scontrol, "srun": srun,
-}  # fmt: skip
+    "torchrun": torchrun,
+    "python": python,
+    "sbatch": sbatch,
+    "scontrol": scontrol,
+    "srun": srun,
+}
 
 if __name__ == "__main__":
     sys.exit(COMMANDS[sys.argv[1]](sys.argv[2:]))

@@ -24,8 +24,10 @@ ROOMS = {
         *("elementwise", "optimizer", "fully_shard"),
     ],
 }
-"""Rooms of megatron/fsdp, the lowest first, and the files of each in order: a file imports only files
-before it. The front has no folder of its own. A new file takes its place here."""
+"""Rooms of megatron/fsdp, the lowest first, and the files of each in order.
+
+A file imports only files before it. The front has no folder of its own. New files go here.
+"""
 
 STAND_ALONE = {"engine.policy", "engine.layout"}
 """Files of the engine that import nothing of ours."""
@@ -106,7 +108,7 @@ def parse(path: Path) -> ast.Module:
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
-    """Dotted names, with the last part of `from a import b` included; a relative import starts with a dot."""
+    """Yield dotted names, `a.b` for `from a import b`; a relative import starts with a dot."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -117,7 +119,10 @@ def imported_names(tree: ast.Module) -> Iterator[str]:
 
 
 def used_names(tree: ast.Module) -> Iterator[str]:
-    """Every dotted name that the code mentions, with import aliases resolved: `dist.barrier` is torch.distributed.barrier."""
+    """Yield every dotted name that the code mentions.
+
+    Import aliases are resolved: `dist.barrier` is torch.distributed.barrier.
+    """
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -137,7 +142,7 @@ def is_within(name: str, packages: tuple[str, ...]) -> bool:
 
 
 def package_problems(folder: str, tree: ast.Module) -> list[str]:
-    """Imports that a file under `folder` must not have."""
+    """List the imports that a file under `folder` must not have."""
     problems = []
     for name in imported_names(tree):
         if name.startswith("."):
@@ -158,7 +163,7 @@ def package_problems(folder: str, tree: ast.Module) -> list[str]:
 
 
 def fsdp_order() -> list[str]:
-    """Modules of megatron/fsdp as `engine.layout` or `optimizer`, every one below those that may import it."""
+    """List the modules of megatron/fsdp, as `engine.layout`: each may import those before it."""
     order = []
     for room, stems in ROOMS.items():
         order += [f"{room}.{stem}" if room else stem for stem in stems]
@@ -166,7 +171,7 @@ def fsdp_order() -> list[str]:
 
 
 def fsdp_problems(name: str, tree: ast.Module) -> list[str]:
-    """Imports and calls that the module `name` of megatron/fsdp, `engine.layout`, must not have."""
+    """List what the module `name` of megatron/fsdp, as `engine.layout`, must not import or call."""
     order = fsdp_order()
     if name not in order:
         return [f"{name} has no place in ROOMS of this test: insert it below the files it imports"]
@@ -194,10 +199,11 @@ def sources() -> Iterator[tuple[str, Path]]:
 
 
 def test_packages_import_only_what_is_below_them() -> None:
-    problems = []
-    for folder, path in sources():
-        found = package_problems(folder, parse(path))
-        problems += [f"{path.relative_to(REPOSITORY)}: {problem}" for problem in found]
+    problems = [
+        f"{path.relative_to(REPOSITORY)}: {problem}"
+        for folder, path in sources()
+        for problem in package_problems(folder, parse(path))
+    ]
     assert not problems, "\n".join(problems)
 
 

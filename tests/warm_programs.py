@@ -39,7 +39,7 @@ PRELOAD = [
 
 @contextmanager
 def warm_programs(socket_path: Path) -> Iterator[None]:
-    """The process, listening at `socket_path`, as long as the context lasts."""
+    """Run the process, listening at `socket_path`, as long as the context lasts."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -101,7 +101,7 @@ def launch(connection: socket.socket) -> NoReturn:
 
 
 def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, str]]]:
-    """The script, its words, and the environment variables of every rank on this node."""
+    """Return the script, its words and the environment variables of every rank on this node."""
     if request["program"] == "python":
         return request["words"][0], request["words"][1:], [{}]
     from torch.distributed.run import parse_args

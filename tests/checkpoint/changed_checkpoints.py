@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Checkpoints that differ a little from what a run writes, for tests of what is noticed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ TENSOR = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 def rewritten(iteration: Path, target: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of a checkpoint with other entries; all of them are in memory."""
+    """Write a copy of a checkpoint with changed entries, all of which pass through memory."""
     stored = StoredCheckpoint(iteration)
     content: dict[str, Any] = {key: stored.lazy(key).read() for key in stored.tensors}
     content |= {key: stored.read_object(key) for key in stored.objects}
@@ -55,7 +55,7 @@ def change_common(iteration: Path, change: Callable[[dict[str, Any]], Any]) -> N
 
 
 def contradicting(path: Path) -> Path:
-    """A file whose main weight of one parameter is not its weight in the model."""
+    """Write a file in which the main weight of one parameter differs from its model weight."""
 
     def change(content: dict[str, Any]) -> None:
         content["optimizer.state.param.decoder.layers.mlp.linear_fc2.weight"][1] += 1
@@ -66,7 +66,7 @@ def contradicting(path: Path) -> Path:
 
 
 def with_another_momentum(state: TrainingState) -> TrainingState:
-    """The state of SGD."""
+    """Replace Adam's moments by the momentum of SGD."""
     state.moments = {
         name: {"momentum_buffer": slots["exp_avg"]} for name, slots in state.moments.items()
     }

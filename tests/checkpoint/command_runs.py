@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""The checkpoint command line, run in this process."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ def run(*words: Any, code: int = 0) -> Result:
 
 
 def run_json(*words: Any, code: int = 0) -> Any:
-    """The one object on stdout."""
+    """Run a command with --json and return the one object on its stdout."""
     lines = run(*words, "--json", code=code).stdout.splitlines()
     assert len(lines) == 1
     return json.loads(

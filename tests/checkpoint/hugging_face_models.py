@@ -150,7 +150,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def saved_model(kind: str, directory: Path, **options: Any) -> Any:
-    """A random model of transformers, which is saved too.
+    """Build and save a random model of transformers.
 
     In the directory it has the tensors of released models.
     """
@@ -172,7 +172,7 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def random_state(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainingState:
-    """A state of a model of this kind, made without either program."""
+    """Build the state of a model of this kind without either program."""
     args, problems = FAMILIES[KINDS[kind][0]].read_config(config_of(kind, **changes))
     assert not problems
     args.padded_vocab_size = args.vocab_size
@@ -205,13 +205,13 @@ def our_logits(model: GPTModel) -> torch.Tensor:
 
 
 def parsed(flags: list[str]) -> argparse.Namespace:
-    """The arguments of a run with these flags of its model, as the program itself completes them."""
+    """Parse model flags as the training program does, with everything that follows from them."""
     words = [*flags, *RUN.split(), "--vocab-size", str(VOCABULARY - 1)]
     return parse_arguments(words, world_size=1, cuda=False, transformer_engine=False)[0]
 
 
 def megatron_model(args: argparse.Namespace) -> GPTModel:
-    """The model that the training program builds."""
+    """Build the model that the training program builds."""
     cpu.install()
     initialize(ONE_AXIS)
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
@@ -239,7 +239,7 @@ def load(model: GPTModel, state: TrainingState) -> None:
 
 
 def state_of(model: GPTModel, args: argparse.Namespace) -> TrainingState:
-    """What a reader of the model's checkpoint would make."""
+    """Return the state that a reader of the model's checkpoint returns."""
     own = {name: in_memory(tensor.detach()) for name, tensor in own_tensors(model).items()}
     buffers = {name: tensor for name, tensor in own.items() if is_buffer(name)}
     return TrainingState(
@@ -265,13 +265,9 @@ def write(target: HuggingFaceTarget, directory: Path) -> list[int]:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest one, in parts of the largest value."""
+    """Return the largest difference, relative to the largest value."""
     assert found.shape == expected.shape
     return float((found - expected).abs().max() / expected.abs().max())
-
-
-# ---- jobs of a rank
-# ----------------------------------------------------------------------------------------------------
 
 
 def import_and_compare(kind: str, directory: Path) -> float:
@@ -351,7 +347,10 @@ def their_predictions(model: Any, predicting: Any) -> tuple[torch.Tensor, torch.
 
 @torch.no_grad()
 def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a model that only computes losses from the second."""
+    """Return our logits for the next and the second next token.
+
+    The model itself only computes losses from the second.
+    """
     seen: list[torch.Tensor] = []
     hook = model.mtp.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(tokens(), torch.arange(LENGTH).expand(2, LENGTH).contiguous(), None, labels=tokens())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch_dist -> fsdp_dtensor -> torch_dist gives back every bit, of the samples and of models of every kind."""
+"""Conversions to fsdp_dtensor and back return every bit, of samples and of all kinds of models."""
 
 import argparse
 import functools
@@ -54,10 +54,6 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
         )
 
     return convert
-
-
-# ---- the samples
-# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
@@ -171,10 +167,6 @@ def test_torch_itself_loads_the_converted_files(there_and_back: Any) -> None:
     )
 
 
-# ---- the published file of the same run
-# --------------------------------------------------------------------------------
-
-
 def test_a_converted_sample_differs_from_the_published_file_where_it_must(
     there_and_back: Any,
 ) -> None:
@@ -206,9 +198,6 @@ def test_a_converted_sample_differs_from_the_published_file_where_it_must(
     )
     assert args["consumed_train_samples"] == other["consumed_train_samples"]
 
-
-# ---- models of every kind
-# ----------------------------------------------------------------------------------------------
 
 MODELS: dict[str, dict[str, Any]] = {
     "gated": {},
@@ -358,12 +347,11 @@ def test_keys_are_those_of_the_facts(
         assert {key: stored.shape(key) for key in keys} == keys
 
 
-# ---- main weights that contradict the model
-# ----------------------------------------------------------------------------
-
-
 def with_shifted_state(path: Path, shifted: list[str]) -> None:
-    """A torch_dist file as Megatron-Core's defect writes it: main weights and moments of some parameters from elsewhere."""
+    """Write a torch_dist file with main weights and moments of other parameters.
+
+    A defect of Megatron-Core writes such files.
+    """
     state = small_models.state_of(small_models.shapes_of())
     target = torch_dist.target(state, choose_spelling(state))
     for position, entry in enumerate(target._entries):

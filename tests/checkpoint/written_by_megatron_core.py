@@ -54,7 +54,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
 
 def live_state(args: Any, model: list[Any], optimizer: Any) -> State | None:
-    """The optimizer's state of all ranks, put together on the first one; nothing of our reader is used."""
+    """Gather the optimizer's state of all ranks on the first one, without our reader."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     mine = [*itertools.chain.from_iterable(_pieces(args, model, inner) for inner in chain)]
     everyone: list[Any] = [None] * dist.get_world_size()
@@ -63,7 +63,7 @@ def live_state(args: Any, model: list[Any], optimizer: Any) -> State | None:
 
 
 def _pieces(args: Any, model: list[Any], optimizer: Any) -> Iterator[dict[str, Any]]:
-    """What this rank has: of every parameter a range of its part, flattened."""
+    """Yield this rank's flat range of its shard of every parameter."""
     names = {}
     for chunk in model:
         while hasattr(chunk, "module"):

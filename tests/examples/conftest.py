@@ -28,13 +28,19 @@ class Shell:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end; its output and errors are one text, `stdout`."""
         return subprocess.run(
-            list(map(str, command)), cwd=self.directory, env={**self.environment, **environment}, timeout=timeout, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
+            list(map(str, command)),
+            cwd=self.directory,
+            env={**self.environment, **environment},
+            timeout=timeout,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
 
 
 def repository_in(folder: Path) -> Path:
-    """The folder, with links to what commands name."""
+    """Link the files that commands name into the folder, and return it."""
     for name in ("pretrain_gpt.py", "tools", "examples", "docs"):
         (folder / name).symlink_to(ROOT / name)
     return folder

@@ -22,7 +22,7 @@ def environment(path: str) -> dict[str, str]:
 
 
 def command_line(script: str, tmp_path: Path, *more: str) -> tuple[list[str], list[str]]:
-    """What a script gives to torchrun, and what to the program."""
+    """Return the words that a script gives to torchrun, and those that it gives to the program."""
     fake = tmp_path / "torchrun"
     fake.write_text("#!/usr/bin/env python3\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     fake.chmod(0o755)
@@ -71,9 +71,14 @@ def test_the_plain_loop_learns_and_continues_from_its_checkpoint(
     commands: dict[str, str],
 ) -> None:
     command = [
-        "torchrun", "--standalone", "--nproc_per_node", "2",
-        str(ROOT / "examples" / "fully_shard_training_loop.py"), "--steps", "40",
-    ]  # fmt: skip
+        "torchrun",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        str(ROOT / "examples" / "fully_shard_training_loop.py"),
+        "--steps",
+        "40",
+    ]
     run = subprocess.run(
         command, cwd=ROOT, env=commands, capture_output=True, text=True, timeout=120
     )

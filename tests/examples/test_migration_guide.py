@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migrating_to_fsdp.md, word for word: every command in order, what it prints, and the losses that continue."""
+"""Commands of docs/migrating_to_fsdp.md, word for word: their output, and losses that continue."""
 
 import json
 import re

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed.
-
-See `megatron_lm_loop`.
-"""
+"""A run of the stand-in for the loop of Megatron-LM, with the drop-in installed."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -69,6 +66,6 @@ class LoopRun:
 
 @contextmanager
 def dropped_in() -> Iterator[ModuleType]:
-    """The stand-in, imported while the drop-in is installed."""
+    """Import the stand-in while the drop-in is installed."""
     with drop_in.install(), loaded() as loop:
         yield loop

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron-Core does that a sharded model must not fall for: one named test for each.
-
-Weight gradients that layers overwrite are in test_fused_gradients.py.
-"""
+"""Weights of which several ranks have copies stay equal."""
 
 import itertools
 
@@ -56,7 +53,7 @@ def test_what_tensor_ranks_have_copies_of_stays_equal(layout: str) -> None:
 
 
 def expert_bias_of(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """The routers' biases by name."""
+    """Return the routers' biases by name."""
     buffers = itertools.chain.from_iterable(chunk.named_buffers() for chunk in model)
     return {name_of(name): buffer.clone() for name, buffer in buffers if "expert_bias" in name}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FullyShardedDataParallel is what Megatron-Core's schedules and optimizers expect of a data-parallel wrapper."""
+"""FullyShardedDataParallel has the interface that Megatron-Core expects of its wrapper."""
 
 import inspect
 from argparse import Namespace

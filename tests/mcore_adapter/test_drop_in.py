@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed.
-
-See `megatron_lm_loop`.
-"""
+"""The drop-in: Megatron-LM's loop trains with our class; every name is replaced and restored."""
 
 import sys
 from importlib import import_module

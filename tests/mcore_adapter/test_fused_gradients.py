@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
+"""Weight gradients that Megatron-Core's layers write themselves reach autograd whole and once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -133,7 +133,7 @@ def twice(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
 
 
 def tied(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
-    """An embedding and an output layer with one weight."""
+    """Use one weight in an embedding and in an output layer."""
     return layer(embedding(TOKENS, weight), weight).square().sum()
 
 

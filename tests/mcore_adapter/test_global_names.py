@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parameters: every layout has those of the whole model, and only copies have one in common."""
+"""Names of parameters: under every layout those of the whole model, equal for copies only."""
 
 from __future__ import annotations
 

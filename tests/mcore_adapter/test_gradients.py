@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron-Core does that a sharded model must not fall for: one named test for each.
-
-Weight gradients that layers overwrite are in test_fused_gradients.py.
-"""
+"""Gradients of FullyShardedDataParallel: their mean, and every order of calls of a loop."""
 
 from contextlib import nullcontext
 from itertools import chain

@@ -94,7 +94,7 @@ def test_norm_under_sequence_parallelism_equals_one_rank(normalization: str) -> 
 def inputs(
     groups: int = HEADS, value_width: int = WIDTH, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Queries, keys and values of a whole sequence."""
+    """Draw queries, keys and values of a whole sequence."""
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, value_width)]
     return [torch.randn(LENGTH, 2, *shape, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -158,7 +158,7 @@ def test_attention_without_context_parallelism_is_megatron_cores() -> None:
 
 
 def of_this_rank(tensor: Tensor) -> Tensor:
-    """The part of [batch, sequence, ...] that Megatron-Core gives this rank."""
+    """Return the part of [batch, sequence, ...] that Megatron-Core gives this rank."""
     return get_batch_on_this_cp_rank({"tokens": tensor.contiguous()}, dist.group.WORLD)["tokens"]
 
 

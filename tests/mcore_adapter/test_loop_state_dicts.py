@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed.
-
-See `megatron_lm_loop`.
-"""
+"""Checkpoints of Megatron-LM's loop with the drop-in: other layouts or models, partial loads."""
 
 import json
 from pathlib import Path
@@ -100,7 +97,7 @@ def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_a
 
 
 def sample_arguments() -> dict[str, Any]:
-    """The model of the sample."""
+    """Return the arguments of the sample's model."""
     config = INFO["model_config"]
     same = (
         "num_layers",

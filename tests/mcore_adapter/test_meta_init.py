@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
+"""Models built on the meta device get the weights of models built on the CPU, seed by seed."""
 
 import itertools
 from contextlib import nullcontext

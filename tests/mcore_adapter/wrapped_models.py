@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FullyShardedDataParallel is what Megatron-Core's schedules and optimizers expect of a data-parallel wrapper."""
+"""A small GPT model inside FullyShardedDataParallel, and one step of it."""
 
 from typing import Any
 from unittest.mock import patch
@@ -47,7 +47,7 @@ def gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
 
 
 def step(model: FullyShardedDataParallel, context: Any = None) -> dict[str, torch.Tensor]:
-    """The gradients of two microbatches, the first one inside `context` (default: no_sync)."""
+    """Compute the gradients of two microbatches, the first inside `context` (default: no_sync)."""
     model.zero_grad_buffer()
     with model.no_sync() if context is None else context:
         backward(model, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test of the training program needs."""
+"""Data and runs that the tests of the training program share."""
 
 from pathlib import Path
 

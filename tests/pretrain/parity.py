@@ -58,13 +58,15 @@ BIAS = (
     " --moe-router-load-balancing-type seq_aux_loss"
 )
 
-MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8
-    --position-embedding-type rope --rope-type rope --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
+MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8
+    --qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --rope-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
 
 MTP = "--mtp-num-layers 1"
 
-DEEPSEEK = f"""{MLA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq ([0]*1+[1]*3) {SHARED} {BIAS}
-    --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --qk-layernorm"""
+DEEPSEEK = f"""{MLA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq
+    ([0]*1+[1]*3) {SHARED} {BIAS} --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall
+    --qk-layernorm"""
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
@@ -140,7 +142,7 @@ MODELS = {
 
 
 def _axis(word: str) -> str:
-    """The flag of one word of a layout."""
+    """Return the flag of one word of a layout."""
     sizes = {
         "tp": "--tensor-model-parallel-size",
         "pp": "--pipeline-model-parallel-size",
@@ -260,7 +262,7 @@ class Difference:
     zeros_agree: bool
 
     def problems(self, combination: Combination) -> list[str]:
-        """What exceeds the bounds."""
+        """Name the values that exceed their bounds."""
         reduced = BF16 in combination.flags
         bounds = {
             "loss": 1e-2 if reduced else 1e-5,

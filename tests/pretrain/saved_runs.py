@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
+"""Runs with checkpoints, and the content of their files as torch alone reads it."""
 
 import itertools
 from pathlib import Path
@@ -29,7 +29,7 @@ LINE = f"{SIX} {GATED} {FSDP}"
 
 
 def saved_at(folder: Path, *iterations: int) -> None:
-    """These checkpoints and nothing else that looks like one; the tracker names the last."""
+    """Check that exactly these checkpoints are there and the tracker names the last."""
     assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == [
         f"iter_{number:07d}" for number in iterations
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints do not know the layout: a run goes on under another one as if it had never stopped."""
+"""Checkpoints do not know the layout: a run resumes under any as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ SHORT_CHANGES = ("every_axis", "tied_virtual_stages")
 
 
 def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: int) -> Record:
-    """Steps ``first`` to ``last`` under ``layout`` from the checkpoint before them, and a checkpoint after."""
+    """Train steps ``first`` to ``last`` under ``layout``, from a checkpoint and to a checkpoint."""
     line = f"{layout.ours} --train-iters {num_runs * STEPS} --exit-interval {last}"
     load = f"--load {folder} --ckpt-step {first - 1}" if first > 1 else ""
     (record,) = run_ranks(
@@ -169,7 +169,7 @@ def expert_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw() -> list[float]:
-    """A number of every generator that a run saves."""
+    """Draw a number from every generator that a run saves."""
     drawn = [random.random(), np.random.rand(), torch.rand(()).item()]
     for name in sorted(get_cuda_rng_tracker().get_states()):
         with get_cuda_rng_tracker().fork(name):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
+"""Checkpoints: a resumed run is the run that never stopped; refused loads change nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -123,9 +123,12 @@ def test_the_optimizer_or_the_random_state_can_be_left_out_of_a_load(
 def test_without_the_random_state_dropout_goes_another_way(tmp_path: Path) -> None:
     line = f"{DROPOUT} {GATED} {FSDP} --train-iters 3"
     first, same, other = run_ranks(
-        2, train, f"{line} --save {tmp_path} --save-interval 2", f"{line} --load {tmp_path} --ckpt-step 2",
+        2,
+        train,
+        f"{line} --save {tmp_path} --save-interval 2",
+        f"{line} --load {tmp_path} --ckpt-step 2",
         f"{line} --load {tmp_path} --ckpt-step 2 --no-load-rng",
-    )[0]  # fmt: skip
+    )[0]
     assert same.losses == first.losses[2:] != other.losses
     assert_close(other.losses, first.losses[2:], 0.1)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs change between Megatron-Core's DDP under any layout and FSDP by way of a conversion, as if nothing had happened.
+"""Runs change between Megatron-Core's DDP and FSDP by a conversion, as if nothing had happened.
 
 Megatron-Core writes its default, the optimizer's state in the buckets of each rank, and the loaders
 are strict.
@@ -56,7 +56,7 @@ SHORT_CHANGES = ("tied_pp2_vpp2", "layers_that_differ")
 def go_on(
     flags: str, ranks: int, source: Path | None, first: int, last: int, target: Path
 ) -> Record:
-    """Steps ``first`` to ``last`` from the checkpoint before them, and a checkpoint after."""
+    """Train steps ``first`` to ``last``, from a checkpoint and to a checkpoint."""
     load = f"--load {source} --ckpt-step {first - 1} --no-load-rng" if source is not None else ""
     line = (
         f"{flags} --train-iters {3 * STEPS} --exit-interval {last} {load} --save {target}"

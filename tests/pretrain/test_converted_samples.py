@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted checkpoint loads strictly, in the format it was converted to, and training goes on as from the original."""
+"""Converted samples load strictly, and training continues as from the original."""
 
 import json
 import shlex
@@ -36,7 +36,7 @@ SHORT_SAMPLES = (samples.DENSE, samples.EXPERTS)
 
 
 def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
-    """The flags of the run that wrote a sample, as this program takes them."""
+    """Return the flags of the run that wrote a sample, in the spelling of this program."""
     words = list(info["megatron_lm_flags"])
     for flag, values in {**OF_THE_RUN, **(OF_OPTIMIZER_WITHOUT_FSDP if with_fsdp else {})}.items():
         if flag in words:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and corpora written with them."""
+"""Corpora of text, written and read."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Hugging Face model is converted, fine-tuned with FSDP, and exported again, all by the command lines that users have."""
+"""A Hugging Face model is converted, fine-tuned with FSDP and exported by command lines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_model(family: str, directory: Path) -> None:
 
 
 def inspector(*words: str | Path) -> dict:
-    """What a command prints for machines."""
+    """Run a command with --json and return the object that it prints."""
     result = CliRunner().invoke(main, [*map(str, words), "--json"])
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)

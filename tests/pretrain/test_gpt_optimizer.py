@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
+"""The optimizer of a run: its groups, and the weight decay and rate of every parameter."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's features with --use-megatron-fsdp, each beside the same run with Megatron-Core's own data parallelism."""
+"""Gradients that are not numbers skip the step on all ranks, or end the run with their name."""
 
 import math
 from typing import Any

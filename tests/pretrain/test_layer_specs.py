@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of every kind of layer, whole: they train, have Megatron-Core's names, and are the same on divided ranks."""
+"""Models of every kind of layer train, have Megatron-Core's names, and ignore the layout."""
 
 from argparse import Namespace
 from typing import Any
@@ -172,7 +172,7 @@ def test_every_kind_of_model_trains_under_megatron_cores_names() -> None:
 
 
 def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of losses and whole gradients, put together as the end of a training step does."""
+    """Return the sum of losses and whole gradients, combined as at the end of a training step."""
     model = build(settings)
     loss = losses(model).sum()
     loss.backward()
@@ -197,7 +197,7 @@ def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torc
 
 
 def is_summed(settings: TransformerConfig, name: str, parameter: nn.Parameter) -> bool:
-    """What Megatron-Core's finalize_model_grads sums over tensor-parallel ranks."""
+    """Return whether Megatron-Core's finalize_model_grads sums the gradient over tensor ranks."""
     by_name = settings.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
     return by_name or (
         settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)
@@ -246,8 +246,14 @@ def layers_of_stages(**overrides: Any) -> list[str]:
     """Job: one letter for each layer of this rank's two stages: dense, expert, predicting."""
     layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     start(**layout)
-    settings = config("experts", num_layers=8, moe_layer_freq=[0, 0, 0, 1, 1, 0, 1, 1], mtp_num_layers=1,
-                      pipeline_dtype=torch.float32, **layout | overrides)  # fmt: skip
+    settings = config(
+        "experts",
+        num_layers=8,
+        moe_layer_freq=[0, 0, 0, 1, 1, 0, 1, 1],
+        mtp_num_layers=1,
+        pipeline_dtype=torch.float32,
+        **layout | overrides,
+    )
     stages = []
     for stage in range(2):
         spec = layer_spec(LOCAL, settings, stage)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism, whatever the settings."""
+"""Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism."""
 
 import itertools
 from typing import Any

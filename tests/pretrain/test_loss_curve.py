@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets from the command line, the order of microbatches, and the picture of the loss."""
+"""Pictures of losses."""
 
 import sys
 from pathlib import Path

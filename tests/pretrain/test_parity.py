@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of the table of combinations that has every axis, strategy and model in it; ``python -m tests.pretrain.parity`` runs all."""
+"""Runs under every combination of the table give the numbers of Megatron-Core's DDP."""
 
 import pytest
 

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Megatron-Core does that a sharded model must not fall for: one named test for each.
-
-Weight gradients that layers overwrite are in test_fused_gradients.py.
-"""
+"""Pipelines on the CPU: virtual stages, and how messages between stages are sent."""
 
 import zlib
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pretrain_gpt.py from outside: what it prints and writes, signals, and what it says to bad input."""
+"""pretrain_gpt.py from outside: its output and files, signals, and its errors for bad input."""
 
 import argparse
 import contextlib
@@ -35,9 +35,10 @@ ROOT = Path(__file__).parents[2]
 
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
 
-MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights
-    --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 2"""
+MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 2"""
 
 LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
 
@@ -85,9 +86,9 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     corpus: str, tmp_path: Path, commands: dict[str, str]
 ) -> None:
     save, board = tmp_path / "checkpoints", tmp_path / "board"
-    line = f"""--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 20 --eval-interval 10 --eval-iters 2
-        --log-interval 5 --split 8,1,1 --save {save} --save-interval 10 --tensorboard-dir {board} --log-throughput
-        --log-validation-ppl-to-tensorboard"""
+    line = f"""--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 20 --eval-interval 10
+        --eval-iters 2 --log-interval 5 --split 8,1,1 --save {save} --save-interval 10
+        --tensorboard-dir {board} --log-throughput --log-validation-ppl-to-tensorboard"""
     process = start(line, tmp_path, ("torchrun",), commands)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
@@ -273,7 +274,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoint(saved: Path, tmp_path: Path) -> Path:
-    """A checkpoint of steps 1 and 2 that a test may damage."""
+    """Copy a checkpoint of steps 1 and 2, which a test may damage."""
     return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
 
 

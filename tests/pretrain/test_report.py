@@ -12,8 +12,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.pretrain.report import HISTORY, PICTURE, Report
 
 VALUES = {
-    "lm loss": 2.5, "learning-rate": 1e-3, "batch-size": 4, "grad-norm": 1.25, "num-zeros": None, "loss-scale": None, "params-norm": None
-}  # fmt: skip
+    "lm loss": 2.5,
+    "learning-rate": 1e-3,
+    "batch-size": 4,
+    "grad-norm": 1.25,
+    "num-zeros": None,
+    "loss-scale": None,
+    "params-norm": None,
+}
 
 
 def namespace(**given: Any) -> argparse.Namespace:
@@ -40,7 +46,7 @@ def namespace(**given: Any) -> argparse.Namespace:
 def steps(
     args: argparse.Namespace, losses: list[float], *, skipped: tuple[int, ...] = (), **values: float
 ) -> Report:
-    """A report that has been told of these steps, after `args.iteration`."""
+    """Return a report of these steps after `args.iteration`."""
     report = Report(args)
     report.begin()
     for loss in losses:
@@ -122,11 +128,22 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
-        "lm loss", "learning-rate", "grad-norm", "params-norm", "batch-size", "mem-allocated-bytes",
-        "lm loss vs samples", "learning-rate vs samples", "grad-norm vs samples",
-        "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl",
-        "lm loss test", "lm loss test vs samples", "lm loss test ppl",
-    }  # fmt: skip
+        "lm loss",
+        "learning-rate",
+        "grad-norm",
+        "params-norm",
+        "batch-size",
+        "mem-allocated-bytes",
+        "lm loss vs samples",
+        "learning-rate vs samples",
+        "grad-norm vs samples",
+        "lm loss validation",
+        "lm loss validation vs samples",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test vs samples",
+        "lm loss test ppl",
+    }
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
         (1, 5.0),
         (2, 4.0),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint that the published Megatron-FSDP wrote loads, and training goes on as it would have there."""
+"""A checkpoint of the published Megatron-FSDP loads, and training continues as it would there."""
 
 import json
 import shlex
@@ -25,7 +25,7 @@ LR_AT_NEXT_STEP = 0.004965817444277468
 
 
 def command_line() -> str:
-    """The flags of the run that wrote the sample, as this program takes them."""
+    """Return the flags of the run that wrote the sample, in the spelling of this program."""
     words = list(INFO["megatron_lm_flags"])
     for flag, values in NOT_OURS.items():
         position = words.index(flag)
@@ -90,12 +90,12 @@ class PublishedContinued:
 
 
 def microbatches(tokens: torch.Tensor, size: int) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's microbatches of a batch, which go round the ranks."""
+    """Return this rank's microbatches of a batch; ranks take turns."""
     return batches_of(tokens.long().split(size)[dist.get_rank() :: dist.get_world_size()])
 
 
 def batches_of(pieces: Sequence[torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """What the loop takes, from tokens with one more than a sequence has."""
+    """Yield the loop's batches from rows of tokens that are one longer than a sequence."""
     for piece in pieces:
         inputs = piece[:, :-1]
         yield {

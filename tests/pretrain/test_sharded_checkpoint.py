@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
+"""Keys and values of an fsdp_dtensor checkpoint, as torch alone reads them."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and corpora written with them."""
+"""Tokenizers and the padded vocabulary."""
 
 import sys
 from pathlib import Path

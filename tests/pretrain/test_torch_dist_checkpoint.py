@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: a run that stopped and resumed is the run that never stopped; what is refused changes nothing."""
+"""Checkpoints of Megatron-Core's own data parallelism in torch_dist."""
 
 import itertools
 from pathlib import Path

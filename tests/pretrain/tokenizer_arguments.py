@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and corpora written with them."""
+"""Arguments of tokenizers."""
 
 import argparse
 from typing import Any

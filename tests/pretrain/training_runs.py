@@ -112,7 +112,7 @@ class RecordingReport(Report):
 
 
 def prepare(command_line: str) -> tuple[Any, torch.device]:
-    """What `ranks.start` does, in a world that exists already; the arguments and the device."""
+    """Do the work of `ranks.start` in a world that exists; return arguments and device."""
     quieten()
     args, _ = parse_arguments(
         shlex.split(command_line),
@@ -196,7 +196,7 @@ def build(command_line: str, **overrides: Any) -> loop.Run:
 
 
 def state_of(run: loop.Run) -> State:
-    """The state of a run with --use-megatron-fsdp."""
+    """Return the state of a run with --use-megatron-fsdp."""
     state = State(
         args={name: getattr(run.args, name) for name in ("iteration", "consumed_train_samples")}
     )
@@ -251,7 +251,7 @@ def name_of(name: str) -> str:
 def pretrain_with(
     command_line: str, prepare_model: Callable[[list[MegatronModule]], None] = lambda model: None
 ) -> Any:
-    """A run whose model is changed before the optimizer sees it: its record and its model."""
+    """Train a model that is changed before the optimizer sees it; return record and model."""
     kept: list[MegatronModule] = []
 
     def build_and_keep(*args: Any) -> list[MegatronModule]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""tools/checkpoint/checkpoint_inspector.py as a process: without Megatron-Core, on several ranks."""
 
 import io
 import json

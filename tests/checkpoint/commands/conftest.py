@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""Checkpoints that the tests of several commands read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.checkpoint import small_models
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The same run in both formats, directories above the iteration."""
+    """Write the same run in both formats; return the directories above the iteration."""
     root = tmp_path_factory.mktemp("small")
     state = small_models.state_of(small_models.shapes_of(layers=["gated"]), num_layers=1)
     for form in ("torch_dist", "fsdp_dtensor"):

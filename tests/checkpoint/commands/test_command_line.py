@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""The checkpoint command line: help, wrong usage, errors, and the commands that only look."""
 
 import json
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""Comparisons of checkpoints: what differs is reported, what is the same is not."""
 
 import io
 from collections.abc import Callable

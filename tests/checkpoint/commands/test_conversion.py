@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions go on where they were interrupted, are shared by ranks, and leave a whole output or none."""
+"""Conversions resume after interruptions, are divided among ranks, and are whole or not there."""
 
 import errno
 import os
@@ -85,7 +85,7 @@ def test_the_tracker_names_the_iteration(tmp_path: Path) -> None:
 
 
 def killed_after(num_parts: int) -> Callable[[str], bool]:
-    """Ends the process without a word, as SIGKILL does, in the middle of a part."""
+    """Kill the process without a word in the middle of a part, as SIGKILL does."""
     seen: list[str] = []
 
     def fails(name: str) -> bool:
@@ -98,7 +98,7 @@ def killed_after(num_parts: int) -> Callable[[str], bool]:
 
 
 def in_a_child(action: Callable[[], Any]) -> int:
-    """The exit status of a forked process that does it."""
+    """Run the action in a forked process and return its exit status."""
     child = os.fork()
     if child == 0:
         try:

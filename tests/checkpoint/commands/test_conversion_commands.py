@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""The conversion commands: their options, their notes, and what they refuse."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""The command that removes and renames entries of a checkpoint."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +16,7 @@ from tests.checkpoint.command_runs import run, run_json
 
 
 def options(operations: Iterable[str]) -> list[str]:
-    """The words of a command line that give these operations."""
+    """Return the words of a command line that give these operations."""
     words: list[str] = []
     for operation in operations:
         words += ["--op", operation]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversion holds a few tensors, however large the checkpoint is."""
+"""Memory of conversions: a few tensors, however large the checkpoint is."""
 
 import argparse
 import subprocess

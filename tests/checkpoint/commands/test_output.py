@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Outputs of conversions: they overwrite nothing, and a changed input starts them anew."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_an_output_inside_of_the_input_is_refused(inside: str, tmp_path: Path) -
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A Hugging Face model."""
+    """Export the dense sample as a Hugging Face model."""
     run_json("convert-to-hf", samples.torch_dist(samples.DENSE), tmp_path / "model")
     return tmp_path / "model"
 

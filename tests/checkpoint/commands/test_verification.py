@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line of tools/checkpoint/checkpoint_inspector.py: what it prints, and how it ends."""
+"""The command that verifies checkpoints: sound ones pass, each defect is found."""
 
 import re
 import shutil
@@ -35,7 +35,7 @@ def test_a_good_checkpoint_is_sound(form: str, small: dict[str, Path]) -> None:
 
 
 def spoiled(kind: str, path: Path) -> Path:
-    """A checkpoint with one thing wrong."""
+    """Write a checkpoint with one thing wrong."""
     state = small_models.state_of(small_models.shapes_of(layers=["gated"]), num_layers=1)
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     if kind in ("NaN", "infinite"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any box of a DCP directory is read, and what is damaged is told, whichever byte it is."""
+"""Damaged checkpoints: every flipped bit, cut file and changed letter is reported or harmless."""
 
 import functools
 import random
@@ -18,7 +18,7 @@ from tests.checkpoint import small_models
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each format."""
+    """Write a checkpoint in each format."""
     state = small_models.state_of(small_models.shapes_of(layers=["gated"], tied=True), num_layers=1)
     root = tmp_path_factory.mktemp("small")
     return {
@@ -28,7 +28,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def says_the_same(path: Path, original: Path) -> bool:
-    """False where it is told that something is wrong; fails where it says something else and nothing is told."""
+    """Return False if an error is reported; fail if the content differs and none is."""
     try:
         opened = open_checkpoint(path)
         if find_problems(opened):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions go on where they were interrupted, are shared by ranks, and leave a whole output or none."""
+"""Checkpoints written part by part in the format of torch.distributed.checkpoint."""
 
 from pathlib import Path
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of key rules: spellings go to canonical names and back, and shapes are those of Megatron-Core's models."""
+"""The table of key rules: every spelling leads to the canonical name and back.
+
+Shapes are those of Megatron-Core's models.
+"""
 
 import argparse
 import itertools

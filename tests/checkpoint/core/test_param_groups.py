@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Assignment of parameters to the optimizer's groups."""
 
 import argparse
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pickles of checkpoints are data: nothing that a file names is run; what real files hold comes in and goes out."""
+"""Pickles of checkpoints are data: nothing that they name is run, and real files stay the same."""
 
 import argparse
 import codecs
@@ -49,7 +49,7 @@ def object_array(marker: Path) -> bytes:
 
 
 def build_on_class(marker: Path) -> bytes:
-    """Gives Namespace an attribute, in the way in which objects with slots get theirs."""
+    """Give Namespace an attribute in the way in which objects with slots get theirs."""
     slots = pickle.MARK + pickle.NONE + b"}" + text("intruder") + b"K\x01s" + pickle.TUPLE
     return EMPTY + NAMESPACE + slots + pickle.BUILD + pickle.STOP
 
@@ -207,7 +207,7 @@ def test_a_storage_cannot_be_longer_than_its_record() -> None:
 
 
 def torch_script() -> bytes:
-    """A program of TorchScript in an archive with a plain directory."""
+    """Put a TorchScript program into an archive with a plain directory."""
     saved, buffer = io.BytesIO(), io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any box of a DCP directory is read, and what is damaged is told, whichever byte it is."""
+"""Stored checkpoints: any chunk of a tensor is read, and files that do not fit are refused."""
 
 import contextlib
 import itertools
@@ -45,7 +45,7 @@ TENSORS = {
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """What torch itself writes."""
+    """Write a checkpoint with torch itself."""
     path = tmp_path / "plain"
     dcp.save({**TENSORS, "object": {"a": [1, 2]}}, checkpoint_id=path, no_dist=True)
     return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Conversions to fsdp_dtensor: prefixes, gated weights, and state that has no counterpart."""
 
 from pathlib import Path
 

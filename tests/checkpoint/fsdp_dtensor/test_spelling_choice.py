@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key rules of the fsdp_dtensor format."""
+"""The spelling of fsdp_dtensor keys: gated weights and the wrappers in front of names."""
 
 import itertools
 

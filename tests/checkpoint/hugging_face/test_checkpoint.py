@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Directories of Hugging Face models: reading, writing, templates, and damage."""
 
 import json
 from pathlib import Path
@@ -219,8 +219,11 @@ def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_p
         == (37, 32)
     )
     assert {path.name for path in (tmp_path / "new").iterdir()} == {
-        "config.json", SINGLE_FILE, "tokenizer.json", "generation_config.json"
-    }  # fmt: skip
+        "config.json",
+        SINGLE_FILE,
+        "tokenizer.json",
+        "generation_config.json",
+    }
     assert read(tmp_path / "new").args.tokenizer_model == str(tmp_path / "new")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sample checkpoints of Megatron-Core, exported to Hugging Face: transformers finds the loss that the run has found."""
+"""Samples of Megatron-Core exported to Hugging Face: transformers computes the loss of the run."""
 
 import json
 from pathlib import Path

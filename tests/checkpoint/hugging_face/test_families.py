@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face: both programs compute the same from them, and what cannot be the same is refused by name."""
+"""Families of Hugging Face models: transformers and Megatron-Core compute the same from them."""
 
 import ast
 from pathlib import Path

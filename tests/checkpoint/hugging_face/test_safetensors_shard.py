@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of Hugging Face: both programs compute the same from them, and what cannot be the same is refused by name."""
+"""Safetensors files: read row by row, written as the library writes them."""
 
 import json
 from pathlib import Path

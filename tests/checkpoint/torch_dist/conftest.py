@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
+"""Checkpoints whose optimizer layouts several files of tests read."""
 
 from pathlib import Path
 

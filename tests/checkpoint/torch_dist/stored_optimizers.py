@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
+"""Checkpoints with the optimizer state that their run had, as written by Megatron-Core."""
 
 import argparse
 import copy
@@ -63,7 +63,7 @@ class File:
         return read_optimizer(self.stored, self.common, self.weights)
 
     def without_arguments(self, *names: str) -> "File":
-        """The same with `args` that lack some."""
+        """Return a copy whose `args` lack some names."""
         changed = copy.copy(self)
         args = {
             name: value for name, value in vars(self.common["args"]).items() if name not in names

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What conversions once got wrong without a word: rare runs, files that differ a little, commands that are misused."""
+"""Conversions to torch_dist: frozen layers, steps, random states, releases and names."""
 
 from pathlib import Path
 

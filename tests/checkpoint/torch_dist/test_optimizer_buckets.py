@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
+"""Optimizer state in buckets: the order of parameters is found, contradictions are refused."""
 
 from pathlib import Path
 from typing import Any

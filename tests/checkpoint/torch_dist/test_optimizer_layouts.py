@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's tensors in torch_dist checkpoints, in every layout: bitwise what the optimizer had when it was saved."""
+"""Optimizer state of torch_dist checkpoints: in every layout bitwise that of the saving run."""
 
 import copy
 import itertools

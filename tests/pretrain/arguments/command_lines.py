@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""Command lines of the training program, and what its parser makes of them."""
 
 import argparse
 import json
@@ -11,8 +11,8 @@ from megatron.pretrain.arguments import ArgumentErrors, parse_arguments
 
 TABLE = json.loads((Path(__file__).parents[1] / "data" / "flags.json").read_text())
 
-SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2
-    --lr 0.005 --train-iters 20"""
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --lr 0.005 --train-iters 20"""
 
 MOCK = SMALL + " --mock-data --vocab-size 100"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""The flags of the training program by name."""
 
 import argparse
 

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flag by flag: what it changes, shown in a config or where the program reads it, or why it is refused.
-
-The tables hold every flag of data parallelism, precision, optimizer, schedule, checkpoints and
-parallelism. The last test holds the list of all other destinations, so that no flag can be accepted
-and ignored.
-"""
+"""Rows of the flag tables: a flag, and a change, a test or an error that shows its effect."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-LINE = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size 1 --global-batch-size 8
-    --mock-data --vocab-size 100"""
+LINE = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size
+    1 --global-batch-size 8 --mock-data --vocab-size 100"""
 
 TRAIN = f"{LINE} --lr 0.01 --train-iters 20"
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flag by flag: what it changes, shown in a config or where the program reads it, or why it is refused.
-
-The tables hold every flag of data parallelism, precision, optimizer, schedule, checkpoints and
-parallelism. The last test holds the list of all other destinations, so that no flag can be accepted
-and ignored.
-"""
+"""Flag tables: every flag of data parallelism, optimizer, checkpoints and model parallelism."""
 
 import itertools
 from datetime import timedelta

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""Flags that are generated from Megatron-Core's configs reach these configs."""
 
 import argparse
 

@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flag by flag: what it changes, shown in a config or where the program reads it, or why it is refused.
-
-The tables hold every flag of data parallelism, precision, optimizer, schedule, checkpoints and
-parallelism. The last test holds the list of all other destinations, so that no flag can be accepted
-and ignored.
-"""
+"""Flags of the tables change what they say, or are refused; no flag is accepted and ignored."""
 
 import argparse
 import ast
@@ -52,7 +47,7 @@ def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
 
 
 def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """The keywords that `call` hands to `module.name`; a first argument without one is the `backend`."""
+    """Return the keywords that `call` hands to `module.name`, with a first positional as `backend`."""
     seen: dict[str, Any] = {}
 
     def record(*positional: Any, **keywords: Any) -> None:
@@ -96,7 +91,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """What the optimizer is told about the embedding and the output layer."""
+    """Return the optimizer's settings for the embedding and the output layer."""
     found = get_standard_config_overrides(optimizer_config(args))
     merged: dict[str, Any] = {}
     for settings in found.values():
@@ -105,7 +100,7 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def schedule(args: argparse.Namespace) -> dict[str, Any]:
-    """The scheduler of rates and weight decay."""
+    """Return the fields of the scheduler of rates and weight decay."""
     group = {"lr": 0.0, "weight_decay": 0.0, "max_lr": args.lr, "min_lr": args.min_lr}
     return vars(gpt_optimizer.build_scheduler(args, SimpleNamespace(param_groups=[group])))
 
@@ -192,9 +187,9 @@ def test_gradients_of_stages_are_reduced_together_unless_told_otherwise(
 # rule that turns one into something else counts too; `arguments` is where those are.
 READ_BY = {
     "arguments": (
-        """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations use_flash_attn
-        no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion enable_experimental deprecated_use_mcore_models
-        group_query_attention"""
+        """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
+            use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
+            enable_experimental deprecated_use_mcore_models group_query_attention"""
     ),
     "tokenizer": (
         "tokenizer_type tokenizer_model vocab_size make_vocab_size_divisible_by padded_vocab_size"
@@ -204,19 +199,21 @@ READ_BY = {
         max_position_embeddings untie_embeddings_and_output_weights"""
     ),
     "data": (
-        """seq_length micro_batch_size mock_data data_path train_data_path valid_data_path test_data_path split
-        data_cache_path num_workers mmap_bin_files create_attention_mask_in_dataloader reset_position_ids
-        reset_attention_mask eod_mask_loss dataloader_type eval_iters train_samples"""
+        """seq_length micro_batch_size mock_data data_path train_data_path valid_data_path
+            test_data_path split data_cache_path num_workers mmap_bin_files
+            create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
+            eod_mask_loss dataloader_type eval_iters train_samples"""
     ),
     "loop": (
         """global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
-        exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc manual_gc_interval log_params_norm
-        profile profile_step_start profile_step_end profile_ranks"""
+            exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc
+            manual_gc_interval log_params_norm profile profile_step_start profile_step_end
+            profile_ranks"""
     ),
     "ranks": "seed",
     "report": (
-        """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_dir
-        tensorboard_log_interval tensorboard_queue_size"""
+        """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
+            tensorboard_dir tensorboard_log_interval tensorboard_queue_size"""
     ),
     "checkpointing": "log_progress",
     "../../pretrain_gpt": "logging_level",

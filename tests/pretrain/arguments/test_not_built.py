@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""Flags that are not built are refused with their reason unless they have their default."""
 
 import argparse
 from typing import Any
@@ -24,7 +24,7 @@ def test_tables_of_refusals_name_known_destinations(known: dict[str, argparse.Ac
 
 @pytest.fixture(scope="module")
 def refused_together(known: dict[str, argparse.Action]) -> list[str]:
-    """The problems of a command line that gives every flag that is not built at another value than its default."""
+    """Return the problems of a command line with all flags that are not built."""
     given = [
         (name, other_value(action)) for name, action in known.items() if action.dest in NOT_BUILT
     ]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""Rules for model parallelism: conflicts name the fix, and axes imply settings."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""The parser knows every flag of Megatron-LM's table with its destination, default and choices."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: every known flag, what is refused and why, what follows from what, and what reaches the configs."""
+"""Rules of the command line: which flags conflict, and which settings follow from others."""
 
 import pickle
 from pathlib import Path
@@ -13,13 +13,14 @@ from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, tr
 from tests.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
 
 GPT_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
-    --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size 1536
-    --rampup-batch-size 16 16 5859375 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95
-    --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style cosine --min-lr 6.0e-6
-    --lr-warmup-fraction .001 --lr-decay-iters 430000 --tensor-model-parallel-size 8
-    --pipeline-model-parallel-size 16 --data-path my_data --vocab-file vocab.json --merge-file merges.txt
-    --split 949,50,1 --log-interval 100 --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt
-    --eval-iters 10 --tensorboard-dir logs"""
+    --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size
+    1536 --rampup-batch-size 16 16 5859375 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style
+    cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path my_data
+    --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 --log-interval 100
+    --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt --eval-iters 10
+    --tensorboard-dir logs"""
 
 
 def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
@@ -34,13 +35,14 @@ def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
 
 
 FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
-    --no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor --calculate-per-token-loss
-    --overlap-grad-reduce --overlap-param-gather --bf16 --grad-reduce-in-bf16 --use-mcore-models --swiglu
-    --disable-bias-linear --group-query-attention --num-query-groups 2 --position-embedding-type rope
-    --no-rope-fusion --normalization RMSNorm --untie-embeddings-and-output-weights --attention-backend flash
-    --distributed-timeout-minutes 60 --manual-gc --manual-gc-interval 10 --sequence-parallel
-    --use-checkpoint-opt_param-scheduler --recompute-granularity full --recompute-method uniform
-    --recompute-num-layers 1 --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
+    --no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor
+    --calculate-per-token-loss --overlap-grad-reduce --overlap-param-gather --bf16
+    --grad-reduce-in-bf16 --use-mcore-models --swiglu --disable-bias-linear --group-query-attention
+    --num-query-groups 2 --position-embedding-type rope --no-rope-fusion --normalization RMSNorm
+    --untie-embeddings-and-output-weights --attention-backend flash --distributed-timeout-minutes 60
+    --manual-gc --manual-gc-interval 10 --sequence-parallel --use-checkpoint-opt_param-scheduler
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
@@ -71,14 +73,15 @@ def test_fsdp_alone_sets_what_it_needs_and_says_so() -> None:
     assert parse(MOCK)[0].data_parallel_sharding_strategy == "no_shard"
 
 
-SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4 --seq-length 32
-    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr 0.005 --min-lr 0.0005
-    --weight-decay 0.1 --train-iters 20 --save-interval 1 --clip-grad 1.0 --transformer-impl local
-    --normalization RMSNorm --position-embedding-type rope --tokenizer-type NullTokenizer --vocab-size 159
-    --make-vocab-size-divisible-by 1 --ckpt-format torch_dist --seed 1234 --save ckpt
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 --expert-model-parallel-size 1
-    --lr-decay-style cosine --lr-warmup-iters 2 --hidden-dropout 0.0 --attention-dropout 0.0 --num-query-groups 2
-    --group-query-attention --swiglu --disable-bias-linear --mock-data --untie-embeddings-and-output-weights --bf16
+SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr
+    0.005 --min-lr 0.0005 --weight-decay 0.1 --train-iters 20 --save-interval 1 --clip-grad 1.0
+    --transformer-impl local --normalization RMSNorm --position-embedding-type rope --tokenizer-type
+    NullTokenizer --vocab-size 159 --make-vocab-size-divisible-by 1 --ckpt-format torch_dist --seed
+    1234 --save ckpt --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --expert-model-parallel-size 1 --lr-decay-style cosine --lr-warmup-iters 2 --hidden-dropout 0.0
+    --attention-dropout 0.0 --num-query-groups 2 --group-query-attention --swiglu
+    --disable-bias-linear --mock-data --untie-embeddings-and-output-weights --bf16
     --use-distributed-optimizer --no-persist-layer-norm --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion"""
 
@@ -97,12 +100,12 @@ def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
 
 def test_all_conflicts_are_reported_at_once() -> None:
     found = problems(
-        f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp --use-torch-fsdp2
-        --ckpt-format torch_dist --overlap-param-gather --optimizer sgd --global-batch-size 3
-        --max-position-embeddings 8 --lr-warmup-fraction 0.5 --lr-warmup-samples 4 --save x --data-path a
-        --ddp-average-in-collective --calculate-per-token-loss --profile --swiglu --squared-relu
-        --deterministic-mode
-        --cross-entropy-loss-fusion""",
+        f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp
+            --use-torch-fsdp2 --ckpt-format torch_dist --overlap-param-gather --optimizer sgd
+            --global-batch-size 3 --max-position-embeddings 8 --lr-warmup-fraction 0.5
+            --lr-warmup-samples 4 --save x --data-path a --ddp-average-in-collective
+            --calculate-per-token-loss --profile --swiglu --squared-relu --deterministic-mode
+            --cross-entropy-loss-fusion""",
         cuda=True,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
