@@ -35,7 +35,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """`ranks(world_size, function, *args, timeout=120, **kwargs)`: see `tests.rank_pool.run_ranks`."""
+    """Return `tests.rank_pool.run_ranks`."""
     return rank_pool.run_ranks
 
 

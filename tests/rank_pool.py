@@ -33,9 +33,11 @@ MAX_WORLD_SIZE = 8
 START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
-"""Seconds the other ranks get to report after one rank failed: often all fail, and each traceback helps."""
+"""Seconds that other ranks have to report after a failure: often all fail, with telling stacks."""
 MAX_GROUPS = 200
-"""Process groups that may pile up over the jobs of a world before it is built anew, each with two threads and its sockets.
+"""Process groups that may pile up in a world before it is built anew.
+
+Each has two threads and its sockets.
 
 What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as
 much as ten jobs.
@@ -43,8 +45,9 @@ much as ten jobs.
 SHOWN_LINES = 20
 """Lines of a rank's output that a failure shows."""
 MAX_THREADS = 1000
-"""Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
-torch still holds a destroyed group."""
+"""Threads of a rank at which the next job gets new processes.
+
+Gloo's threads stay behind when something in torch still refers to a destroyed group."""
 PRELOAD = [
     "torch.distributed.tensor",
     "megatron.core.distributed",
@@ -55,7 +58,7 @@ PRELOAD = [
 """Imported once, by the server that ranks are forked from."""
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818 (the failure of a test, not an error)
     """A rank raised, died or took too long.
 
     The message names the ranks and shows their tracebacks or stacks.
@@ -65,7 +68,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `world_size` ranks of one gloo world and return the results in rank order.
+    """Call the function on `world_size` ranks of one gloo world; return results in rank order.
 
     The default process group exists already. `function` must be at module level; arguments and
     results travel by pickle, tensors by value (a DTensor does not travel: return its local tensor).
@@ -175,7 +178,7 @@ class RankGroup:
         self._processes.append(process)
 
     def pause(self) -> None:
-        """Stop the processes while another world works: gloo's threads poll, and would take half of its time.
+        """Stop the processes while another world works: gloo's polling threads take half the time.
 
         Only where the system ends ranks with the server that they were forked from; elsewhere
         nothing could end stopped ones.
@@ -241,7 +244,7 @@ class RankGroup:
     def _describe(
         self, reports: dict[int, RankReport], waiting: list[int], timeout: float | None
     ) -> str:
-        """All that went wrong: failures as they came (the cause first), the same text once, then stacks of those still running."""
+        """Describe failures as they came (the cause first), output, and stacks of running ranks."""
         world_size = len(self._processes)
         parts = []
         if timeout is not None:
@@ -260,7 +263,7 @@ class RankGroup:
         return "\n".join(parts)
 
     def _printed(self) -> dict[str, list[int]]:
-        """Return the last lines that ranks printed in this job, with the ranks that printed them."""
+        """Return the last lines that ranks printed in this job -> the ranks that did."""
         ranks_by_text: dict[str, list[int]] = {}
         for rank, path in enumerate(self._output_files):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
@@ -269,7 +272,7 @@ class RankGroup:
         return ranks_by_text
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Return the Python stacks of running ranks, written by the handlers that they registered."""
+        """Return the Python stacks of running ranks, written by their signal handlers."""
         for rank in ranks:
             if self._stack_files[
                 rank

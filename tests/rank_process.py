@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the pool in `tests/rank_pool.py`: waits for jobs, runs them in a gloo world, sends results back.
+"""One rank of the pool in `tests/rank_pool.py`: receives jobs, runs them, sends results.
 
 A rank has two threads. The receiver reads the pipe to the test process; when that pipe closes, the
 test process is gone and the receiver kills the rank, even if its main thread hangs in a collective.
@@ -29,10 +29,10 @@ from multiprocessing.connection import Connection
 import psutil
 
 OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
-"""Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
+"""Regular expression for the modules in which a warning is an error."""
 
 JOBS_BETWEEN_FULL_COLLECTIONS = 50
-"""What jobs have left for the next ones (caches, modules) is not walked at every job: that takes longer than most jobs."""
+"""Caches that jobs leave are not walked after every job: it takes longer than most jobs."""
 
 SEED = 1234
 """Every job starts with all generators seeded with this number, the same on each rank."""
@@ -40,7 +40,7 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank stands: its number, the size of its world and the port of the store that the test process hosts."""
+    """Number of a rank, size of its world, port of the test process' store, and its files."""
 
     rank: int
     world_size: int
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank answers: the pickled result, or the text of a traceback; how many process groups and threads it now has."""
+    """Answer of a rank: pickled result or traceback, and its numbers of groups and threads."""
 
     result: bytes | None = None
     failure: str | None = None
@@ -154,7 +154,7 @@ def _prepare_torch() -> None:
 
 
 def _share_one_device() -> None:
-    """One gloo device for all process groups of this rank: each device has a thread that polls, and groups are many."""
+    """Use one gloo device for all groups of this rank: each device has a thread that polls."""
     import torch.distributed as dist
 
     kind = dist.ProcessGroupGloo
@@ -226,14 +226,14 @@ def _format(error: BaseException) -> str:
 
 
 def _count_groups() -> int:
-    """Process groups this rank is in, the default one included; 0 when the job took the world down."""
+    """Count this rank's process groups, the default one too; 0 after the world was destroyed."""
     import torch.distributed as dist
 
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
-    """Undo what the job before may have left: Megatron-Core's globals, process groups, torch's settings, generators."""
+    """Reset what a job may have changed: Megatron-Core's globals, groups, settings, generators."""
     import torch
     import torch.distributed as dist
 

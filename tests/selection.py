@@ -17,7 +17,7 @@ def only_in_full(cases: Iterable[Case]) -> list[ParameterSet]:
 
 
 def mostly_in_full(cases: Collection[Case], always: Collection[Case]) -> list[Case | ParameterSet]:
-    """Return the cases for `pytest.mark.parametrize`, all but those in `always` marked as exhaustive.
+    """Return the cases for `parametrize`, all but those in `always` marked as exhaustive.
 
     Raises:
         ValueError: if `always` names a case that does not exist.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What shell scripts find in their path instead of torchrun, python and Slurm: one machine plays all nodes.
+"""Commands that shell scripts find instead of torchrun, python and Slurm, for one machine.
 
 Called with the name of the command and its words. `RECORD` names a file to which torchrun and
 python then write their words and environment, instead of running anything; otherwise

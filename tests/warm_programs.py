@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that has imported what the programs of this repository need, and forks every run of them.
+"""A process that has imported what this repository's programs need, and forks their runs.
 
 A run started by a shell takes four seconds of imports for each of its ranks, here it takes
 milliseconds. `stand_ins.py` puts a `torchrun` and a `python` in the shell's path that ask this
@@ -75,7 +75,7 @@ def serve(path: str) -> None:
 
 
 def launch(connection: socket.socket) -> NoReturn:
-    """Start the ranks of one request and answer with an exit code; a requester that has gone away takes them along."""
+    """Start the ranks of one request and answer with an exit code; they end with the requester."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)

@@ -132,7 +132,7 @@ RUN = (
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Values of a size at which every one of them matters: norms are not one, biases are not zero."""
+    """Draw values that all matter: norms are not one, biases are not zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -271,7 +271,7 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def import_and_compare(kind: str, directory: Path) -> float:
-    """Job: a model of transformers, read and built by Megatron-Core; how far its answers are from the first's."""
+    """Job: import a model of transformers; return how far Megatron-Core's answers differ."""
     model = saved_model(kind, directory)
     state = hugging_face.read(directory)
     ours = megatron_model(parsed(model_flags(state.args)))
@@ -280,7 +280,7 @@ def import_and_compare(kind: str, directory: Path) -> float:
 
 
 def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
-    """Job: a random model of Megatron-Core's, written and opened by transformers; how far its answers are; its family."""
+    """Job: export a random model; return how far transformers' answers differ, and its family."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
@@ -303,14 +303,15 @@ def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
 
 
 def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float] | None:
-    """Job: a model with a layer that predicts one token more, written by us: how far the answers of the model, of the layer,
-    and those of the layer once it is read again are from transformers'. None where that has no such
-    layers.
+    """Job: export a model with a layer that predicts a further token.
+
+    Returns how far the answers of the model, of the layer, and of the layer read again are from
+    those of transformers, or None if this release of transformers has no such layers.
     """
     from transformers import AutoModelForCausalLM, modeling_layers
 
-    MtpModel = getattr(modeling_layers, "MtpModel", None)
-    if MtpModel is None:
+    mtp_model = getattr(modeling_layers, "MtpModel", None)
+    if mtp_model is None:
         return None
 
     settings = parsed([*model_flags(random_state(kind).args), "--mtp-num-layers", "1"])
@@ -321,7 +322,7 @@ def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{settings.num_layers}\..*"
     ]  # of the released size: 61
-    predicting = MtpModel.from_pretrained(model).eval()
+    predicting = mtp_model.from_pretrained(model).eval()
     answers, predictions = their_predictions(model, predicting)
     found_answers, found_predictions = our_predictions(ours)
     state = hugging_face.read(directory)
@@ -367,7 +368,7 @@ def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> None:
-    """Job: a model of transformers in several files, read and written with itself as the template, is the same."""
+    """Job: read and write a model in several files, with itself as the template; compare."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]

@@ -38,7 +38,10 @@ def iteration(sample: Path) -> Path:
 
 
 def expected(sample: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """``param``, ``exp_avg``, ``exp_avg_sq``, ``buffers`` -> canonical name -> what the ranks had in memory."""
+    """Return slot -> canonical name -> tensor of the ranks' memory.
+
+    Slots are ``param``, ``exp_avg``, ``exp_avg_sq`` and ``buffers``.
+    """
     return torch.load(sample / "expected.pt", weights_only=True)
 
 

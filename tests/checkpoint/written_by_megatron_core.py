@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
 
 def write(command_line: str, layout: str | None = None) -> State | None:
-    """Job: train and save as the command line says; what the optimizer had at the last save, on the first rank.
+    """Job: train and save; return the optimizer's state at the last save on the first rank.
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """

@@ -13,7 +13,7 @@ from tests.warm_programs import ROOT
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs commands in a folder that looks like this repository, whose checkpoints and results stay there.
+    """A shell in a folder that looks like this repository; checkpoints and results stay there.
 
     Attributes:
         directory: the folder.

@@ -54,7 +54,7 @@ class GuideRun:
 
 @pytest.fixture(scope="module")
 def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> GuideRun:
-    """One shell for all blocks, as a reader has; a block that is to fail runs in a shell inside it."""
+    """Run all blocks in one shell, as a reader does; a block that fails runs in a subshell."""
     shell = Shell(repository_in(tmp_path_factory.mktemp("guide")), commands)
     program = ["set -euo pipefail"]
     for step in STEPS:

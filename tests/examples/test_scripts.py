@@ -123,7 +123,7 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
 
 
 def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Parameters of the model, those that one token meets (without the embedding), and of the layer for one more token."""
+    """Count parameters: all, active per token (without embedding), and of the MTP layer."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     queries = args.q_lora_rank * (
         hidden + 1 + heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)

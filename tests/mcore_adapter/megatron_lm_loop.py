@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for Megatron-LM's training loop: the parts of it that touch the data-parallel class, in words of our own.
+"""A stand-in for Megatron-LM's training loop: the parts that touch the data-parallel class.
 
 Loaded by `loaded()` under the names of the checkout's `megatron.training.training` and
 `megatron.training.checkpointing`; its imports then run as theirs do, and see what stands under

@@ -18,7 +18,7 @@ from tests.rank_pool import run_ranks
 
 
 def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:
-    """Job: after a run, the weights of this rank as they are, and whether tensor parallelism divides them."""
+    """Job: train; return this rank's weights and whether tensor parallelism divides them."""
     _, model = pretrain_with(command_line)
     parameters = itertools.chain.from_iterable(chunk.named_parameters() for chunk in model)
     return {

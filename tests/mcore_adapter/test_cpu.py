@@ -45,7 +45,8 @@ torch.cuda.is_available = lambda: False
 try:
     cpu.install()
 finally:
-    assert all(now is not then for now, then in zip(found(), before)), "a name above is not one that is replaced"
+    replaced = [now is not then for now, then in zip(found(), before)]
+    assert all(replaced), "a name above is not one that is replaced"
 """
 
 

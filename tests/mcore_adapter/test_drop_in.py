@@ -23,7 +23,7 @@ from tests.rank_pool import run_ranks
 
 
 def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Job: losses with the drop-in and with our class put in by hand; how often the loop left a microbatch unsynchronised."""
+    """Job: train with the drop-in and with our class set by hand; count the calls of no_sync."""
     with (
         loaded() as loop,
         patch.object(loop, "megatron_FSDP", megatron.mcore_adapter.FullyShardedDataParallel),
@@ -66,7 +66,7 @@ def names_of_everything() -> dict[str, int]:
 
 
 def install_and_take_back() -> list[Any]:
-    """Job: which class stands where, for a loop that was imported before and one that was imported after."""
+    """Job: return the class behind each name, for loops imported before and after installing."""
     seen = []
     adapter = import_module(drop_in.ADAPTER)
     theirs = adapter.FullyShardedDataParallel
@@ -112,7 +112,7 @@ def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_rest
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:
-    """Job: the errors where the loop uses what the drop-in does not know, at once and when a model is made."""
+    """Job: return the errors for names that the drop-in does not know, at install and at use."""
     messages = []
     theirs = import_module(drop_in.ADAPTER).FullyShardedDataParallel
     stranger = type("Stranger", (), {"__module__": "megatron.core.distributed.fsdp.src.new"})
@@ -154,5 +154,5 @@ def test_experts_beyond_their_number_are_refused() -> None:
         "module.other": 2,
     }
     assert loop_state_dicts.handle_experts_in_state_dict(names, 4) == names
-    with pytest.raises(ValueError, match="local_experts.3"):
+    with pytest.raises(ValueError, match=r"local_experts\.3"):
         loop_state_dicts.handle_experts_in_state_dict(names, 3)

@@ -38,8 +38,9 @@ RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recomput
 
 
 def train_fused(command_line: str) -> tuple[Record, int]:
-    """Job: a run with --gradient-accumulation-fusion, which the command line switches off without its kernel, and how
-    often layers wrote a gradient.
+    """Job: train with --gradient-accumulation-fusion; return how often layers wrote a gradient.
+
+    The command line would switch the flag off without its kernel.
     """
     products = []
     prepare, new_product = training_runs.prepare, fused_gradients._new_product
@@ -102,7 +103,7 @@ def fused(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 
 
 class AddingLinear(torch.autograd.Function):
-    """A linear layer of the other kind: it adds to the buffer, and returns memory that nobody has written."""
+    """A linear layer that adds to the gradient buffer and returns memory without meaning."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

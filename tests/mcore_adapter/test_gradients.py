@@ -26,7 +26,7 @@ from tests.rank_pool import run_ranks
 
 
 def drop_no_sync(command_line: str) -> list[bool]:
-    """Job: whether backwards synchronise after an evaluation that entered `no_sync` and never left it."""
+    """Job: return whether backwards synchronise after an evaluation that never left `no_sync`."""
     (model,) = build(command_line).model
     context = model.no_sync()
     context.__enter__()
@@ -44,7 +44,7 @@ def test_no_sync_ends_though_an_evaluation_never_leaves_it() -> None:
 
 
 def zero_twice(command_line: str) -> list[float]:
-    """Job: the gradient norms of the same batch: after nothing, after an abandoned batch, and after a whole one."""
+    """Job: return one batch's gradient norm: first, after an abandoned batch, after a whole one."""
     run = build(command_line)
     loop.connect(run)
     loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
@@ -139,7 +139,7 @@ def test_every_order_of_calls_gives_the_same_gradients(strategy: str) -> None:
 
 
 def mean_gradients() -> None:
-    """Job: the wrapper's gradients are the mean over ranks of those of the bare model, summed over microbatches."""
+    """Job: compare the wrapper's gradients with the mean over ranks of the bare model's."""
     model = make_wrapper()
     values = step(model)
     _, _, module = make_module()

@@ -61,13 +61,13 @@ def test_norm_names_all_that_it_does_not_know() -> None:
     settings = config(layernorm_zero_centered_gamma=True, normalization="RMSNorm")
     settings.normalization = "L2Norm"
     with pytest.raises(
-        NotImplementedError, match="'L2Norm'.*; nor .*layernorm_zero_centered_gamma"
+        NotImplementedError, match=r"'L2Norm'.*; nor .*layernorm_zero_centered_gamma"
     ):
         LocalNorm(settings, 8)
 
 
 def norm_of_a_half(normalization: str) -> None:
-    """Job: both ranks norm half a sequence each; rank by rank as Megatron-Core does with sequence parallelism."""
+    """Job: normalise half a sequence on each rank, as sequence parallelism does."""
     parallel: dict[str, Any] = dict(
         tensor_model_parallel_size=2, sequence_parallel=True, persist_layer_norm=True
     )
@@ -224,7 +224,7 @@ def ask_for_too_much() -> None:
     )
     layer = LocalAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
     tensors = inputs()
-    with pytest.raises(NotImplementedError, match="bias.*; nor packed sequences"):
+    with pytest.raises(NotImplementedError, match=r"bias.*; nor packed sequences"):
         layer(*tensors, None, attention_bias=torch.zeros(1), packed_seq_params=object())
     with pytest.raises(ValueError, match="over all 16 keys"):
         layer(*tensors, torch.zeros(LENGTH, 3, dtype=torch.bool))
@@ -235,7 +235,7 @@ def test_attention_names_all_that_it_does_not_know() -> None:
 
 
 def gather_unequal_parts(sizes: list[int]) -> None:
-    """Job: what ranks that divide experts do with their tokens: gather all, and give back the sums."""
+    """Job: gather the tokens of all expert ranks, and scatter the sums."""
     cpu.install()
     start = sum(sizes[: dist.get_rank()])
     mine = slice(start, start + sizes[dist.get_rank()])

@@ -86,7 +86,7 @@ def test_a_run_resumes_in_another_layout(
     )
 
 
-def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_and_has_no_loss_scaler(
+def test_a_file_of_another_precision_loads_with_other_wrappers_and_without_a_loss_scaler(
     tmp_path: Path,
 ) -> None:
     ((expected, _),) = run_ranks(1, train_save_train, tmp_path, {})
@@ -178,7 +178,7 @@ def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path: Pa
 
 
 def load_in_part(path: Path) -> tuple[bool, bool, set[int], list[float]]:
-    """Job: a run with a layer more than the file; whether the file's weights came, the others stayed; steps; rates."""
+    """Job: load into a model with one layer more; return loaded, unchanged, steps and rates."""
     with dropped_in() as loop:
         run = LoopRun(loop, num_layers=3, strict_fsdp_dtensor_load=False)
         before = run.weights()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's data parallelism beside ours under the same flags, for every combination in a table.
+"""Megatron-Core's data parallelism and ours under the same flags, in a table of combinations.
 
     python -m tests.pretrain.parity                  every row
     python -m tests.pretrain.parity "tp2 pp2" cp     rows whose names contain one of the words

@@ -30,7 +30,7 @@ OF_OPTIMIZER_WITHOUT_FSDP = {
 }
 
 LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
-"""This release of Megatron-Core does not read the one, and the other only into the buckets that its run had."""
+"""Samples that this release of Megatron-Core does not read, or only under their own layout."""
 
 SHORT_SAMPLES = (samples.DENSE, samples.EXPERTS)
 

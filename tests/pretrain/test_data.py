@@ -232,7 +232,7 @@ def test_a_corpus_too_small_to_split_is_refused_and_an_empty_test_split_dropped(
 ) -> None:
     prefix = write_numbers(tmp_path / "tiny", [[1] * 20] * 10)
     with pytest.raises(
-        ValueError, match="validation split of .*tiny is empty: it gets 0 of 10 documents"
+        ValueError, match=r"validation split of .*tiny is empty: it gets 0 of 10 documents"
     ):
         build_datasets(namespace(data_path=[prefix]), NUMBERS)
     with caplog.at_level(logging.WARNING):

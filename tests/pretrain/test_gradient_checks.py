@@ -23,7 +23,7 @@ from tests.rank_pool import run_ranks
 
 
 def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
-    """Job: a run in whose first step `rank` alone gets a gradient with one element of `value`; its record, or its error."""
+    """Job: train with one gradient element of `rank` set to `value` in the first step."""
     step = loop.forward_backward
     spoiled = []
 
@@ -52,7 +52,7 @@ def test_an_overflow_on_one_rank_skips_the_step_everywhere(layout: str) -> None:
 
 
 def spoil_a_weight(command_line: str, rank: int) -> str:
-    """Job: the error of a step in which the gradient of one weight of `rank` is NaN; else nothing."""
+    """Job: return the error of a step in which one weight gradient of `rank` is NaN."""
     run = build(command_line)
     loop.connect(run)
     loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)

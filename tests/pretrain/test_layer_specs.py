@@ -139,7 +139,7 @@ def losses(model: nn.Module) -> torch.Tensor:
 
 
 def train_each() -> dict[str, list[str]]:
-    """Job: a forward and a backward pass of every kind of model; the names of the parameters with a gradient."""
+    """Job: run every kind of model forward and backward; return names of trained parameters."""
     names = {}
     for kind in MODELS:
         start()
@@ -285,7 +285,7 @@ def test_a_stage_of_predictions_only_is_made_like_the_last_layer() -> None:
 
 
 def owners_unknown_on_meta() -> list[str]:
-    """Job: modules with parameters of their own that could not be initialised after a construction on the meta device."""
+    """Job: return modules with parameters that cannot be initialised from the meta device."""
     start()
     unknown = []
     for kind in MODELS:

@@ -27,7 +27,7 @@ LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --dis
     --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
 
 BEGINNING = 6
-"""Steps of the reference that every strategy repeats: warm-up, the first of the decay, and some more of Adam's state."""
+"""Steps that every strategy repeats: warm-up, the first of the decay, and some more for Adam."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> 
 def compare(
     flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = ""
 ) -> Record:
-    """Both data parallelisms under the same flags: all numbers that a run reports, within the relative tolerances."""
+    """Compare all numbers that runs with DDP and with FSDP report, by relative tolerances."""
     ddp, fsdp = run_ranks(2, train, f"{base} {flags}", f"{base} {flags} {FSDP} {fsdp_only}")[0]
     assert fsdp.column("skipped") == ddp.column("skipped")
     assert fsdp.column("loss-scale") == ddp.column("loss-scale")
@@ -187,7 +187,7 @@ def test_a_run_that_was_told_to_stop_does_not_evaluate_first() -> None:
 
 
 def validation_after(command_line: str, consumed: int) -> list[float]:
-    """Job: the losses of validations by a run that has used `consumed` validation samples before."""
+    """Job: return validation losses of a run that resumes after `consumed` validation samples."""
     original = loop.checkpointing.load
 
     def load(args: Any, *rest: Any) -> None:

@@ -36,7 +36,7 @@ COVERING = (
 """Every axis, strategy, precision and model once; the whole table is exhaustive."""
 
 STEPS = 3
-"""The second begins with weights that the first has changed, the third with an optimizer whose state the second has used."""
+"""The second uses weights that the first has changed, the third an optimizer with state."""
 
 ROWS = {row.name: row for row in TABLE}
 

@@ -190,7 +190,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
 
 
 def run_main(command_line: str) -> tuple[int, str, str]:
-    """Job: the program's main function in a world that exists already; exit code, stdout, stderr."""
+    """Job: run the program's main function; return exit code, stdout and stderr."""
     output, errors = io.StringIO(), io.StringIO()
     quieten()  # what importing the program does in a process of its own
 
@@ -217,7 +217,7 @@ def tree(folder: Path) -> dict[str, bytes | None]:
 
 
 def assert_refused(command_line: str, folder: Path, *words: str) -> None:
-    """Every rank ends with an error code and the same message, once; nothing in `folder` changes."""
+    """Check that all ranks end with one message and an error code, and `folder` is unchanged."""
     before = tree(folder)
     results = run_ranks(2, run_main, command_line, timeout=180)
     (code, _, message), other = results

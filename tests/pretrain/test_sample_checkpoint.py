@@ -21,7 +21,7 @@ SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf1
 INFO = json.loads((SAMPLE / "info.json").read_text())
 NOT_OURS = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1, "--use-distributed-optimizer": 0}
 LR_AT_NEXT_STEP = 0.004965817444277468
-"""A constant of the schedule in the flags: cosine from 0.005 to 0.0005, two steps of warm-up, twenty in all, after three."""
+"""Rate after three of twenty steps: two of warm-up, then cosine from 0.005 to 0.0005."""
 
 
 def command_line() -> str:

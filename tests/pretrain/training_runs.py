@@ -44,7 +44,7 @@ SIZES = (
 )
 
 CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
-"""Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
+"""Not mock data: its index takes a third of a second to shuffle, as long as some runs."""
 
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
 
@@ -78,7 +78,7 @@ class Record:
     """What one rank saw of one run."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The values that the loop reports, with `iteration` and `skipped`; floats as they were computed."""
+    """Values that the loop reports, with `iteration` and `skipped`; floats are not rounded."""
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Name of the split -> iterations and losses."""
     lines: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ def assert_close(values: list[float], expected: list[float], relative: float) ->
 
 @dataclass
 class State:
-    """Weights and optimizer after `--load`, as full tensors by plain name, and what was restored beside them."""
+    """State after `--load`: weights and optimizer as full tensors by plain name, and arguments."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)

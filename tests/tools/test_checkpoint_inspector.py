@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tools/checkpoint/checkpoint_inspector.py as a process: without Megatron-Core, on several ranks."""
+"""tools/checkpoint/checkpoint_inspector.py as a process, without Megatron-Core and on ranks."""
 
 import io
 import json

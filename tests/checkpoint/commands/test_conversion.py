@@ -325,8 +325,12 @@ def test_a_process_that_is_killed_is_taken_up(
     child = os.fork()
     if child == 0:
         resolve = dcp_target._Planner.resolve_data
-        slowly = lambda *args: (time.sleep(0.05), resolve(*args))[1]  # noqa: E731
-        monkeypatch.setattr(dcp_target._Planner, "resolve_data", slowly)
+
+        def resolve_slowly(*args: Any) -> Any:
+            time.sleep(0.05)
+            return resolve(*args)
+
+        monkeypatch.setattr(dcp_target._Planner, "resolve_data", resolve_slowly)
         try:
             main(words)
         finally:

@@ -255,7 +255,7 @@ def test_files_outside_of_the_checkpoint_are_not_read(name: str, tmp_path: Path)
 
 
 def test_links_to_files_elsewhere_are_followed(tmp_path: Path) -> None:
-    """Stores are often mounted and linked; a link is made by who has the directory, not by the file."""
+    """Storage is often mounted and linked; the owner of a directory makes its links."""
     path = tmp_path / "out"
     tensor = torch.arange(24.0).reshape(6, 4)
     chunked(path, tensor, [[3], []])

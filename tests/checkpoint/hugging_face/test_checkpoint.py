@@ -300,7 +300,7 @@ def test_what_cannot_be_written_is_refused_at_once(
 
 def test_a_template_of_another_family_is_refused(tmp_path: Path) -> None:
     template = saved(random_state("qwen3"), tmp_path)
-    with pytest.raises(ValueError, match="template .* is of the family qwen3, but llama"):
+    with pytest.raises(ValueError, match=r"template .* is of the family qwen3, but llama"):
         HuggingFaceTarget(random_state("llama"), family="llama", template=template)
     with pytest.raises(ValueError, match="the family qwen3"):
         HuggingFaceTarget(random_state("llama"), template=template)

@@ -32,7 +32,7 @@ def test_nothing_but_the_rows_is_read_from_a_large_file(tmp_path: Path) -> None:
 
 
 def test_files_are_those_of_the_library_in_both_directions(tmp_path: Path) -> None:
-    """Of every dtype, also a scalar and a tensor without elements; in names whatever JSON can hold."""
+    """Try every dtype, a scalar, a tensor without elements, and names with any character."""
     numbers = torch.arange(6).reshape(2, 3)
     content = {f"of {name}": numbers.to(dtype) for name, dtype in DTYPES.items()}
     content |= {
@@ -120,5 +120,5 @@ def test_a_tensor_that_is_not_as_it_said_stops_the_writing(tmp_path: Path) -> No
     state.weights["decoder.final_layernorm.weight"] = LazyTensor(
         (32,), torch.float32, lambda start, stop: torch.zeros(31)
     )
-    with pytest.raises(RuntimeError, match="model.norm.weight should be"):
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight should be"):
         write(HuggingFaceTarget(state), tmp_path)

@@ -82,7 +82,7 @@ def sample(name: str) -> Path:
 
 
 def assert_is(found: OptimizerTensors, weights: dict[str, LazyTensor], expected: State) -> None:
-    """Bitwise the expected state, whole and by rows; without main weights, the model's are meant."""
+    """Compare bitwise, whole and by rows; without main weights the model's are compared."""
     for slot in ("param", "exp_avg", "exp_avg_sq"):
         main = found.main or weights
         tensors = (

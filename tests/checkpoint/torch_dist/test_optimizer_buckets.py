@@ -35,7 +35,7 @@ from tests.rank_pool import run_ranks
 
 
 def write_as_engine(command_line: str, layout: str | None) -> State | None:
-    """Job: as `write`, with parameters in the order of Transformer Engine's layers with grouped experts."""
+    """Job: write with the parameter order of Transformer Engine's layers with grouped experts."""
     original = Float16Module.named_parameters
 
     def order(name: str) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def test_buckets_of_another_model_do_not_fit(kind: str, folders: dict[str, Path]
     }
     with pytest.raises(
         ValueError,
-        match="buckets do not fit the model:\n  tensor parallelism of 1.* chunk 1 of the",
+        match=r"buckets do not fit the model:\n  tensor parallelism of 1.* chunk 1 of the",
     ):
         file.read()
 

@@ -47,7 +47,7 @@ def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
 
 
 def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the keywords that `call` hands to `module.name`, with a first positional as `backend`."""
+    """Return the keywords that `call` gives to `module.name`; a positional is the `backend`."""
     seen: dict[str, Any] = {}
 
     def record(*positional: Any, **keywords: Any) -> None:
@@ -84,9 +84,9 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     with (
         patch.multiple(torch_dist_checkpoint, **inner),
         patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
+        pytest.raises(ValueError, match="enough seen"),
     ):
-        with pytest.raises(ValueError, match="enough seen"):
-            torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
+        torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
     return seen
 
 

@@ -13,6 +13,9 @@ from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.flags import frequency
 from tests.pretrain.arguments.command_lines import MOCK, OWN_DEFAULTS, TABLE, parse, problems
 
+EN_DASH = "\u2013"
+"""The table's spelling of no value."""
+
 
 def destination(row: dict[str, str]) -> str:
     return row.get("dest", row["name"].removeprefix("--").replace("-", "_"))
@@ -28,8 +31,8 @@ def expected_default(row: dict[str, str]) -> object:
         return AttnBackend[text]
     if dest.endswith("_dtype") and text in (*STATE_DTYPES, "auto"):
         return STATE_DTYPES.get(text)
-    if text in ("–", "2³²"):
-        return None if text == "–" else 2**32
+    if text in (EN_DASH, "2³²"):
+        return None if text == EN_DASH else 2**32
     try:
         return json.loads(text.replace("'", '"'))
     except json.JSONDecodeError:
