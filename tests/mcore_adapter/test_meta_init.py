@@ -57,20 +57,20 @@ INITIALISED = {
 
 
 @pytest.mark.parametrize(
-    ("model", "on_cpu"),
+    ("model", "device"),
     mostly_in_full(
-        [*itertools.product(INITIALISED, (False, True))],
-        [("mtp_tied", True), ("experts_and_latents_tp2_sp_ep2", False)],
+        [*itertools.product(INITIALISED, ("gpu", "cpu"))],
+        [("mtp_tied", "cpu"), ("experts_and_latents_tp2_sp_ep2", "gpu")],
     ),
 )
 def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
-    model: str, on_cpu: bool
+    model: str, device: str
 ) -> None:
     # With dropout, so that one number drawn too many or too few shows.
     line = INITIALISED[model].ours.replace(
         NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1"
     )
-    line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if on_cpu else "")
+    line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if device == "cpu" else "")
     at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
     assert later.losses == at_once.losses
     assert later.column("params-norm") == at_once.column("params-norm")
