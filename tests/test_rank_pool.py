@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import MAX_GROUPS, RankFailure, run_ranks
 from tests.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
+from tests.selection import only_in_full
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -295,7 +296,9 @@ def test_bad_calls_are_refused_with_the_fix() -> None:
         run_ranks(1, return_something_unpicklable)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "ending", [*only_in_full([signal.SIGINT]), signal.SIGKILL], ids=["interrupted", "killed"]
+)
 def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
     """Start two ranks that hang in a collective, and end the process that started them."""
     program = """

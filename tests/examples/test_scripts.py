@@ -199,6 +199,7 @@ SMALL_DEEPSEEK = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_deepseek_v3_trains_in_small_and_the_next_job_goes_on(shell: Shell, tmp_path: Path) -> None:
     environment = {
         "GPUS_PER_NODE": "1",
@@ -255,6 +256,7 @@ def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(
     assert size == 8_030_261_248
 
 
+@pytest.mark.exhaustive
 def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     shell: Shell, tmp_path: Path
 ) -> None:

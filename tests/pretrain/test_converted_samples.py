@@ -32,7 +32,7 @@ OF_OPTIMIZER_WITHOUT_FSDP = {
 LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
 """Samples that this release of Megatron-Core does not read, or only under their own layout."""
 
-SHORT_SAMPLES = (samples.DENSE, samples.EXPERTS)
+SHORT_SAMPLES = (samples.EXPERTS,)
 
 
 def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:

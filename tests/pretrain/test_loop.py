@@ -18,6 +18,7 @@ from tests.pretrain.training_runs import (
     train,
 )
 from tests.rank_pool import run_ranks
+from tests.selection import only_in_full
 
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
 
@@ -75,14 +76,20 @@ def compare(
     [
         "--use-distributed-optimizer",
         LLAMA,
-        "--untie-embeddings-and-output-weights",
-        "--position-embedding-type rope --overlap-grad-reduce",
+        *only_in_full(
+            [
+                "--untie-embeddings-and-output-weights",
+                "--position-embedding-type rope --overlap-grad-reduce",
+            ]
+        ),
         "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
         "--global-batch-size 4 --no-check-for-nan-in-loss-and-grad",
         "--clip-grad 0.1 --weight-decay 0.3",
         "--calculate-per-token-loss",
         "--ddp-average-in-collective",
-        "--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3",
+        *only_in_full(
+            ["--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3"]
+        ),
         "--data-parallel-random-init",
     ],
     ids=lambda flags: "llama" if flags == LLAMA else flags.removeprefix("--").split()[0],

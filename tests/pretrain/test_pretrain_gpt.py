@@ -142,6 +142,7 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     )
 
 
+@pytest.mark.exhaustive  # the next test sends the signal to ranks that are warm
 def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_path: Path) -> None:
     line = (
         f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
