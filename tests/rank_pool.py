@@ -302,7 +302,7 @@ class RankGroup:
 
 
 def _is_worn(group_counts: set[int]) -> bool:
-    """Whether the world must be built anew.
+    """Return whether the world must be built anew.
 
     Unequal counts matter: torch names a mesh's groups by the count on each rank, so ranks that
     differ would wait for one another for ever.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of examples share: data, and a shell in which one machine plays a cluster."""
+"""Data for the tests of examples, and a shell in which one machine plays a cluster."""
 
 import subprocess
 from dataclasses import dataclass

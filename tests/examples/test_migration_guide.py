@@ -69,7 +69,7 @@ def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> G
 
 
 def matches(quoted: str, line: str) -> bool:
-    """Whether the line is the quoted one; blanks count as one, and `...` stands for anything."""
+    """Return whether the line is as quoted; blanks count as one, `...` stands for anything."""
     pattern = ".*".join(map(re.escape, " ".join(quoted.split()).split("...")))
     return re.fullmatch(pattern, " ".join(line.split())) is not None
 

@@ -56,7 +56,7 @@ def found() -> list[int]:
 
 
 def install_twice() -> tuple[bool, bool, bool]:
-    """Job: what both calls return, and whether the second one left everything as it was."""
+    """Job: install twice; return both results and whether the second changed nothing."""
     first = cpu.install()
     before = found()
     return first, cpu.install(), found() == before

@@ -87,7 +87,7 @@ def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper() -> None:
 
 
 def describe_parameters(flags: str) -> dict[str, Any]:
-    """Job: what the optimizer sees, beside the model before it was wrapped."""
+    """Job: compare the parameters that the optimizer sees with those of the bare model."""
     args, config, module = make_module(flags)
     module.output_layer.weight.a_mark = "kept"
     plain = {

@@ -129,7 +129,7 @@ def once(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
 
 
 def twice(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
-    """As with multi-token prediction, where one output layer makes several predictions."""
+    """Use a weight twice, as multi-token prediction uses its output layer."""
     return layer(inputs(1), weight).square().sum() + layer(inputs(2), weight).sin().sum()
 
 

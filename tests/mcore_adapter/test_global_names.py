@@ -18,7 +18,7 @@ Place = tuple[int, int]  # pipeline stage, expert rank
 
 
 def names_of_rank(line: str) -> tuple[Place, list[str]]:
-    """Job: where the rank is, and the global names of its chunks' entries, one after the other."""
+    """Job: return the coordinates of the rank and the global names of its model chunks' entries."""
     args, device = prepare(line)
     stages = args.virtual_pipeline_model_parallel_size
     names = []
@@ -116,7 +116,7 @@ class Rank:
 
 
 class GroupedExperts(nn.Module):
-    """As in Transformer Engine: modules that hold ``weight0``, ``weight1``, … and biases."""
+    """Grouped experts of Transformer Engine, with ``weight0``, ``weight1``, … and biases."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def test_every_gradient_counts_once_in_the_norm() -> None:
 
 
 def final_gradients(command_line: str) -> dict[str, torch.Tensor]:
-    """Job: what the first step's optimizer gets on this rank, the only one on its data axis."""
+    """Job: return the first step's final gradients of this rank, alone on its data axis."""
     gradients: dict[str, torch.Tensor] = {}
     forward_backward = loop.forward_backward
 

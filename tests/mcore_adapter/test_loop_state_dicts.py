@@ -118,7 +118,7 @@ def sample_arguments() -> dict[str, Any]:
 
 
 def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Job: what a run has after loading the sample; it is saved again."""
+    """Job: load the sample, save it again, and return weights and moments."""
     with dropped_in() as loop:
         run = LoopRun(loop, **sample_arguments())
         run.load(SAMPLE / "iter_0000003")
@@ -202,7 +202,7 @@ def test_a_partial_load_takes_what_there_is_and_moves_nothing_else(tmp_path: Pat
 
 
 def load_what_does_not_fit() -> list[str]:
-    """Job: what ends the loop's second try, and what a partial load may be."""
+    """Job: return the errors of loads that do not fit, and the keys that a partial load misses."""
     messages = []
     with dropped_in() as loop:
         run = LoopRun(loop)

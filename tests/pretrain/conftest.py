@@ -19,7 +19,7 @@ def counting_corpus() -> None:
     write_counting_corpus()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fp32(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
     """Six steps at level 3 on two ranks, saved at three and six, without dropout."""
     folder = tmp_path_factory.mktemp("fp32")

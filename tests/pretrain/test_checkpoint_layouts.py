@@ -189,7 +189,7 @@ def save_and_draw(line: str) -> list[float]:
 
 
 def load_and_draw(line: str) -> tuple[list[float], list[str]]:
-    """Job: what the generators give after a load, and what the run has said."""
+    """Job: load; return numbers of all generators and the lines that the run has printed."""
     run = build(line)
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
     return draw(), run.report.record.lines

@@ -50,7 +50,7 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
 
 @dataclass
 class ConvertedContinued:
-    """What a run gives after the checkpoint."""
+    """Losses and gradient norm of a run after the checkpoint."""
 
     loss_before: float
     loss: float

@@ -47,7 +47,7 @@ def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_pa
 
 
 def dump_groups(command_line: str, directory: str) -> dict[str, int]:
-    """Job: what --dump-param-to-param-group-map writes."""
+    """Job: return the map that --dump-param-to-param-group-map writes."""
     build(f"{command_line} --dump-param-to-param-group-map {directory}")
     names = FileSystemReader(directory).read_metadata().state_dict_metadata
     numbers = dict.fromkeys(names, -1)

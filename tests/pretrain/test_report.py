@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells: lines, the history of its losses, TensorBoard."""
+"""Reports of a run: lines, the history of its losses, TensorBoard."""
 
 import argparse
 import json

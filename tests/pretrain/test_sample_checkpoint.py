@@ -83,7 +83,7 @@ NORM_TOLERANCE = 5e-4
 
 @dataclass
 class PublishedContinued:
-    """What the run gives after the checkpoint."""
+    """Loss and gradient norm of the run after the checkpoint."""
 
     loss_before: float
     step: dict[str, float]

@@ -75,7 +75,7 @@ def write_counting_corpus() -> None:
 
 @dataclass
 class Record:
-    """What one rank saw of one run."""
+    """Record of one run on one rank."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
     """Values that the loop reports, with `iteration` and `skipped`; floats are not rounded."""
@@ -215,7 +215,7 @@ def state_of(run: loop.Run) -> State:
 
 
 def load_state(command_line: str) -> State:
-    """Job: what a run has after it has loaded its checkpoint."""
+    """Job: return the state of a run after it has loaded its checkpoint."""
     run = build(command_line)
     checkpointing.load(run.args, run.model, run.optimizer, run.scheduler, run.report.say)
     return state_of(run)

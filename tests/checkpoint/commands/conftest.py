@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from tests.checkpoint import small_models
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Write the same run in both formats; return the directories above the iteration."""
     root = tmp_path_factory.mktemp("small")

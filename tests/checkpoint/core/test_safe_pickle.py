@@ -316,7 +316,7 @@ ENUMS = {
 
 
 def by_name(member: Any) -> bytes:
-    """As early releases of Python 3.11 and 3.12 pickle it."""
+    """Pickle it in the way of early releases of Python 3.11 and 3.12."""
     owner = type(member)
     return call(
         "builtins", "getattr", named(owner.__module__, owner.__qualname__), text(member.name)

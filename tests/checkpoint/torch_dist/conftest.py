@@ -13,7 +13,7 @@ from tests.pretrain.parity import (
 from tests.pretrain.training_runs import write_counting_corpus
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def counting_corpus() -> None:
     write_counting_corpus()
 
@@ -23,7 +23,7 @@ def space() -> File:
     return File(sample("v015_dense_tp2_dp2_model_space"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Files of two pipeline stages with tied embeddings: as buckets, and as objects."""
     found = {name: tmp_path_factory.mktemp("written") for name in ("buckets", "objects")}

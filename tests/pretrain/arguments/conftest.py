@@ -8,7 +8,7 @@ import pytest
 from megatron.pretrain.arguments import build_parser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def known() -> dict[str, argparse.Action]:
     actions: dict[str, argparse.Action] = {}
     for action in build_parser()._actions:

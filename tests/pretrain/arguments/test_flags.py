@@ -59,7 +59,7 @@ def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, An
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
-    """How the program opens its process group."""
+    """Return the keywords with which the program opens its process group."""
     nothing = {"initialize_model_parallel": lambda args: None, "seed": lambda args: None}
     with (
         patch.multiple(ranks, **nothing),
@@ -70,7 +70,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
-    """How a torch_dist checkpoint is described and read."""
+    """Return the settings with which a torch_dist checkpoint is described and read."""
     seen = torch_dist_checkpoint.content_metadata(args)
 
     def load(content: Any, source: str, strict: Any) -> None:
