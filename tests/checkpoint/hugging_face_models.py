@@ -337,7 +337,7 @@ def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float
 
 @torch.no_grad()
 def their_predictions(model: Any, predicting: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the next token, and those of the one after it but at the last place."""
+    """Logits of the next token, and those of the one after it except for the last token."""
     hidden = model.model(input_ids=tokens()).last_hidden_state
     positions = torch.arange(1, LENGTH).expand(2, LENGTH - 1)
     further = predicting.forward_layer(

@@ -103,7 +103,7 @@ def _groups(state: TrainingState) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back: Any) -> None:
-    """Compare with the files of Megatron-Core, except for optimizer layouts that are not written."""
+    """Compare with Megatron-Core's files, except for optimizer layouts that are not written."""
     first, _, back = there_and_back(name)
     mine, theirs = first.stored, back.stored
     is_optimizer = re.compile(r"^(chained_\d+\.)?optimizer\.|^common_state/")
