@@ -64,7 +64,7 @@ GENERATORS = {
 
 def layer(prefix: str, kind: str = "gated") -> dict[str, tuple[int, ...]]:
     """Names and shapes of a layer: ``gated``, ``gelu`` (with biases) or ``experts``."""
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (HIDDEN,),
         "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
         "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
@@ -91,7 +91,7 @@ def layer(prefix: str, kind: str = "gated") -> dict[str, tuple[int, ...]]:
 def shapes_of(
     layers: Sequence[str] = ("gated", "gated"), predicting: bool = False, tied: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    shapes = {"embedding.word_embeddings.weight": (TOKENS, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (TOKENS, HIDDEN)}
     for number, kind in enumerate(layers):
         shapes |= layer(f"decoder.layers.{number}.", kind)
     shapes["decoder.final_layernorm.weight"] = (HIDDEN,)

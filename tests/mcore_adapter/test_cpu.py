@@ -75,7 +75,8 @@ def test_nothing_is_replaced_where_there_is_a_gpu() -> None:
 def use_replacements() -> None:
     """Job: the calls that Megatron-Core makes work and mean what they say."""
     cpu.install()
-    assert torch.cuda.current_device() == torch.device("cpu")
+    device: object = torch.cuda.current_device()
+    assert device == torch.device("cpu")
     for made in (
         torch.tensor([1.0], device="cuda"),
         torch.zeros(2, device=torch.device("cuda", 0)),
