@@ -38,7 +38,6 @@ from megatron.fsdp.engine.layout import (
 
 Shape = tuple[int, ...]
 Module = list[tuple[Shape, Granularity]]
-
 dims = st.one_of(st.integers(1, 9), st.integers(1, 70))
 shapes = st.one_of(
     st.just(()),

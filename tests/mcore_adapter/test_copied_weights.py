@@ -6,13 +6,7 @@ import itertools
 import pytest
 import torch
 
-from tests.pretrain.parity import (
-    GPT2,
-    LEVELS,
-    MOE_BIAS,
-    TIED,
-    Combination,
-)
+from tests.pretrain.parity import GPT2, LEVELS, MOE_BIAS, TIED, Combination
 from tests.pretrain.training_runs import name_of, pretrain_with
 from tests.rank_pool import run_ranks
 

@@ -16,21 +16,8 @@ from torch.nn.functional import embedding, linear
 from megatron.mcore_adapter import cpu, fused_gradients
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from tests.pretrain import training_runs
-from tests.pretrain.parity import (
-    BF16,
-    GPT2,
-    LLAMA,
-    MTP,
-    SHORT,
-    TIED,
-    Combination,
-)
-from tests.pretrain.training_runs import (
-    Record,
-    assert_same_run,
-    pretrain,
-    train,
-)
+from tests.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
+from tests.pretrain.training_runs import Record, assert_same_run, pretrain, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 

@@ -9,14 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.pretrain import loop
-from tests.pretrain.parity import (
-    DEEPSEEK,
-    GPT2,
-    LLAMA,
-    MLA,
-    OPTIM_OUTSIDE,
-    Combination,
-)
+from tests.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, OPTIM_OUTSIDE, Combination
 from tests.pretrain.training_runs import name_of, pretrain, train
 from tests.rank_pool import run_ranks
 

@@ -17,10 +17,7 @@ from tests.mcore_adapter.wrapped_models import (
     make_wrapper,
     step,
 )
-from tests.pretrain.parity import (
-    LLAMA,
-    Combination,
-)
+from tests.pretrain.parity import LLAMA, Combination
 from tests.pretrain.training_runs import assert_close, build
 from tests.rank_pool import run_ranks
 

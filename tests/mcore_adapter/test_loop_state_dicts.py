@@ -14,7 +14,6 @@ from tests.rank_pool import run_ranks
 from tests.selection import only_in_full
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
-
 INFO = json.loads((SAMPLE / "info.json").read_text())
 
 

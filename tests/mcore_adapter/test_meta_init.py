@@ -28,20 +28,8 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.gpt_model import layer_spec
-from tests.pretrain.parity import (
-    DEEPSEEK,
-    LLAMA,
-    MTP,
-    TIED,
-    Combination,
-)
-from tests.pretrain.training_runs import (
-    NO_DROPOUT,
-    SMALL,
-    prepare,
-    refuse,
-    train,
-)
+from tests.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
+from tests.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 

@@ -14,7 +14,6 @@ from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from tests.pretrain.training_runs import SMALL, prepare
 
 LINE = f"{SMALL} --use-megatron-fsdp --untie-embeddings-and-output-weights --overlap-grad-reduce"
-
 LAYERS = {f"decoder.layers.{number}." for number in (0, 1)}
 
 

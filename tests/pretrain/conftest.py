@@ -6,11 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.saved_runs import LINE
-from tests.pretrain.training_runs import (
-    Record,
-    train,
-    write_counting_corpus,
-)
+from tests.pretrain.training_runs import Record, train, write_counting_corpus
 from tests.rank_pool import run_ranks
 
 

@@ -15,12 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tests.pretrain.training_runs import (
-    DATA,
-    NO_DROPOUT,
-    Record,
-    train,
-)
+from tests.pretrain.training_runs import DATA, NO_DROPOUT, Record, train
 from tests.rank_pool import run_ranks
 
 STEPS = 10
@@ -50,7 +45,6 @@ MOE = (
 )
 
 ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
-
 SHARED = "--moe-shared-expert-intermediate-size 32"
 
 BIAS = (
@@ -160,9 +154,7 @@ def _axis(word: str) -> str:
 
 
 OPTIM_OUTSIDE = "--outer-dp-sharding-strategy optim"
-
 GPT2, MOE_SHARED, MOE_BIAS = "", f"{ALLTOALL} {SHARED}", f"{ALLTOALL} {BIAS}"
-
 BF16 = "--bf16"
 
 TABLE = [
@@ -341,5 +333,4 @@ if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 
 SHORT = "--train-iters 3"
-
 TIED = LLAMA.replace(UNTIED, "")

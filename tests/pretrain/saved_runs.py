@@ -9,22 +9,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.checkpoint.core.directory import TRACKER
-from tests.pretrain.training_runs import (
-    NO_DROPOUT,
-    SMALL,
-    State,
-)
+from tests.pretrain.training_runs import NO_DROPOUT, SMALL, State
 
 FSDP = "--use-megatron-fsdp"
-
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-
 SIX = f"{SMALL} --train-iters 6 --lr-decay-iters 20"
-
 DROPOUT = SIX.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
-
 GATED = "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
-
 LINE = f"{SIX} {GATED} {FSDP}"
 
 
@@ -90,7 +81,6 @@ UNSPLIT = {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight"}
 }
 
 FC1 = {f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in (0, 1)}
-
 ENTRIES = UNSPLIT | {f"{name}_w" for name in FC1} | {f"{name}_v" for name in FC1}
 
 GROUP_FIELDS = [

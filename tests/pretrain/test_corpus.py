@@ -15,10 +15,7 @@ from megatron.pretrain.corpus import (
     standard_library_files,
     write_corpus,
 )
-from megatron.pretrain.tokenizer import (
-    ByteTokenizer,
-    NullTokenizer,
-)
+from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.pretrain.tokenizer_arguments import BYTES
 
 

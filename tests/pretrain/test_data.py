@@ -18,7 +18,6 @@ from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
-
 NUMBERS = NullTokenizer(100)
 
 

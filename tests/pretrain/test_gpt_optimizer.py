@@ -14,21 +14,9 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
-from tests.pretrain.parity import (
-    ALLTOALL,
-    BF16,
-    GPT2,
-    LLAMA,
-    Combination,
-)
+from tests.pretrain.parity import ALLTOALL, BF16, GPT2, LLAMA, Combination
 from tests.pretrain.saved_runs import FSDP, SIX
-from tests.pretrain.training_runs import (
-    SMALL,
-    build,
-    name_of,
-    prepare,
-    train,
-)
+from tests.pretrain.training_runs import SMALL, build, name_of, prepare, train
 from tests.rank_pool import run_ranks
 
 

@@ -9,16 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron.pretrain import loop
-from tests.pretrain.parity import (
-    LLAMA,
-    SHORT,
-    Combination,
-)
-from tests.pretrain.training_runs import (
-    Record,
-    build,
-    pretrain,
-)
+from tests.pretrain.parity import LLAMA, SHORT, Combination
+from tests.pretrain.training_runs import Record, build, pretrain
 from tests.rank_pool import run_ranks
 
 

@@ -9,19 +9,11 @@ import pytest
 
 from megatron.pretrain import loop
 from tests.pretrain.saved_runs import FSDP, STRATEGIES
-from tests.pretrain.training_runs import (
-    NO_DROPOUT,
-    SMALL,
-    Record,
-    assert_close,
-    pretrain,
-    train,
-)
+from tests.pretrain.training_runs import NO_DROPOUT, SMALL, Record, assert_close, pretrain, train
 from tests.rank_pool import run_ranks
 from tests.selection import only_in_full
 
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
-
 WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
 
 LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear

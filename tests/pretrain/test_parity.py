@@ -13,12 +13,7 @@ from tests.pretrain.parity import (
     Combination,
     measure,
 )
-from tests.pretrain.training_runs import (
-    DATA,
-    NO_DROPOUT,
-    assert_same_run,
-    train,
-)
+from tests.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 
@@ -51,9 +46,7 @@ def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name: str
 
 
 EVALUATED = f"{SHORT} --eval-iters 1 --eval-interval 1 --overlap-grad-reduce"
-
 FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
-
 PER_TOKEN = f"{SHORT} --calculate-per-token-loss"
 
 FEATURES = {

@@ -7,17 +7,8 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretrain.arguments.configs import transformer_config
-from tests.pretrain.parity import (
-    LLAMA,
-    Combination,
-)
-from tests.pretrain.training_runs import (
-    Record,
-    assert_close,
-    name_of,
-    prepare,
-    pretrain_with,
-)
+from tests.pretrain.parity import LLAMA, Combination
+from tests.pretrain.training_runs import Record, assert_close, name_of, prepare, pretrain_with
 from tests.rank_pool import run_ranks
 
 

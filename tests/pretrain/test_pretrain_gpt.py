@@ -32,7 +32,6 @@ from tests.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrai
 from tests.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
-
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
 
 MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32

@@ -14,11 +14,7 @@ from tests.pretrain.saved_runs import (
     read,
     whole,
 )
-from tests.pretrain.training_runs import (
-    Record,
-    load_state,
-    train,
-)
+from tests.pretrain.training_runs import Record, load_state, train
 from tests.rank_pool import run_ranks
 
 

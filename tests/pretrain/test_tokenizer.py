@@ -10,11 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.tokenizer import (
-    HuggingFaceTokenizer,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from megatron.pretrain.tokenizer import HuggingFaceTokenizer, build_tokenizer, padded_vocab_size
 from tests.pretrain.tokenizer_arguments import BYTES, namespace
 
 

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.saved_runs import DROPOUT, GATED, SIX, saved_at
-from tests.pretrain.training_runs import (
-    refuse,
-    train,
-)
+from tests.pretrain.training_runs import refuse, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 

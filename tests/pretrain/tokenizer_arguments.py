@@ -4,9 +4,7 @@
 import argparse
 from typing import Any
 
-from megatron.pretrain.tokenizer import (
-    ByteTokenizer,
-)
+from megatron.pretrain.tokenizer import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

@@ -47,13 +47,9 @@ CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "c
 """Not mock data: its index takes a third of a second to shuffle, as long as some runs."""
 
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
-
 DATA = f"{SOURCE} --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
-
 STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
-
 NO_DROPOUT = "--attention-dropout 0 --hidden-dropout 0"
-
 SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 """Two microbatches a step on two ranks, one on four, four on one: the batches are the same."""
 

@@ -16,7 +16,6 @@ from tests.checkpoint import samples
 from tests.checkpoint.command_runs import TO_FSDP, run_json
 
 REPOSITORY = Path(__file__).parents[2]
-
 SCRIPT = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"
 
 NO_MEGATRON_CORE = """

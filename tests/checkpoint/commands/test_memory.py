@@ -18,9 +18,7 @@ from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 ROOT = Path(__file__).parents[3]
-
 LAYERS, HIDDEN = 10, 768
-
 TENSOR = 4 * HIDDEN * 4 * HIDDEN
 """Bytes of the largest tensor, fp32: 9 MiB. The whole checkpoint has 315 MiB."""
 

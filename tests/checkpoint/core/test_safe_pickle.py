@@ -38,7 +38,6 @@ from tests.checkpoint.crafted_files import (
 )
 
 NAMESPACE = named("argparse", "Namespace")
-
 EMPTY = pickle.PROTO + b"\x04"
 
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.checkpoint import HuggingFaceTarget
-from tests.checkpoint.hugging_face_models import (
-    write,
-)
+from tests.checkpoint.hugging_face_models import write
 
 
 def saved(state: TrainingState, directory: Path, **options: Any) -> Path:

@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.torch_dist.stored_optimizers import DISTRIBUTED, ZERO, File, sample, written
-from tests.pretrain.parity import (
-    GPT2,
-    Combination,
-)
+from tests.pretrain.parity import GPT2, Combination
 from tests.pretrain.training_runs import write_counting_corpus
 
 

@@ -15,10 +15,7 @@ from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from megatron.checkpoint.torch_dist.optimizer_layouts import (
-    OptimizerTensors,
-    read_optimizer,
-)
+from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 from tests.checkpoint.written_by_megatron_core import State, write
 from tests.pretrain.parity import (
     ALLTOALL,
@@ -34,7 +31,6 @@ from tests.pretrain.parity import (
 from tests.rank_pool import run_ranks
 
 OWN_SAMPLES = Path(__file__).parents[2] / "data" / "torch_dist"
-
 MORE_SAMPLES = Path(__file__).parents[4] / "shared" / "data" / "torch_dist"
 
 
@@ -104,11 +100,8 @@ def assert_is(found: OptimizerTensors, weights: dict[str, LazyTensor], expected:
 
 
 DISTRIBUTED = "--bf16 --use-distributed-optimizer"
-
 BUCKETS = f"{DISTRIBUTED} --overlap-grad-reduce --ddp-bucket-size 5000"
-
 ZERO = "dp_zero_gather_scatter"
-
 GATED_SHARED = f"{MOE_SHARED} --moe-shared-expert-gate"
 
 RUNS = {

@@ -12,10 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.torch_dist.optimizer_layouts import (
-    read_optimizer,
-    reformulated,
-)
+from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer, reformulated
 from tests.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     RUNS,
@@ -25,10 +22,7 @@ from tests.checkpoint.torch_dist.stored_optimizers import (
     sample,
     written,
 )
-from tests.pretrain.parity import (
-    LLAMA,
-    Combination,
-)
+from tests.pretrain.parity import LLAMA, Combination
 from tests.selection import mostly_in_full
 
 SAMPLES = {

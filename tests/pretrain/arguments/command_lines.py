@@ -55,9 +55,6 @@ def other_value(action: argparse.Action) -> str | None:
 
 
 LATENT = "--multi-latent-attention"
-
 PREDICTION = "--position-embedding-type rope"
-
 EXPERTS = "--num-experts 4 --disable-bias-linear"
-
 DEEP = MOCK.replace("--num-layers 2", "--num-layers 8")

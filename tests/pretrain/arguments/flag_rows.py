@@ -8,7 +8,6 @@ LINE = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 3
     1 --global-batch-size 8 --mock-data --vocab-size 100"""
 
 TRAIN = f"{LINE} --lr 0.01 --train-iters 20"
-
 SAMPLES = f"{LINE} --lr 0.01 --train-samples 160"
 
 
@@ -52,9 +51,6 @@ def shown(flag: str, test: str) -> FlagRow:
 
 
 FSDP = "--use-megatron-fsdp"
-
 SHARDED = "--use-distributed-optimizer"
-
 OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
-
 PIPELINE = "--pipeline-model-parallel-size 2"

@@ -21,21 +21,13 @@ from tests.pretrain.arguments.flag_rows import (
 )
 
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-
 VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
-
 EXPERTS = "--num-experts 8 --disable-bias-linear"
-
 NO_LOW_PRECISION = "FP8 and FP4 training is not built yet"
-
 NO_USER_BUFFERS = "user-buffer registration is not built yet"
-
 NO_FIXED_BUFFERS = "fixed buffers for gathered units are not built yet"
-
 NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
-
 NO_OFFLOAD = "optimizer state on the host is not built yet"
-
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
 DATA_PARALLELISM = (
@@ -250,9 +242,7 @@ OPTIMIZER = (
 )
 
 ASYNC = "saving in the background is not built yet"
-
 SHARED_WORK = "how ranks share the work of a checkpoint is fixed"
-
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
