@@ -18,9 +18,9 @@ from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 ROOT = Path(__file__).parents[3]
-LAYERS, HIDDEN = 3, 768
+LAYERS, HIDDEN = 5, 768
 TENSOR = 4 * HIDDEN * 4 * HIDDEN
-"""Bytes of the largest tensor, fp32: 9 MiB. The whole checkpoint has 189 MiB."""
+"""Bytes of the largest tensor, fp32: 9 MiB. The whole checkpoint has 315 MiB."""
 
 PART_BYTES = 2 * TENSOR
 """Instead of 256 MiB, for which a checkpoint would have to be large."""
@@ -95,9 +95,8 @@ def test_a_conversion_holds_one_part_and_two_tensors_at_most(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     size = sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
-    limit = (
-        PART_BYTES + 2 * TENSOR + (16 << 20)
-    )  # and what the interpreter, zip records and metadata take
+    # 64 MiB for zip records, metadata, and pages of libraries that the system has dropped before.
+    limit = PART_BYTES + 2 * TENSOR + (64 << 20)
     assert size > 3 * limit
     there, back = tmp_path / "there", tmp_path / "back"
     peaks = peaks_of(
