@@ -71,16 +71,15 @@ CHANGES = {
     ),
     "tied_mtp": runs(f"{LLAMA.replace(UNTIED, '')} {MTP}", (2, "dp"), (2, "pp2"), (2, "dp")),
     "mla": runs(MLA, (4, "tp2"), (2, "dp")),
-    "every_axis": runs(
+    "expert_axes": runs(
         ALLTOALL,
         (4, "tp2 sp ep2 etp1"),
         (2, "pp2"),
-        (2, "cp2", 1),
         (4, "inst2 ep2", 3, OPTIM_OUTSIDE),
     ),
-    "tied_virtual_stages": runs(GPT2, (2, "pp2 vpp2"), (2, "dp"), layers=4),
+    "stages_and_contexts": runs(GPT2, (2, "pp2 vpp2"), (2, "cp2", 1), layers=4),
 }
-SHORT_CHANGES = ("every_axis", "tied_virtual_stages")
+SHORT_CHANGES = ("expert_axes", "stages_and_contexts")
 
 
 def go_on(folder: Path, layout: Combination, first: int, last: int, num_runs: int) -> Record:
