@@ -9,18 +9,22 @@ os.environ.setdefault(
     "TORCHDYNAMO_DISABLE", "1"
 )  # compiling takes minutes on two cores; tests of it turn it on
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from tests import rank_pool
+from tests import rank_pool, stand_ins
 from tests.rank_process import OUR_MODULES
+from tests.warm_programs import ROOT, free_port, warm_programs
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """No warning of ours may reach the user: here, as in the ranks, it is an error."""
     config.addinivalue_line("filterwarnings", f"error:::{OUR_MODULES}")
+    config.addinivalue_line(
+        "markers", "exhaustive: one more case of a property that a shorter test shows as well"
+    )
     if not config.option.collectonly:
         rank_pool.start_server()
 
@@ -31,5 +35,23 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """`ranks(world_size, function, *args, timeout=120, **kwargs)`: see `tests.rank_pool.run_ranks`."""
+    """Return `tests.rank_pool.run_ranks`."""
     return rank_pool.run_ranks
+
+
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment variables with which a shell finds `stand_ins`, and these find warm programs."""
+    folder = tmp_path_factory.mktemp("commands")
+    stand_ins.install(folder)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    with warm_programs(folder / "socket"):
+        yield {
+            **kept,
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "WARM_PROGRAMS": str(folder / "socket"),
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's process groups on warm ranks, made once for a layout: there are some forty of them, each with threads."""
+"""Megatron-Core's process groups on warm ranks, some forty per layout, made once for each."""
 
 from argparse import Namespace
 from typing import Any
@@ -37,7 +37,7 @@ def initialize_data_parallel() -> None:
 
 
 def initialize(args: Any) -> None:
-    """`parallel_state` for the layout of `args`; what an earlier job on this rank made is taken up again."""
+    """Set `parallel_state` for the layout of `args`; reuse the groups of earlier jobs."""
     global _world
     if _world is not dist.group.WORLD:
         _kept.clear()
@@ -53,7 +53,7 @@ def initialize(args: Any) -> None:
 
 
 def _level_group_counts() -> None:
-    """Give ranks that are in fewer groups than others some of their own: a world of unequal ranks ends with the job."""
+    """Add groups to ranks that are in fewer than others: unequal ranks would end the world."""
     counts: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(counts, len(dist.distributed_c10d._world.pg_map))
     for rank, count in enumerate(counts):

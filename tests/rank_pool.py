@@ -20,29 +20,34 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 from tests import rank_process
-from tests.rank_process import Job, RankPlace, Report
+from tests.rank_process import Job, RankPlace, RankReport
 
 MAX_WORLD_SIZE = 8
 START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
-"""Seconds the other ranks get to report after one rank failed: often all fail, and each traceback helps."""
+"""Seconds that other ranks have to report after a failure: often all fail, with telling stacks."""
 MAX_GROUPS = 200
-"""Process groups that may pile up over the jobs of a world before it is built anew, each with two threads and its sockets.
+"""Process groups that may pile up in a world before it is built anew.
+
+Each has two threads and its sockets.
 
 What torch and `tests.model_parallel` remember of meshes and layouts is lost then, which costs as
 much as ten jobs.
 """
+SHOWN_LINES = 20
+"""Lines of a rank's output that a failure shows."""
 MAX_THREADS = 1000
-"""Threads of a rank at which its world ends and the next job gets new processes: gloo's stay behind when something in
-torch still holds a destroyed group."""
+"""Threads of a rank at which the next job gets new processes.
+
+Gloo's threads stay behind when something in torch still refers to a destroyed group."""
 PRELOAD = [
     "torch.distributed.tensor",
     "megatron.core.distributed",
@@ -53,7 +58,7 @@ PRELOAD = [
 """Imported once, by the server that ranks are forked from."""
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818 (the failure of a test, not an error)
     """A rank raised, died or took too long.
 
     The message names the ranks and shows their tracebacks or stacks.
@@ -63,7 +68,7 @@ class RankFailure(AssertionError):
 def run_ranks(
     world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120, **kwargs: Any
 ) -> list[Any]:
-    """Call `function(*args, **kwargs)` on `world_size` ranks of one gloo world and return the results in rank order.
+    """Call the function on `world_size` ranks of one gloo world; return results in rank order.
 
     The default process group exists already. `function` must be at module level; arguments and
     results travel by pickle, tensors by value (a DTensor does not travel: return its local tensor).
@@ -101,7 +106,23 @@ def start_server() -> None:
 
     It takes seconds.
     """
-    forkserver.ensure_running()
+    with _silent():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Start processes without a terminal: Megatron-Core warns of missing packages on import."""
+    kept = [os.dup(1), os.dup(2)]
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        for number, descriptor in enumerate(kept, 1):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
 
 
 def shut_down() -> None:
@@ -122,6 +143,7 @@ class RankGroup:
         self._stack_files = [
             Path(self._directory.name, f"rank_{rank}") for rank in range(world_size)
         ]
+        self._output_files = [path.with_suffix(".output") for path in self._stack_files]
         # Hosted here and not by rank 0: the system picks a free port, so two test runs never
         # collide.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -144,6 +166,7 @@ class RankGroup:
             world_size=world_size,
             store_port=self._store.port,
             stack_file=str(self._stack_files[rank]),
+            output_file=str(self._output_files[rank]),
         )
         here, there = _context.Pipe()
         process = _context.Process(
@@ -155,7 +178,7 @@ class RankGroup:
         self._processes.append(process)
 
     def pause(self) -> None:
-        """Stop the processes while another world works: gloo's threads poll, and would take half of its time.
+        """Stop the processes while another world works: gloo's polling threads take half the time.
 
         Only where the system ends ranks with the server that they were forked from; elsewhere
         nothing could end stopped ones.
@@ -190,9 +213,9 @@ class RankGroup:
         self.is_spent = max(report.num_threads for report in reports) > MAX_THREADS
         return [pickle.loads(report.result or b"") for report in reports]
 
-    def _collect(self, timeout: float) -> list[Report]:
+    def _collect(self, timeout: float) -> list[RankReport]:
         """Wait for a report of every rank; the first failure or death cuts the wait to GRACE."""
-        reports: dict[int, Report] = {}
+        reports: dict[int, RankReport] = {}
         deadline = time.monotonic() + timeout
         failed = False
         while waiting := [rank for rank in range(len(self._connections)) if rank not in reports]:
@@ -210,18 +233,18 @@ class RankGroup:
             raise RankFailure(self._describe(reports, waiting, None if failed else timeout))
         return [reports[rank] for rank in sorted(reports)]
 
-    def _receive(self, rank: int) -> Report:
+    def _receive(self, rank: int) -> RankReport:
         try:
             return self._connections[rank].recv()
         except (EOFError, ConnectionResetError):
             process = self._processes[rank]
             process.join(GRACE)
-            return Report(failure=f"the process died with exit code {process.exitcode}\n")
+            return RankReport(failure=f"the process died with exit code {process.exitcode}\n")
 
     def _describe(
-        self, reports: dict[int, Report], waiting: list[int], timeout: float | None
+        self, reports: dict[int, RankReport], waiting: list[int], timeout: float | None
     ) -> str:
-        """All that went wrong: failures as they came (the cause first), the same text once, then stacks of those still running."""
+        """Describe failures as they came (the cause first), output, and stacks of running ranks."""
         world_size = len(self._processes)
         parts = []
         if timeout is not None:
@@ -232,13 +255,24 @@ class RankGroup:
                 by_text.setdefault(report.failure, []).append(rank)
         for text, ranks in by_text.items():
             parts.append(f"{_name(sorted(ranks))} of {world_size} failed:\n{text}")
+        for text, ranks in self._printed().items():
+            parts.append(f"{_name(ranks)} printed:\n{text}")
         stacks = self._dump_stacks(waiting)
         for rank in waiting:
             parts.append(f"rank {rank} was still running:\n{stacks[rank]}")
         return "\n".join(parts)
 
+    def _printed(self) -> dict[str, list[int]]:
+        """Return the last lines that ranks printed in this job -> the ranks that did."""
+        ranks_by_text: dict[str, list[int]] = {}
+        for rank, path in enumerate(self._output_files):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            if lines:
+                ranks_by_text.setdefault("\n".join(lines[-SHOWN_LINES:]), []).append(rank)
+        return ranks_by_text
+
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The Python stacks of running ranks, written by the signal handler that each registered."""
+        """Return the Python stacks of running ranks, written by their signal handlers."""
         for rank in ranks:
             if self._stack_files[
                 rank
@@ -268,7 +302,7 @@ class RankGroup:
 
 
 def _is_worn(group_counts: set[int]) -> bool:
-    """Whether the world must be built anew.
+    """Return whether the world must be built anew.
 
     Unequal counts matter: torch names a mesh's groups by the count on each rank, so ranks that
     differ would wait for one another for ever.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of the pool in `tests/rank_pool.py`: waits for jobs, runs them in a gloo world, sends results back.
+"""One rank of the pool in `tests/rank_pool.py`: receives jobs, runs them, sends results.
 
 A rank has two threads. The receiver reads the pipe to the test process; when that pipe closes, the
 test process is gone and the receiver kills the rank, even if its main thread hangs in a collective.
@@ -28,11 +28,11 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|training)|megatron_fsdp)(\.|$)"
-"""Modules in which a warning is an error, as a regular expression on the module that the warning points to."""
+OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
+"""Regular expression for the modules in which a warning is an error."""
 
 JOBS_BETWEEN_FULL_COLLECTIONS = 50
-"""What jobs have left for the next ones (caches, modules) is not walked at every job: that takes longer than most jobs."""
+"""Caches that jobs leave are not walked after every job: it takes longer than most jobs."""
 
 SEED = 1234
 """Every job starts with all generators seeded with this number, the same on each rank."""
@@ -40,12 +40,13 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """Where a rank stands: its number, the size of its world and the port of the store that the test process hosts."""
+    """Number of a rank, size of its world, port of the test process' store, and its files."""
 
     rank: int
     world_size: int
     store_port: int
     stack_file: str
+    output_file: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +62,8 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
-    """What a rank answers: the pickled result, or the text of a traceback; how many process groups and threads it now has."""
+class RankReport:
+    """Answer of a rank: pickled result or traceback, and its numbers of groups and threads."""
 
     result: bytes | None = None
     failure: str | None = None
@@ -81,25 +82,35 @@ def serve(place: RankPlace, connection: Connection) -> None:
     _die_with_parent()
     _allow_many_sockets()
     _set_environment(place)
+    _write_output_to(place.output_file)
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
     threading.Thread(target=_receive_jobs, args=(connection, jobs), daemon=True).start()
     with open(place.stack_file, "w") as stack_file:
         faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
         _prepare_torch()
         _join_world(place, number=0)
-        connection.send(Report())
+        connection.send(RankReport())
         for number in range(1, sys.maxsize):
             connection.send(_run_job(jobs.get(), place, number))
 
 
 def _die_with_parent() -> None:
-    """The server that ranks are forked from goes with the test process.
+    """Have the system kill this process when the server that it was forked from ends.
 
     A stopped rank could not read the closed pipe.
     """
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _write_output_to(path: str) -> None:
+    """Keep what jobs print apart from pytest's progress; the pool shows it when a job fails."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(file, stream.fileno())
+        stream.reconfigure(line_buffering=True)
+    os.close(file)
 
 
 def _allow_many_sockets() -> None:
@@ -111,7 +122,7 @@ def _allow_many_sockets() -> None:
 
 
 def _set_environment(place: RankPlace) -> None:
-    """The variables torchrun sets, and loopback for gloo: resolving the host name fails on some machines."""
+    """Set torchrun's variables, and loopback for gloo: some machines fail to resolve their name."""
     os.environ.update(
         RANK=str(place.rank),
         LOCAL_RANK=str(place.rank),
@@ -143,14 +154,14 @@ def _prepare_torch() -> None:
 
 
 def _share_one_device() -> None:
-    """One gloo device for all process groups of this rank: each device has a thread that polls, and groups are many."""
+    """Use one gloo device for all groups of this rank: each device has a thread that polls."""
     import torch.distributed as dist
 
     kind = dist.ProcessGroupGloo
     device, make = kind.create_default_device(), kind.__init__
 
     def make_on_device(
-        group: dist.ProcessGroupGloo, store: dist.Store, rank: int, size: int, timeout: timedelta
+        group: dist.ProcessGroupGloo, store: dist.TCPStore, rank: int, size: int, timeout: timedelta
     ) -> None:
         options = kind._Options()
         options._devices, options._timeout = [device], timeout
@@ -171,8 +182,9 @@ def _join_world(place: RankPlace, number: int) -> None:
     dist.init_process_group("gloo", store=world_store, rank=place.rank, world_size=place.world_size)
 
 
-def _run_job(job: Job, place: RankPlace, number: int) -> Report:
+def _run_job(job: Job, place: RankPlace, number: int) -> RankReport:
     snapshot = (dict(os.environ), os.getcwd(), list(sys.argv))
+    os.truncate(place.output_file, 0)
     try:
         _reset(place, number, job.fresh_world)
         with warnings.catch_warnings():
@@ -181,13 +193,13 @@ def _run_job(job: Job, place: RankPlace, number: int) -> Report:
             importlib.invalidate_caches()
             function, args, kwargs = pickle.loads(job.call)
             result = pickle.dumps(_call(function, args, kwargs))
-        return Report(
+        return RankReport(
             result=result, num_groups=_count_groups(), num_threads=psutil.Process().num_threads()
         )
     except (
         BaseException
     ) as error:  # SystemExit and pytest's outcomes too: a rank must always answer
-        return Report(failure=_format(error))
+        return RankReport(failure=_format(error))
     finally:
         environment, directory, arguments = snapshot
         if dict(os.environ) != environment:
@@ -204,7 +216,7 @@ def _call(
 
 
 def _format(error: BaseException) -> str:
-    """The traceback from the test's own function on, without the frames of this file above it."""
+    """Format the traceback from the test's own function on, without the frames of this file."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next
@@ -214,14 +226,14 @@ def _format(error: BaseException) -> str:
 
 
 def _count_groups() -> int:
-    """Process groups this rank is in, the default one included; 0 when the job took the world down."""
+    """Count this rank's process groups, the default one too; 0 after the world was destroyed."""
     import torch.distributed as dist
 
     return len(dist.distributed_c10d._world.pg_map)
 
 
 def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
-    """Undo what the job before may have left: Megatron-Core's globals, process groups, torch's settings, generators."""
+    """Reset what a job may have changed: Megatron-Core's globals, groups, settings, generators."""
     import torch
     import torch.distributed as dist
 
@@ -244,7 +256,7 @@ def _reset(place: RankPlace, number: int, fresh_world: bool) -> None:
 
 
 def _collect_garbage(everything: bool) -> None:
-    """That of the job before; with `everything`, also what jobs before it have left and other jobs have let go of since."""
+    """Collect the garbage of the last job, or with `everything` that of all earlier jobs."""
     if everything:
         gc.unfreeze()
     gc.collect()
@@ -252,7 +264,7 @@ def _collect_garbage(everything: bool) -> None:
 
 
 def _forget_meshes() -> None:
-    """What torch remembers of DTensors refers to meshes of the old world, whose groups no longer exist."""
+    """Clear torch's caches of DTensors, which refer to the meshes of a world that is gone."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool of warm ranks: results come back in order, failures are named at once, tests do not leak into one another."""
+"""The pool of warm ranks: ordered results, failures named at once, no leaks between tests."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ import warnings
 import weakref
 from argparse import Namespace
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import MAX_GROUPS, RankFailure, run_ranks
 from tests.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
+from tests.selection import only_in_full
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -110,8 +112,8 @@ def initialize_pipeline() -> None:
 class Cycle:
     """Freed by nothing but a garbage collection."""
 
-    watched: list["weakref.ref[Cycle]"] = []
-    held: list["Cycle"] = []
+    watched: ClassVar[list["weakref.ref[Cycle]"]] = []
+    held: ClassVar[list["Cycle"]] = []
 
     def __init__(self) -> None:
         self.itself = self
@@ -294,9 +296,11 @@ def test_bad_calls_are_refused_with_the_fix() -> None:
         run_ranks(1, return_something_unpicklable)
 
 
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["interrupted", "killed"])
+@pytest.mark.parametrize(
+    "ending", [*only_in_full([signal.SIGINT]), signal.SIGKILL], ids=["interrupted", "killed"]
+)
 def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
-    """The program starts two ranks that hang in a collective, and prints the process ids of its family."""
+    """Start two ranks that hang in a collective, and end the process that started them."""
     program = """
 import threading, time, psutil
 from tests.rank_pool import run_ranks

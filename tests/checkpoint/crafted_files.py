@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files as an attacker would write them: pickles that call functions, inside of everything that holds a pickle."""
+"""Files as an attacker would write them: pickles that call functions, in every kind of file."""
 
 import io
 import pickle
@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
-class Call:
+class CallOnLoad:
     """Unpickles as the result of a call."""
 
-    def __init__(self, function: Callable[..., Any], *args: Any):
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._reduced = (function, args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -21,7 +21,7 @@ class Call:
 
 
 def named(module: str, name: str) -> bytes:
-    """The opcodes that push a global of any name, whether it exists or not."""
+    """Return the opcodes that push a global of any name, whether it exists or not."""
     return (
         b"\x8c"
         + bytes([len(module)])
@@ -38,7 +38,7 @@ def text(content: str) -> bytes:
 
 
 def call(module: str, name: str, *args: bytes) -> bytes:
-    """A pickle that calls a global."""
+    """Return a pickle that calls a global."""
     return (
         pickle.PROTO
         + b"\x04"
@@ -52,12 +52,12 @@ def call(module: str, name: str, *args: bytes) -> bytes:
 
 
 def touch(marker: Path) -> bytes:
-    """A pickle that makes the file ``marker`` when it is trusted."""
-    return pickle.dumps(Call(__import__("os").system, f"touch {marker}"))
+    """Return a pickle that makes the file ``marker`` when it is trusted."""
+    return pickle.dumps(CallOnLoad(__import__("os").system, f"touch {marker}"))
 
 
 def archive(pickled: bytes, **records: bytes) -> bytes:
-    """What ``torch.save`` writes, of any pickle."""
+    """Wrap any pickle in an archive as ``torch.save`` writes it."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as file:
         for name, content in {
@@ -71,7 +71,10 @@ def archive(pickled: bytes, **records: bytes) -> bytes:
 
 
 def two_faced_archive(shown: bytes, hidden: bytes) -> bytes:
-    """An archive that Python's ``zipfile`` takes for ``shown`` and torch, which believes other fields, for ``hidden``."""
+    """Build an archive that Python's ``zipfile`` reads as ``shown`` and torch as ``hidden``.
+
+    Both believe different fields of the archive's directory.
+    """
     end = hidden.rindex(b"PK\x05\x06")
     size, offset = struct.unpack("<II", hidden[end + 12 : end + 20])
     shown_end = shown.rindex(b"PK\x05\x06")

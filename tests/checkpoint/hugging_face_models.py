@@ -135,7 +135,7 @@ RUN = (
 
 
 def randomize(model: torch.nn.Module) -> None:
-    """Values of a size at which every one of them matters: norms are not one, biases are not zero."""
+    """Draw values that all matter: norms are not one, biases are not zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -153,7 +153,7 @@ def randomize(model: torch.nn.Module) -> None:
 
 
 def saved_model(kind: str, directory: Path, **options: Any) -> Any:
-    """A random model of transformers, which is saved too.
+    """Build and save a random model of transformers.
 
     In the directory it has the tensors of released models.
     """
@@ -175,7 +175,7 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
 
 
 def random_state(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> TrainingState:
-    """A state of a model of this kind, made without either program."""
+    """Build the state of a model of this kind without either program."""
     args, problems = FAMILIES[KINDS[kind][0]].read_config(config_of(kind, **changes))
     assert not problems
     args.padded_vocab_size = args.vocab_size
@@ -208,13 +208,13 @@ def our_logits(model: GPTModel) -> torch.Tensor:
 
 
 def parsed(flags: list[str]) -> argparse.Namespace:
-    """The arguments of a run with these flags of its model, as the program itself completes them."""
+    """Parse model flags as the training program does, with everything that follows from them."""
     words = [*flags, *RUN.split(), "--vocab-size", str(VOCABULARY - 1)]
     return parse_arguments(words, world_size=1, cuda=False, transformer_engine=False)[0]
 
 
 def megatron_model(args: argparse.Namespace) -> GPTModel:
-    """The model that the training program builds."""
+    """Build the model that the training program builds."""
     cpu.install()
     initialize(ONE_AXIS)
     model_parallel_cuda_manual_seed(5, force_reset_rng=True)
@@ -242,7 +242,7 @@ def load(model: GPTModel, state: TrainingState) -> None:
 
 
 def state_of(model: GPTModel, args: argparse.Namespace) -> TrainingState:
-    """What a reader of the model's checkpoint would make."""
+    """Return the state that a reader of the model's checkpoint returns."""
     own = {name: in_memory(tensor.detach()) for name, tensor in own_tensors(model).items()}
     buffers = {name: tensor for name, tensor in own.items() if is_buffer(name)}
     return TrainingState(
@@ -268,17 +268,13 @@ def write(target: HuggingFaceTarget, directory: Path) -> list[int]:
 
 
 def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest one, in parts of the largest value."""
+    """Return the largest difference, relative to the largest value."""
     assert found.shape == expected.shape
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-# ---- jobs of a rank
-# ----------------------------------------------------------------------------------------------------
-
-
 def import_and_compare(kind: str, directory: Path) -> float:
-    """Job: a model of transformers, read and built by Megatron-Core; how far its answers are from the first's."""
+    """Job: import a model of transformers; return how far Megatron-Core's answers differ."""
     model = saved_model(kind, directory)
     state = hugging_face.read(directory)
     ours = megatron_model(parsed(model_flags(state.args)))
@@ -287,7 +283,7 @@ def import_and_compare(kind: str, directory: Path) -> float:
 
 
 def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
-    """Job: a random model of Megatron-Core's, written and opened by transformers; how far its answers are; its family."""
+    """Job: export a random model; return how far transformers' answers differ, and its family."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
@@ -310,14 +306,15 @@ def export_and_compare(kind: str, directory: Path) -> tuple[float, str]:
 
 
 def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float] | None:
-    """Job: a model with a layer that predicts one token more, written by us: how far the answers of the model, of the layer,
-    and those of the layer once it is read again are from transformers'. None where that has no such
-    layers.
+    """Job: export a model with a layer that predicts a further token.
+
+    Returns how far the answers of the model, of the layer, and of the layer read again are from
+    those of transformers, or None if this release of transformers has no such layers.
     """
     from transformers import AutoModelForCausalLM, modeling_layers
 
-    MtpModel = getattr(modeling_layers, "MtpModel", None)
-    if MtpModel is None:
+    mtp_model = getattr(modeling_layers, "MtpModel", None)
+    if mtp_model is None:
         return None
 
     settings = parsed([*model_flags(random_state(kind).args), "--mtp-num-layers", "1"])
@@ -328,7 +325,7 @@ def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float
     model._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{settings.num_layers}\..*"
     ]  # of the released size: 61
-    predicting = MtpModel.from_pretrained(model).eval()
+    predicting = mtp_model.from_pretrained(model).eval()
     answers, predictions = their_predictions(model, predicting)
     found_answers, found_predictions = our_predictions(ours)
     state = hugging_face.read(directory)
@@ -343,7 +340,7 @@ def predict_and_compare(kind: str, directory: Path) -> tuple[float, float, float
 
 @torch.no_grad()
 def their_predictions(model: Any, predicting: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the next token, and those of the one after it but at the last place."""
+    """Logits of the next token, and those of the one after it except for the last token."""
     hidden = model.model(input_ids=tokens()).last_hidden_state
     positions = torch.arange(1, LENGTH).expand(2, LENGTH - 1)
     further = predicting.forward_layer(
@@ -354,7 +351,10 @@ def their_predictions(model: Any, predicting: Any) -> tuple[torch.Tensor, torch.
 
 @torch.no_grad()
 def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a model that only computes losses from the second."""
+    """Return our logits for the next and the second next token.
+
+    The model itself only computes losses from the second.
+    """
     seen: list[torch.Tensor] = []
     hook = model.mtp.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(tokens(), torch.arange(LENGTH).expand(2, LENGTH).contiguous(), None, labels=tokens())
@@ -371,8 +371,7 @@ def our_predictions(model: GPTModel) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> None:
-    """Job: a model of transformers in several files, read and written with itself as the template, is the same."""
-    from safetensors.torch import load_file
+    """Job: read and write a model in several files, with itself as the template; compare."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     family, settings = KINDS[kind]
@@ -387,14 +386,7 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     assert state.args.params_dtype == dtype and state.iteration is None
     target = HuggingFaceTarget(state, template=directory / "first", shard_bytes=10_000)
     reported = write(target, directory / "second")
-    first, second = (
-        {
-            name: tensor
-            for file in (directory / each).glob("*.safetensors")
-            for name, tensor in load_file(file).items()
-        }
-        for each in ("first", "second")
-    )
+    first, second = (_tensors_of(directory / each) for each in ("first", "second"))
     assert first.keys() == second.keys()
     for name in first:
         assert first[name].dtype == second[name].dtype, name
@@ -412,3 +404,12 @@ def write_again_and_compare(kind: str, dtype: torch.dtype, directory: Path) -> N
     assert differing <= {"num_nextn_predict_layers"}, (
         differing
     )  # transformers has not saved the layers that it speaks of
+
+
+def _tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors

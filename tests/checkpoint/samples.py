@@ -24,7 +24,7 @@ FSDP_DTENSOR = DATA / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 
 
 def torch_dist(name: str) -> Path:
-    """The directory above the iteration; skips the test where the sample is not at hand."""
+    """Return the directory above the iteration; skip the test if the sample is not here."""
     for root in (DATA, MORE):
         if (root / "torch_dist" / name).is_dir():
             return root / "torch_dist" / name
@@ -38,7 +38,10 @@ def iteration(sample: Path) -> Path:
 
 
 def expected(sample: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """``param``, ``exp_avg``, ``exp_avg_sq``, ``buffers`` -> canonical name -> what the ranks had in memory."""
+    """Return slot -> canonical name -> tensor of the ranks' memory.
+
+    Slots are ``param``, ``exp_avg``, ``exp_avg_sq`` and ``buffers``.
+    """
     return torch.load(sample / "expected.pt", weights_only=True)
 
 

@@ -64,7 +64,7 @@ GENERATORS = {
 
 def layer(prefix: str, kind: str = "gated") -> dict[str, tuple[int, ...]]:
     """Names and shapes of a layer: ``gated``, ``gelu`` (with biases) or ``experts``."""
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (HIDDEN,),
         "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
         "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
@@ -91,7 +91,7 @@ def layer(prefix: str, kind: str = "gated") -> dict[str, tuple[int, ...]]:
 def shapes_of(
     layers: Sequence[str] = ("gated", "gated"), predicting: bool = False, tied: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    shapes = {"embedding.word_embeddings.weight": (TOKENS, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (TOKENS, HIDDEN)}
     for number, kind in enumerate(layers):
         shapes |= layer(f"decoder.layers.{number}.", kind)
     shapes["decoder.final_layernorm.weight"] = (HIDDEN,)
@@ -118,7 +118,7 @@ def values(name: str, shape: tuple[int, ...], slot: str = "weight") -> torch.Ten
 def state_of(
     shapes: dict[str, tuple[int, ...]], with_optimizer: bool = True, **args: Any
 ) -> TrainingState:
-    """A run after three steps."""
+    """Return the state of a run after three steps."""
     buffers = {name: shape for name, shape in shapes.items() if name.endswith("expert_bias")}
     weights = {name: shape for name, shape in shapes.items() if name not in buffers}
     has_experts = bool(buffers)
@@ -169,7 +169,7 @@ def _groups(weights: dict[str, tuple[int, ...]], has_experts: bool) -> list[Opti
 
 
 def write(state: TrainingState, path: Path, form: str = "torch_dist", **options: Any) -> Path:
-    """The directory of the iteration."""
+    """Write the state and return the directory of its iteration."""
     spelling = choose_spelling(state, state.args.transformer_impl)
     make = torch_dist.target if form == "torch_dist" else fsdp_dtensor.target
     output = new_checkpoint(path, state.iteration)

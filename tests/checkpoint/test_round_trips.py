@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch_dist -> fsdp_dtensor -> torch_dist gives back every bit, of the samples and of models of every kind."""
+"""Conversions to fsdp_dtensor and back return every bit, of samples and of all kinds of models."""
 
 import argparse
 import functools
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -55,10 +56,6 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return convert
 
 
-# ---- the samples
-# -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: Any) -> None:
     expected = samples.expected(samples.torch_dist(name))
@@ -97,16 +94,16 @@ def _arguments(args: argparse.Namespace) -> dict[str, Any]:
 def _groups(state: TrainingState) -> dict[str, dict[str, Any]]:
     """Fields of each parameter. Written for any optimizer, a file has these two more."""
     added = ("bias_correction", "step")
-    return {
-        name: {field: value for field, value in group.fields.items() if field not in added}
-        for group in state.groups
-        for name in group.names
-    }
+    groups: dict[str, dict[str, Any]] = {}
+    for group in state.groups:
+        fields = {field: value for field, value in group.fields.items() if field not in added}
+        groups |= dict.fromkeys(group.names, fields)
+    return groups
 
 
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_the_file_has_the_same_keys_and_tensors_again(name: str, there_and_back: Any) -> None:
-    """As Megatron-Core wrote them, but for optimizer layouts that are not written."""
+    """Compare with Megatron-Core's files, except for optimizer layouts that are not written."""
     first, _, back = there_and_back(name)
     mine, theirs = first.stored, back.stored
     is_optimizer = re.compile(r"^(chained_\d+\.)?optimizer\.|^common_state/")
@@ -170,10 +167,6 @@ def test_torch_itself_loads_the_converted_files(there_and_back: Any) -> None:
     )
 
 
-# ---- the published file of the same run
-# --------------------------------------------------------------------------------
-
-
 def test_a_converted_sample_differs_from_the_published_file_where_it_must(
     there_and_back: Any,
 ) -> None:
@@ -205,9 +198,6 @@ def test_a_converted_sample_differs_from_the_published_file_where_it_must(
     )
     assert args["consumed_train_samples"] == other["consumed_train_samples"]
 
-
-# ---- models of every kind
-# ----------------------------------------------------------------------------------------------
 
 MODELS: dict[str, dict[str, Any]] = {
     "gated": {},
@@ -357,12 +347,11 @@ def test_keys_are_those_of_the_facts(
         assert {key: stored.shape(key) for key in keys} == keys
 
 
-# ---- main weights that contradict the model
-# ----------------------------------------------------------------------------
-
-
 def with_shifted_state(path: Path, shifted: list[str]) -> None:
-    """A torch_dist file as Megatron-Core's defect writes it: main weights and moments of some parameters from elsewhere."""
+    """Write a torch_dist file with main weights and moments of other parameters.
+
+    A defect of Megatron-Core writes such files.
+    """
     state = small_models.state_of(small_models.shapes_of())
     target = torch_dist.target(state, choose_spelling(state))
     for position, entry in enumerate(target._entries):
@@ -430,18 +419,13 @@ def test_negative_zeros_and_numbers_that_are_none_contradict_nothing_they_should
 def test_numpy_states_survive(tmp_path: Path) -> None:
     state = small_models.state_of(small_models.shapes_of())
     numpy_state = numpy.random.RandomState(5).get_state()
+    generators = {
+        "np_rng_state": numpy_state,
+        "rng_tracker_states": {"model-parallel-rng": torch.arange(5)},
+    }
     state.random_states = {
-        (stage, slice_): (
-            [
-                {
-                    "np_rng_state": numpy_state,
-                    "rng_tracker_states": {"model-parallel-rng": torch.arange(5)},
-                }
-            ]
-            * 2
-        )
-        for stage in range(2)
-        for slice_ in range(2)
+        stage_and_tensor_rank: [generators] * 2
+        for stage_and_tensor_rank in itertools.product(range(2), range(2))
     }
     path = small_models.write(state, tmp_path / "in")
     back = converted(

@@ -4,6 +4,7 @@
 Jobs for the rank pool.
 """
 
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -24,7 +25,7 @@ _LAYER = re.compile(r"(?<=^decoder\.layers\.)\d+")
 
 
 def write(command_line: str, layout: str | None = None) -> State | None:
-    """Job: train and save as the command line says; what the optimizer had at the last save, on the first rank.
+    """Job: train and save; return the optimizer's state at the last save on the first rank.
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
@@ -53,18 +54,16 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
 
 def live_state(args: Any, model: list[Any], optimizer: Any) -> State | None:
-    """The optimizer's state of all ranks, put together on the first one; nothing of our reader is used."""
+    """Gather the optimizer's state of all ranks on the first one, without our reader."""
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
-    mine = [piece for inner in chain for piece in _pieces(args, model, inner)]
+    mine = [*itertools.chain.from_iterable(_pieces(args, model, inner) for inner in chain)]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    return (
-        _whole(piece for pieces in everyone for piece in pieces) if dist.get_rank() == 0 else None
-    )
+    return _whole(itertools.chain.from_iterable(everyone)) if dist.get_rank() == 0 else None
 
 
 def _pieces(args: Any, model: list[Any], optimizer: Any) -> Iterator[dict[str, Any]]:
-    """What this rank has: of every parameter a range of its part, flattened."""
+    """Yield this rank's flat range of its shard of every parameter."""
     names = {}
     for chunk in model:
         while hasattr(chunk, "module"):
@@ -145,9 +144,9 @@ def _whole(pieces: Any) -> State:
     for (slot, name), slices in parts.items():
         shaped = [slices[number].reshape(facts[name]["shape"]) for number in sorted(slices)]
         if facts[name]["gated"] and facts[name]["dim"] is not None:
-            shaped = [
-                half for halves in zip(*(part.chunk(2) for part in shaped)) for half in halves
-            ]
+            # Ranks have [gate 0, up 0], [gate 1, up 1]; the whole is gate 0, gate 1, up 0, up 1.
+            gates, ups = zip(*(part.chunk(2) for part in shaped))
+            shaped = [*gates, *ups]
         whole = (
             torch.cat(shaped, dim=facts[name]["dim"])
             if facts[name]["dim"] is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/migrating_to_fsdp.md, word for word: every command in order, what it prints, and the losses that continue."""
+"""Commands of docs/migrating_to_fsdp.md, word for word: their output, and losses that continue."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.conftest import Shell, repository_in
-from tests.examples.warm_programs import ROOT
+from tests.warm_programs import ROOT
 
 GUIDE = ROOT / "docs" / "migrating_to_fsdp.md"
 BLOCK = re.compile(r"^```(bash|bash fails|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -17,7 +17,7 @@ MARK = "-- exit code of the block: "
 
 
 @dataclass(frozen=True)
-class Step:
+class GuideStep:
     """One block of commands and what is quoted of its output."""
 
     commands: str
@@ -25,18 +25,18 @@ class Step:
     quoted: str
 
 
-def steps() -> list[Step]:
+def steps() -> list[GuideStep]:
     text = GUIDE.read_text()
     assert text.count("```") == 2 * len(BLOCK.findall(text)), (
         "every block of the guide is commands or output"
     )
-    found: list[Step] = []
+    found: list[GuideStep] = []
     for kind, content in BLOCK.findall(text):
         if kind == "text":
             assert found and not found[-1].quoted, f"output without commands: {content}"
-            found[-1] = Step(found[-1].commands, found[-1].fails, content)
+            found[-1] = GuideStep(found[-1].commands, found[-1].fails, content)
         else:
-            found.append(Step(content, kind == "bash fails", ""))
+            found.append(GuideStep(content, kind == "bash fails", ""))
     return found
 
 
@@ -44,7 +44,7 @@ STEPS = steps()
 
 
 @dataclass(frozen=True)
-class Run:
+class GuideRun:
     """The guide, gone through: output and exit code of every step, and where the results are."""
 
     directory: Path
@@ -53,8 +53,8 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """One shell for all blocks, as a reader has; a block that is to fail runs in a shell inside it."""
+def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> GuideRun:
+    """Run all blocks in one shell, as a reader does; a block that fails runs in a subshell."""
     shell = Shell(repository_in(tmp_path_factory.mktemp("guide")), commands)
     program = ["set -euo pipefail"]
     for step in STEPS:
@@ -65,17 +65,18 @@ def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> R
     done = shell.run("bash", "-c", "\n".join(program), timeout=240)
     pieces = re.split(rf"^{MARK}(\d+)$", done.stdout, flags=re.MULTILINE)
     assert done.returncode == 0 and len(pieces) == 2 * len(STEPS) + 1, pieces[-1]
-    return Run(shell.directory, pieces[0::2], list(map(int, pieces[1::2])))
+    return GuideRun(shell.directory, pieces[0::2], list(map(int, pieces[1::2])))
 
 
 def matches(quoted: str, line: str) -> bool:
-    """Whether the line is the quoted one; blanks count as one, and `...` stands for anything."""
+    """Return whether the line is as quoted; blanks count as one, `...` stands for anything."""
     pattern = ".*".join(map(re.escape, " ".join(quoted.split()).split("...")))
     return re.fullmatch(pattern, " ".join(line.split())) is not None
 
 
+@pytest.mark.exhaustive  # what it shows, test_scripts.py shows by the scripts that it names
 @pytest.mark.parametrize("number", range(len(STEPS)), ids=lambda number: f"block_{number + 1}")
-def test_a_block_of_commands_prints_what_is_quoted(number: int, run: Run) -> None:
+def test_a_block_of_commands_prints_what_is_quoted(number: int, run: GuideRun) -> None:
     step, output = STEPS[number], run.outputs[number]
     assert (run.codes[number] != 0) == step.fails, output
     lines = iter(output.splitlines())
@@ -86,18 +87,19 @@ def test_a_block_of_commands_prints_what_is_quoted(number: int, run: Run) -> Non
             )
 
 
-def losses(run: Run, name: str) -> dict[int, float]:
+def losses(run: GuideRun, name: str) -> dict[int, float]:
     entries = map(
         json.loads, (run.directory / "checkpoints" / name / "losses.jsonl").read_text().splitlines()
     )
     return {entry["iteration"]: entry["train"] for entry in entries}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "first"), [("fsdp", 7), ("3d_end", 10)], ids=["with_fsdp", "and_back"]
 )
 def test_the_loss_curve_continues_as_if_nothing_had_happened(
-    name: str, first: int, run: Run
+    name: str, first: int, run: GuideRun
 ) -> None:
     whole, continued = losses(run, "3d"), losses(run, name)
     assert list(continued) == list(range(first, 13)) and list(whole) == list(range(1, 13))

@@ -18,7 +18,7 @@ from tests.examples.documents import (
     command_blocks,
     run_document,
 )
-from tests.examples.warm_programs import ROOT
+from tests.examples.test_examples import ROOT
 from tests.rank_pool import run_ranks
 
 README = ROOT / "README.md"

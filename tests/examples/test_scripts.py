@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts for large models, for clusters and for conversion: every flag is parsed as on the machine that they are for,
-and every script is run to its end with a smaller model on CPU ranks.
+"""Scripts for large models, for clusters and for conversion.
+
+Every flag is parsed as on the machine that it is for, and every script is run to its end in small.
 """
 
 import argparse
@@ -21,8 +22,8 @@ from megatron.checkpoint.commands import command_line, conversion
 from megatron.pretrain.arguments import parse_arguments
 from tests.checkpoint.samples import DATA
 from tests.examples.conftest import Shell
-from tests.examples.warm_programs import ROOT
 from tests.pretrain.training_runs import CORPUS
+from tests.warm_programs import ROOT
 
 FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))
@@ -32,7 +33,7 @@ LOSS = re.compile(r"^iteration +(\d+)/.* lm loss: (\S+)", re.MULTILINE)
 
 
 def write_tokenizer(folder: Path) -> Path:
-    """A Hugging Face tokenizer of the hundred ids that the corpus has."""
+    """Write a Hugging Face tokenizer with the hundred ids of the corpus."""
     folder.mkdir(exist_ok=True)
     words = {str(number): number for number in range(99)} | {"<eos>": 99}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>")).save(
@@ -45,7 +46,7 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 def words_of(script: str, shell: Shell, *more: str, **environment: str) -> list[dict[str, Any]]:
-    """What the script has torchrun and python do; on a cluster, once for each node."""
+    """Return the words that a script gives to torchrun and python, for each node of a cluster."""
     record = shell.directory / "record"
     starter = "sbatch" if script.startswith("sbatch") else "bash"
     done = shell.run(
@@ -61,7 +62,7 @@ def words_of(script: str, shell: Shell, *more: str, **environment: str) -> list[
 
 
 def parsed(request: dict[str, Any], with_gpus: bool = True) -> argparse.Namespace | None:
-    """The words as the program itself reads them; None for the checkpoint tool, whose words are parsed too."""
+    """Parse the words as their program does; return None for the checkpoint tool."""
     script, words, num_ranks = request["words"][0], request["words"][1:], 1
     if request["program"] == "torchrun":
         launch = parse_torchrun(request["words"])
@@ -88,7 +89,7 @@ def losses(output: str) -> dict[int, float]:
 
 
 def tool(*words: str | Path) -> tuple[int, str]:
-    """The checkpoint tool in this process: exit code and output."""
+    """Run the checkpoint tool in this process; return its exit code and output."""
     result = CliRunner().invoke(command_line.main, list(map(str, words)))
     return result.exit_code, result.output
 
@@ -97,10 +98,6 @@ def tool(*words: str | Path) -> tuple[int, str]:
 def test_the_shell_understands_the_script(script: str, shell: Shell) -> None:
     done = shell.run("bash", "-n", FOLDER / script)
     assert (done.returncode, done.stdout) == (0, "")
-
-
-# ---- DeepSeek-V3
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
@@ -126,7 +123,7 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
 
 
 def deepseek_parameters(args: argparse.Namespace) -> tuple[int, int, int]:
-    """Parameters of the model, those that one token meets (without the embedding), and of the layer for one more token."""
+    """Count parameters: all, active per token (without embedding), and of the MTP layer."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     queries = args.q_lora_rank * (
         hidden + 1 + heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
@@ -202,6 +199,7 @@ SMALL_DEEPSEEK = [
 ]
 
 
+@pytest.mark.exhaustive
 def test_deepseek_v3_trains_in_small_and_the_next_job_goes_on(shell: Shell, tmp_path: Path) -> None:
     environment = {
         "GPUS_PER_NODE": "1",
@@ -233,10 +231,6 @@ def test_a_job_submitted_elsewhere_says_so(script: str, shell: Shell, tmp_path: 
     )
 
 
-# ---- Llama 3 8B
-# ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "start", ["from_synthetic_tokens", "from_the_beginning", "from_hugging_face"]
 )
@@ -262,6 +256,7 @@ def test_llama3_8b_is_accepted_on_eight_gpus_and_has_its_published_size(
     assert size == 8_030_261_248
 
 
+@pytest.mark.exhaustive
 def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     shell: Shell, tmp_path: Path
 ) -> None:
@@ -301,10 +296,6 @@ def test_llama3_8b_fine_tunes_a_hugging_face_model_in_small_and_goes_on(
     )
     assert list(losses(first.stdout)) == [1, 2] and list(losses(second.stdout)) == [3, 4]
     assert losses(second.stdout)[4] < losses(first.stdout)[1]
-
-
-# ---- conversion
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_every_word_for_the_conversion_is_accepted(shell: Shell) -> None:
@@ -358,10 +349,6 @@ def test_a_conversion_that_was_killed_goes_on_when_it_is_queued_again(
     }
     assert kept == written and (tmp_path / "out" / TRACKER).read_text() == "3"
     assert tool("diff", SAMPLE, tmp_path / "out")[0] == 0
-
-
-# ---- the whole way in small
-# ---------------------------------------------------------------------------------------------
 
 
 def test_the_laptop_script_goes_from_tensor_and_pipeline_parallelism_to_hugging_face(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for Megatron-LM's training loop: the parts of it that touch the data-parallel class, in words of our own.
+"""A stand-in for Megatron-LM's training loop: the parts that touch the data-parallel class.
 
 Loaded by `loaded()` under the names of the checkout's `megatron.training.training` and
 `megatron.training.checkpointing`; its imports then run as theirs do, and see what stands under
@@ -48,7 +48,7 @@ NAMES = ("megatron.training.training", "megatron.training.checkpointing")
 
 @contextmanager
 def loaded() -> Iterator[ModuleType]:
-    """This file as the loop of a checkout, which hides our own package of that name as long as the context is open."""
+    """Import this file under the name that the loop of a Megatron-LM checkout has."""
     hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_training(name)}
     sys.modules["megatron.training"] = ModuleType("megatron.training")
     spec = importlib.util.spec_from_file_location(NAMES[0], Path(__file__))
@@ -68,15 +68,38 @@ def _is_training(name: str) -> bool:
 
 
 def arguments(**changes: Any) -> argparse.Namespace:
-    """A tiny model; what the command line of the loop would give."""
+    """Return the arguments of a tiny model, as the loop's command line would give them."""
     args = argparse.Namespace(
-        num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=None, vocab_size=64,
-        seq_length=16, normalization="RMSNorm", swiglu=True, num_experts=None, untie_embeddings_and_output_weights=True,
-        position_embedding_type="rope", bf16=False, fp16=False, lr=5e-3, min_lr=5e-4, train_iters=20, adam_beta2=0.999,
-        global_batch_size=8, micro_batch_size=2, data_parallel_sharding_strategy="optim_grads_params", seed=1234,
-        tensor_model_parallel_size=1, expert_model_parallel_size=1, overlap_grad_reduce=True,
-        strict_fsdp_dtensor_load=True, no_load_rng=True, no_load_optim=False, iteration=0,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=64,
+        num_attention_heads=4,
+        num_query_groups=None,
+        vocab_size=64,
+        seq_length=16,
+        normalization="RMSNorm",
+        swiglu=True,
+        num_experts=None,
+        untie_embeddings_and_output_weights=True,
+        position_embedding_type="rope",
+        bf16=False,
+        fp16=False,
+        lr=5e-3,
+        min_lr=5e-4,
+        train_iters=20,
+        adam_beta2=0.999,
+        global_batch_size=8,
+        micro_batch_size=2,
+        data_parallel_sharding_strategy="optim_grads_params",
+        seed=1234,
+        tensor_model_parallel_size=1,
+        expert_model_parallel_size=1,
+        overlap_grad_reduce=True,
+        strict_fsdp_dtensor_load=True,
+        no_load_rng=True,
+        no_load_optim=False,
+        iteration=0,
+    )
     unknown = changes.keys() - vars(args).keys()
     assert not unknown, f"no such arguments: {unknown}"
     vars(args).update(changes)
@@ -84,19 +107,34 @@ def arguments(**changes: Any) -> argparse.Namespace:
 
 
 def get_model(args: argparse.Namespace) -> list[torch.nn.Module]:
-    """The model in the precision of the run, inside the class that stands in this module."""
+    """Build the model in the run's precision and wrap it in the data-parallel class."""
     dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     config = TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size, ffn_hidden_size=args.ffn_hidden_size,
-        num_attention_heads=args.num_attention_heads, num_query_groups=args.num_query_groups,
-        normalization=args.normalization, gated_linear_unit=args.swiglu, add_bias_linear=False,
-        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu, bias_activation_fusion=False,
-        num_moe_experts=args.num_experts, moe_router_load_balancing_type="none",
-        hidden_dropout=0.0, attention_dropout=0.0, persist_layer_norm=False, masked_softmax_fusion=False,
-        bf16=args.bf16, fp16=args.fp16, params_dtype=dtype, pipeline_dtype=dtype, use_cpu_initialization=True,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        normalization=args.normalization,
+        gated_linear_unit=args.swiglu,
+        add_bias_linear=False,
+        activation_func=torch.nn.functional.silu if args.swiglu else torch.nn.functional.gelu,
+        bias_activation_fusion=False,
+        num_moe_experts=args.num_experts,
+        moe_router_load_balancing_type="none",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size, moe_token_dispatcher_type="allgather",
-    )  # fmt: skip
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        moe_token_dispatcher_type="allgather",
+    )
     model: torch.nn.Module = GPTModel(
         config,
         get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization),
@@ -131,22 +169,39 @@ def setup(args: argparse.Namespace) -> tuple[list[torch.nn.Module], Any, Optimiz
     tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
     model = get_model(args)
     config = OptimizerConfig(
-        optimizer="adam", lr=args.lr, min_lr=args.min_lr, weight_decay=0.1, adam_beta2=args.adam_beta2, clip_grad=1.0,
-        bf16=args.bf16, fp16=args.fp16, initial_loss_scale=2.0**14, loss_scale_window=2.0, hysteresis=1,
+        optimizer="adam",
+        lr=args.lr,
+        min_lr=args.min_lr,
+        weight_decay=0.1,
+        adam_beta2=args.adam_beta2,
+        clip_grad=1.0,
+        bf16=args.bf16,
+        fp16=args.fp16,
+        initial_loss_scale=2.0**14,
+        loss_scale_window=2.0,
+        hysteresis=1,
         use_distributed_optimizer=True,
-    )  # fmt: skip
+    )
     optimizer = get_megatron_optimizer(config, model)
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=1e-3, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=2 * args.global_batch_size,
-        lr_decay_steps=args.train_iters * args.global_batch_size, lr_decay_style="cosine", start_wd=0.1, end_wd=0.1,
-        wd_incr_steps=args.train_iters * args.global_batch_size, wd_incr_style="constant",
-    )  # fmt: skip
+        optimizer,
+        init_lr=1e-3,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=2 * args.global_batch_size,
+        lr_decay_steps=args.train_iters * args.global_batch_size,
+        lr_decay_style="cosine",
+        start_wd=0.1,
+        end_wd=0.1,
+        wd_incr_steps=args.train_iters * args.global_batch_size,
+        wd_incr_style="constant",
+    )
     connect(args, model, optimizer)
     return model, optimizer, scheduler
 
 
 def connect(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: Any) -> None:
-    """What schedules call.
+    """Set the functions that schedules call.
 
     Only a class that the loop knows gets to know which microbatch is the last.
     """
@@ -158,7 +213,7 @@ def connect(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: A
 
 
 def microbatches(args: argparse.Namespace, step: int) -> Iterator[torch.Tensor]:
-    """This data rank's part of a batch that is the same under every layout; sequences that count."""
+    """Yield this data rank's part of a batch that is the same under every layout."""
     first = torch.arange(args.global_batch_size) * 5 + 7 * step
     batch = (first[:, None] + torch.arange(args.seq_length + 1)) % args.vocab_size
     ranks = parallel_state.get_data_parallel_world_size()
@@ -190,7 +245,7 @@ def train(
     scheduler: OptimizerParamScheduler,
     steps: int,
 ) -> list[float]:
-    """The mean losses of the next steps."""
+    """Train and return the mean loss of every step."""
     losses = []
     num_microbatches = (
         args.global_batch_size
@@ -218,10 +273,6 @@ def train(
         dist.all_reduce(mean)
         losses.append(mean.item() / dist.get_world_size())
     return losses
-
-
-# ---- checkpointing
-# ---------------------------------------------------------------------------------------------------
 
 
 def generate_state_dict(

@@ -45,7 +45,8 @@ torch.cuda.is_available = lambda: False
 try:
     cpu.install()
 finally:
-    assert all(now is not then for now, then in zip(found(), before)), "a name above is not one that is replaced"
+    replaced = [now is not then for now, then in zip(found(), before)]
+    assert all(replaced), "a name above is not one that is replaced"
 """
 
 
@@ -55,17 +56,17 @@ def found() -> list[int]:
 
 
 def install_twice() -> tuple[bool, bool, bool]:
-    """Job: what both calls return, and whether the second one left everything as it was."""
+    """Job: install twice; return both results and whether the second changed nothing."""
     first = cpu.install()
     before = found()
     return first, cpu.install(), found() == before
 
 
-def test_a_second_call_changes_nothing():
+def test_a_second_call_changes_nothing() -> None:
     assert run_ranks(1, install_twice) == [(True, True, True)]
 
 
-def test_nothing_is_replaced_where_there_is_a_gpu():
+def test_nothing_is_replaced_where_there_is_a_gpu() -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ON_A_GPU], cwd=ROOT, check=True, timeout=60
     )
@@ -74,7 +75,8 @@ def test_nothing_is_replaced_where_there_is_a_gpu():
 def use_replacements() -> None:
     """Job: the calls that Megatron-Core makes work and mean what they say."""
     cpu.install()
-    assert torch.cuda.current_device() == torch.device("cpu")
+    device: object = torch.cuda.current_device()
+    assert device == torch.device("cpu")
     for made in (
         torch.tensor([1.0], device="cuda"),
         torch.zeros(2, device=torch.device("cuda", 0)),
@@ -99,5 +101,5 @@ def use_replacements() -> None:
     assert torch.cuda.current_stream() == stream and event.query()
 
 
-def test_calls_that_name_cuda_work_on_the_cpu():
+def test_calls_that_name_cuda_work_on_the_cpu() -> None:
     run_ranks(1, use_replacements)

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FullyShardedDataParallel is what Megatron-Core's schedules and optimizers expect of a data-parallel wrapper."""
+"""FullyShardedDataParallel has the interface that Megatron-Core expects of its wrapper."""
 
 import inspect
 from argparse import Namespace
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.gpt import GPTModel
@@ -19,69 +16,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
-from megatron.pretrain import gpt_model
-from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.arguments.configs import ddp_config
+from tests.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
 from tests.model_parallel import ONE_AXIS, initialize
-from tests.pretrain.training_runs import SMALL, assert_close, prepare
 from tests.rank_pool import run_ranks
-
-LINE = f"{SMALL} --use-megatron-fsdp --untie-embeddings-and-output-weights --overlap-grad-reduce"
-LAYERS = {f"decoder.layers.{number}." for number in (0, 1)}
-
-
-def make_module(flags: str = "") -> tuple[Any, Any, torch.nn.Module]:
-    """Arguments, config and the model before it is wrapped."""
-    args, device = prepare(f"{LINE} {flags}")
-    with patch.object(gpt_model, "wrap", lambda args, config, model, **settings: model):
-        (module,) = gpt_model.build_model(args, 99, device)
-    return args, transformer_config(args), module
-
-
-def make_wrapper(flags: str = "", **arguments: Any) -> FullyShardedDataParallel:
-    args, config, module = make_module(flags)
-    return FullyShardedDataParallel(
-        config=config, ddp_config=ddp_config(args, num_parameters=1), module=module, **arguments
-    )
-
-
-def backward(model: torch.nn.Module, seed: int) -> None:
-    """Forward and backward of one microbatch that no other rank has."""
-    generator = torch.Generator().manual_seed(100 * dist.get_rank() + seed)
-    tokens = torch.randint(99, (2, 33), generator=generator)
-    mask = torch.ones(1, 1, 32, 32).triu(1).bool()
-    positions = torch.arange(32).expand(2, 32)
-    model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).sum().backward()
-
-
-def gradients(model: FullyShardedDataParallel) -> dict[str, torch.Tensor]:
-    return {name: full_tensor(parameter.grad) for name, parameter in model.named_parameters()}
-
-
-def step(model: FullyShardedDataParallel, context: Any = None) -> dict[str, torch.Tensor]:
-    """The gradients of two microbatches, the first one inside `context` (default: no_sync)."""
-    model.zero_grad_buffer()
-    with model.no_sync() if context is None else context:
-        backward(model, 1)
-    backward(model, 2)
-    model.finish_grad_sync(force_all_reduce=False)
-    return gradients(model)
-
-
-def assert_same(
-    values: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float = 1e-6
-) -> None:
-    assert values.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            values[name], value, rtol=relative, atol=relative * float(value.abs().max()), msg=name
-        )
-
-
-# ---- interface
-# -------------------------------------------------------------------------------------------------------
 
 
 def call_every_member() -> dict[str, Any]:
@@ -119,7 +59,7 @@ def call_every_member() -> dict[str, Any]:
     }
 
 
-def test_every_member_that_megatron_core_uses_takes_its_calls():
+def test_every_member_that_megatron_core_uses_takes_its_calls() -> None:
     for seen in run_ranks(2, call_every_member):
         assert seen == {
             "config": True,
@@ -133,7 +73,7 @@ def test_every_member_that_megatron_core_uses_takes_its_calls():
         }
 
 
-def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper():
+def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper() -> None:
     names = set(inspect.signature(FullyShardedDataParallel).parameters)
     assert names >= {
         "config",
@@ -147,7 +87,7 @@ def test_the_constructor_takes_the_keywords_of_megatron_cores_wrapper():
 
 
 def describe_parameters(flags: str) -> dict[str, Any]:
-    """Job: what the optimizer sees, beside the model before it was wrapped."""
+    """Job: compare the parameters that the optimizer sees with those of the bare model."""
     args, config, module = make_module(flags)
     module.output_layer.weight.a_mark = "kept"
     plain = {
@@ -161,6 +101,11 @@ def describe_parameters(flags: str) -> dict[str, Any]:
     backward(model, 0)
     model.finish_grad_sync()
     third = dict(model.named_parameters())
+    lost = []
+    for name, (_, attributes) in plain.items():
+        wrapped = first[f"module.module.{name}"]
+        changed = [key for key, value in attributes.items() if getattr(wrapped, key, None) != value]
+        lost += [(name, key) for key in changed]
     return {
         "same": all(first[name] is second[name] is third[name] for name in first),
         "as_parameters": (
@@ -169,12 +114,7 @@ def describe_parameters(flags: str) -> dict[str, Any]:
         "names": list(first),
         "shapes": {name: tuple(parameter.shape) for name, parameter in first.items()},
         "plain": {f"module.module.{name}": shape for name, (shape, _) in plain.items()},
-        "lost": [
-            (name, key)
-            for name, (_, attributes) in plain.items()
-            for key, value in attributes.items()
-            if getattr(first[f"module.module.{name}"], key, None) != value
-        ],
+        "lost": lost,
         "mark": first["module.module.output_layer.weight"].a_mark,
         "marked": all(
             parameter.__fsdp_param__ and isinstance(parameter, DTensor)
@@ -189,7 +129,9 @@ def describe_parameters(flags: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
-def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(strategy):
+def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(
+    strategy: str,
+) -> None:
     for seen in run_ranks(2, describe_parameters, f"--data-parallel-sharding-strategy {strategy}"):
         assert seen["same"] and seen["as_parameters"] and seen["marked"]
         assert seen["shapes"] == seen["plain"]  # weight decay goes by the number of dimensions
@@ -200,24 +142,20 @@ def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_m
         ]
 
 
-# ---- units
-# -----------------------------------------------------------------------------------------------------------
-
-
 def groups_of(units: Any = None, **arguments: Any) -> list[set[str]]:
     """Job: the names of the parameters that are gathered together."""
     chosen = {} if units is None else {"fsdp_unit_modules": units}
     return [set(group.names) for group in make_wrapper(**chosen, **arguments).module.groups]
 
 
-def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more():
+def test_layers_embedding_and_output_layer_are_units_and_the_rest_is_one_more() -> None:
     groups = run_ranks(2, groups_of)[0]
     assert len(groups) == 5
     for prefix in (*LAYERS, "embedding.", "output_layer.", "decoder.final_layernorm."):
         assert sum(all(name.startswith(prefix) for name in group) for group in groups) == 1, prefix
 
 
-def test_units_may_be_given_as_classes_or_as_import_paths():
+def test_units_may_be_given_as_classes_or_as_import_paths() -> None:
     paths = [
         f"{kind.__module__}.{kind.__qualname__}"
         for kind in (TransformerLayer, LanguageModelEmbedding)
@@ -228,7 +166,7 @@ def test_units_may_be_given_as_classes_or_as_import_paths():
     assert {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"} in by_class
 
 
-def test_without_bucketing_there_is_one_group():
+def test_without_bucketing_there_is_one_group() -> None:
     assert len(run_ranks(2, groups_of, disable_bucketing=True)[0]) == 1
 
 
@@ -239,12 +177,8 @@ def default_units() -> list[str]:
     return [kind.__name__ for kind in kinds]
 
 
-def test_the_default_units_are_found_in_the_module():
+def test_the_default_units_are_found_in_the_module() -> None:
     assert run_ranks(1, default_units) == [["TransformerLayer", "LanguageModelEmbedding"]]
-
-
-# ---- refusals
-# --------------------------------------------------------------------------------------------------------
 
 
 def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
@@ -275,7 +209,9 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
     ],
     ids=["no_distributed_optimizer", "no_fsdp", "instances", "outer", "strategy"],
 )
-def test_configurations_that_would_train_wrongly_are_refused(ddp, config, words):
+def test_configurations_that_would_train_wrongly_are_refused(
+    ddp: dict[str, Any], config: dict[str, Any], words: str
+) -> None:
     for message in run_ranks(2, refusal, ddp, config):
         assert words in message
 
@@ -302,115 +238,6 @@ def refusal_of_experts(expert_ranks: int) -> str:
     return "accepted"
 
 
-def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused():
+def test_experts_that_would_be_reduced_over_the_wrong_ranks_are_refused() -> None:
     assert "need expert parallelism of at least 2" in run_ranks(4, refusal_of_experts, 1)[0]
     assert run_ranks(4, refusal_of_experts, 2)[0] == "accepted"
-
-
-# ---- gradients
-# -------------------------------------------------------------------------------------------------------
-
-
-def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Job: elements of every gradient that this rank has, and the gradient's shape."""
-    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
-    backward(model, 0)
-    model.finish_grad_sync()
-    assert all(
-        parameter.grad is not None and parameter.grad.shape == parameter.shape
-        for parameter in model.parameters()
-    )
-    return {name: (p.grad._local_tensor.numel(), p.numel()) for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy):
-    per_rank = run_ranks(4, pieces, strategy)
-    assert any(owned == 0 for rank in per_rank for owned, _ in rank.values())
-    for name, (_, total) in per_rank[0].items():
-        assert sum(rank[name][0] for rank in per_rank) == total
-
-
-def ways_through_a_step(strategy: str) -> None:
-    """Job: every order of calls that schedules use ends with the same gradients."""
-    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
-    expected = step(model)
-    assert_same(step(model, nullcontext()), expected)
-
-    # A pipeline stage that is not the first: all backwards inside, then start_grad_sync.
-    model.zero_grad_buffer()
-    with model.no_sync():
-        backward(model, 1)
-        backward(model, 2)
-    model.start_grad_sync(model.parameters())
-    model.finish_grad_sync(force_all_reduce=False)
-    assert_same(gradients(model), expected)
-
-    # An evaluation in a pipeline enters no_sync and never leaves it; the generator may live on for
-    # a while.
-    for keep_alive in (False, True):
-        context = model.no_sync()
-        context.__enter__()
-        if not keep_alive:
-            del context
-        with torch.no_grad():
-            model(
-                torch.zeros(2, 32, dtype=torch.long),
-                torch.arange(32).expand(2, 32),
-                torch.ones(1, 1, 32, 32).triu(1).bool(),
-            )
-        assert_same(step(model), expected)
-
-    # The optimizer clears a second time; what was there before is forgotten.
-    model.zero_grad_buffer()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.zero_grad_buffer()
-    assert_same(step(model), expected)
-
-    model.scale_gradients(torch.tensor(0.25))
-    assert_same(gradients(model), {name: value * 0.25 for name, value in expected.items()})
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_every_order_of_calls_gives_the_same_gradients(strategy):
-    run_ranks(2, ways_through_a_step, strategy)
-
-
-def mean_gradients() -> None:
-    """Job: the wrapper's gradients are the mean over ranks of those of the bare model, summed over microbatches."""
-    model = make_wrapper()
-    values = step(model)
-    _, _, module = make_module()
-    backward(module, 1)
-    backward(module, 2)
-    expected = {}
-    for name, parameter in module.named_parameters():
-        total = parameter.grad.clone()
-        dist.all_reduce(total)
-        expected[f"module.module.{name}"] = total / dist.get_world_size()
-    assert_same(values, expected, 1e-5)
-
-
-def test_gradients_are_the_mean_over_ranks_of_those_of_the_bare_model():
-    run_ranks(2, mean_gradients)
-
-
-def test_the_loss_of_an_evaluation_is_that_of_the_bare_model():
-    wrapped, bare = zip(*run_ranks(2, evaluations))
-    assert_close(list(wrapped), list(bare), 1e-7)
-
-
-def evaluations() -> tuple[float, float]:
-    """Job: the loss without gradients, wrapped and bare."""
-    losses = []
-    for model in (make_wrapper(), make_module()[2]):
-        tokens = torch.arange(66).view(2, 33)
-        with torch.no_grad():
-            output = model(
-                tokens[:, :-1],
-                torch.arange(32).expand(2, 32),
-                torch.ones(1, 1, 32, 32).triu(1).bool(),
-                labels=tokens[:, 1:].contiguous(),
-            )
-        losses.append(float(output.mean()))
-    return losses[0], losses[1]

@@ -1,108 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-LM's loop trains, saves and loads with our class once the drop-in is installed.
+"""The drop-in: Megatron-LM's loop trains with our class; every name is replaced and restored."""
 
-See `megatron_lm_loop`.
-"""
-
-import json
 import sys
-from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import megatron.core
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import distributed as core_distributed
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
-from torch.distributed.tensor import DTensor
 
 import megatron.mcore_adapter
-from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
-from tests.mcore_adapter.megatron_lm_loop import NAMES, arguments, loaded
-from tests.model_parallel import ONE_AXIS, initialize
+from megatron.mcore_adapter import drop_in, loop_state_dicts
+from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
+from tests.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.rank_pool import run_ranks
-
-SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
-INFO = json.loads((SAMPLE / "info.json").read_text())
-
-
-class Run:
-    """Model, optimizer and schedule of one run of the stand-in."""
-
-    def __init__(self, loop: ModuleType, **changes: Any):
-        cpu.install()
-        self.loop, self.args = loop, arguments(**changes)
-        layout = {name: value for name, value in vars(self.args).items() if name in vars(ONE_AXIS)}
-        initialize(Namespace(**{**vars(ONE_AXIS), **layout}))
-        self.model, self.optimizer, self.scheduler = loop.setup(self.args)
-
-    def train(self, steps: int) -> list[float]:
-        return self.loop.train(self.args, self.model, self.optimizer, self.scheduler, steps)
-
-    def save(self, path: Path) -> None:
-        self.loop.save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, path)
-
-    def load(self, path: Path) -> None:
-        self.loop.load_checkpoint(self.args, self.model, self.optimizer, self.scheduler, path)
-
-    @property
-    def scaler(self) -> dict[str, float]:
-        """The loss scale and what it remembers; empty without one."""
-        scaler = self.optimizer.grad_scaler
-        return (
-            {name: float(value) for name, value in scaler.state_dict().items()}
-            if scaler is not None
-            else {}
-        )
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return {
-            plain_name(name): full_tensor(parameter)
-            for name, parameter in self.model[0].named_parameters()
-        }
-
-    def slots(self, slot: str) -> dict[str, torch.Tensor]:
-        state = self.optimizer.optimizer.state
-        values = {
-            plain_name(name): state[each][slot] for name, each in self.model[0].named_parameters()
-        }
-        return {
-            name: full_tensor(value) if isinstance(value, DTensor) else value
-            for name, value in values.items()
-        }
-
-
-@contextmanager
-def dropped_in() -> Iterator[ModuleType]:
-    """The stand-in, imported while the drop-in is installed."""
-    with drop_in.install(), loaded() as loop:
-        yield loop
-
-
-# ---- training
-# --------------------------------------------------------------------------------------------------------
 
 
 def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], int]:
-    """Job: losses with the drop-in and with our class put in by hand; how often the loop left a microbatch unsynchronised."""
+    """Job: train with the drop-in and with our class set by hand; count the calls of no_sync."""
     with (
         loaded() as loop,
         patch.object(loop, "megatron_FSDP", megatron.mcore_adapter.FullyShardedDataParallel),
     ):
-        by_hand = Run(loop, **changes).train(4)
+        by_hand = LoopRun(loop, **changes).train(4)
     with dropped_in() as loop:
-        run = Run(loop, **changes)
+        run = LoopRun(loop, **changes)
         calls = []
         original = MegatronFSDP.no_sync
         with patch.object(
@@ -115,253 +43,30 @@ def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], 
 @pytest.mark.parametrize(
     "changes", [{"bf16": True}, {}, {"fp16": True}], ids=["bf16", "fp32", "fp16"]
 )
-def test_the_loop_trains_like_our_class_itself(changes):
+def test_the_loop_trains_like_our_class_itself(changes: dict[str, Any]) -> None:
     for losses, by_hand, unsynchronised in run_ranks(2, train_both_ways, changes):
         assert losses == by_hand
         assert losses[-1] < losses[0]
         assert unsynchronised == 4  # once in every step, around all microbatches but the last
 
 
-# ---- checkpoints
-# -----------------------------------------------------------------------------------------------------
-
-
-def train_save_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
-    """Job: the losses after a save, and the loss scaler at it."""
-    with dropped_in() as loop:
-        run = Run(loop, **changes)
-        run.train(3)
-        run.save(path)
-        scaler = run.scaler
-        return run.train(3), scaler
-
-
-def load_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[str, float]]:
-    """Job: the losses after a load into a new run, and the loss scaler before."""
-    with dropped_in() as loop:
-        run = Run(loop, **changes)
-        run.load(path)
-        scaler = run.scaler
-        return run.train(3), scaler
-
-
-MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
-
-
-@pytest.mark.parametrize(
-    ("wrote", "reads", "changes"),
-    [
-        ((2, {}), (1, {}), {"bf16": True}),
-        ((2, {}), (2, {"data_parallel_sharding_strategy": "optim"}), {"fp16": True}),
-        (
-            (2, {"data_parallel_sharding_strategy": "no_shard"}),
-            (4, {}),
-            {"untie_embeddings_and_output_weights": False},
-        ),
-        ((2, {"tensor_model_parallel_size": 2}), (2, {}), {}),
-        ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
-        ((2, MOE), (1, {"num_experts": 4}), {}),
-    ],
-    ids=[
-        "bf16_on_one_rank",
-        "fp16_zero1",
-        "tied_on_four_ranks",
-        "tensor_parallel_off",
-        "tensor_parallel_on",
-        "experts",
-    ],
-)
-def test_a_run_resumes_in_another_layout(wrote, reads, changes, tmp_path):
-    (expected, scaler), *_ = run_ranks(wrote[0], train_save_train, tmp_path, changes | wrote[1])
-    for losses, scaler_read in run_ranks(reads[0], load_train, tmp_path, changes | reads[1]):
-        assert losses == pytest.approx(
-            expected, rel=2e-3 if "bf16" in changes or "fp16" in changes else 2e-6
-        )
-        assert scaler_read == scaler
-    assert scaler == (
-        {"scale": 2.0**15, "growth_tracker": 1.0, "hysteresis_tracker": 1.0}
-        if "fp16" in changes
-        else {}
-    )
-
-
-def test_a_file_of_another_precision_loads_though_it_counts_wrappers_otherwise_and_has_no_loss_scaler(
-    tmp_path,
-):
-    ((expected, _),) = run_ranks(1, train_save_train, tmp_path, {})
-    for precision, first_scale in ("bf16", None), ("fp16", 2.0**14):
-        ((losses, scaler),) = run_ranks(1, load_train, tmp_path, {precision: True})
-        assert scaler.get("scale") == first_scale
-        assert losses == pytest.approx(expected, rel=5e-3)
-
-
-def sample_arguments() -> dict[str, Any]:
-    """The model of the sample."""
-    config = INFO["model_config"]
-    same = (
-        "num_layers",
-        "hidden_size",
-        "ffn_hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "normalization",
-    )
-    sizes = {"vocab_size": INFO["vocab_size"], "seq_length": INFO["sequence_length"]}
-    return {
-        **{name: config[name] for name in same},
-        **sizes,
-        "bf16": True,
-        "no_load_rng": False,
-        "adam_beta2": 0.95,
-    }
-
-
-def load_sample(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Job: what a run has after loading the sample; it is saved again."""
-    with dropped_in() as loop:
-        run = Run(loop, **sample_arguments())
-        run.load(SAMPLE / "iter_0000003")
-        run.save(path)
-        return {
-            "param": run.weights(),
-            "exp_avg": run.slots("exp_avg"),
-            "exp_avg_sq": run.slots("exp_avg_sq"),
-        }
-
-
-def test_a_checkpoint_of_the_published_implementation_loads_strictly_and_ours_has_its_keys(
-    tmp_path,
-):
-    expected = torch.load(SAMPLE / "expected.pt", weights_only=True)
-    for state in run_ranks(2, load_sample, tmp_path):
-        for kind, values in state.items():
-            assert values.keys() == expected[kind].keys()
-            assert [
-                name for name in values if not torch.equal(values[name], expected[kind][name])
-            ] == []
-    ours = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
-    theirs = dcp.FileSystemReader(SAMPLE / "iter_0000003").read_metadata().state_dict_metadata
-    assert theirs.keys() - ours.keys() <= {"num_floating_point_operations_so_far"}
-    assert ours.keys() <= theirs.keys()
-    for key, entry in ours.items():
-        assert type(entry) is type(theirs[key]) and getattr(entry, "size", None) == getattr(
-            theirs[key], "size", None
-        )
-
-
-# ---- loads that fail, and partial ones
-# -------------------------------------------------------------------------------
-
-
-def load_other_model(path: Path, changes: dict[str, Any]) -> str:
-    """Job: the error of a load."""
-    with dropped_in() as loop:
-        run = Run(loop, **changes)
-        before = run.weights()
-        try:
-            run.load(path)
-        except dcp.api.CheckpointException as error:
-            assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
-            return str(error)
-    return "loaded"
-
-
-def test_a_file_of_another_model_is_refused_before_anything_is_read(tmp_path):
-    run_ranks(2, train_save_train, tmp_path, {"num_layers": 3})
-    for message in run_ranks(
-        2, load_other_model, tmp_path, {"num_layers": 3, "ffn_hidden_size": 48, "swiglu": False}
-    ):
-        assert (
-            "module.decoder.layers.0.mlp.linear_fc2.weight: (32, 64) in the file, (32, 48) here"
-            in message
-        )
-        assert "not in the file: model.module.decoder.layers.0.mlp.linear_fc1.weight, " in message
-    for message in run_ranks(2, load_other_model, tmp_path, {}):
-        assert "only in the file: model.module.decoder.layers.2." in message
-
-
-def load_in_part(path: Path) -> tuple[bool, bool, set[int], list[float]]:
-    """Job: a run with a layer more than the file; whether the file's weights came, the others stayed; steps; rates."""
-    with dropped_in() as loop:
-        run = Run(loop, num_layers=3, strict_fsdp_dtensor_load=False)
-        before = run.weights()
-        run.load(path)
-        after = run.weights()
-        new = [name for name in after if ".layers.2." in name]
-        old = [name for name in after if ".layers.0.self_attention.linear_proj" in name]
-        came = not any(torch.equal(after[name], before[name]) for name in old)
-        stayed = all(torch.equal(after[name], before[name]) for name in new)
-        steps = {int(value) for value in run.slots("step").values()}
-        run.train(1)
-        return came, stayed, steps, [group["lr"] for group in run.optimizer.param_groups]
-
-
-def test_a_partial_load_takes_what_there_is_and_moves_nothing_else(tmp_path):
-    run_ranks(2, train_save_train, tmp_path, {})
-    for came, stayed, steps, rates in run_ranks(2, load_in_part, tmp_path):
-        assert came and stayed
-        assert steps == {3, 0}  # of the file's parameters and of the new ones
-        assert len(set(rates)) == 1
-
-
-def load_what_does_not_fit() -> list[str]:
-    """Job: what ends the loop's second try, and what a partial load may be."""
-    messages = []
-    with dropped_in() as loop:
-        run = Run(loop)
-        whole = run.model[0].state_dict()
-        short = {key: value for key, value in whole.items() if "final_layernorm" not in key}
-        for call in (
-            lambda: loop.load_model_state_dict(run.model[0], short),
-            lambda: loop.load_model_state_dict(
-                run.model[0], {**whole, "module.other": torch.zeros(1)}
-            ),
-            lambda: run.model[0].load_state_dict(short, strict=True),
-            lambda: run.model[0].load_state_dict(
-                short, strict=False
-            ),  # a try without the error in hand
-        ):
-            try:
-                messages.append(call())
-            except RuntimeError as error:
-                messages.append(str(error))
-        run.model[0].load_state_dict(whole)
-        missing = run.model[0].load_state_dict(short, strict=False).missing_keys
-    return [*messages, *missing]
-
-
-def test_the_second_try_of_the_loop_does_not_lose_the_error_of_the_first():
-    ((missing, unexpected, strict, again, *partial),) = run_ranks(1, load_what_does_not_fit)
-    assert (
-        "is not loaded in part" in missing
-        and "missing keys: decoder.final_layernorm.weight" in missing
-    )
-    assert "is not loaded in part" in unexpected and "unexpected keys: other" in unexpected
-    assert "is not loaded in part" not in strict and "is not loaded in part" in again
-    assert partial == ["decoder.final_layernorm.weight"]
-
-
-# ---- names
-# -----------------------------------------------------------------------------------------------------------
-
-
 def names_of_everything() -> dict[str, int]:
     """Every attribute of every module, and the methods that are replaced, by identity."""
     skipped = (__name__, drop_in.__name__, loop_state_dicts.__name__)
-    names = {
-        f"{path}.{name}": id(value)
-        for path, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and path not in skipped
-        for name, value in list(vars(module).items())
-        if callable(value)
-    }
+    names = {}
+    for path, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and path not in skipped:
+            members = [
+                (name, value) for name, value in list(vars(module).items()) if callable(value)
+            ]
+            names |= {f"{path}.{name}": id(value) for name, value in members}
     for kind in (DistributedOptimizer, dcp.DefaultLoadPlanner):
         names |= {f"{kind.__qualname__}.{name}": id(value) for name, value in vars(kind).items()}
     return names
 
 
 def install_and_take_back() -> list[Any]:
-    """Job: which class stands where, for a loop that was imported before and one that was imported after."""
+    """Job: return the class behind each name, for loops imported before and after installing."""
     seen = []
     adapter = import_module(drop_in.ADAPTER)
     theirs = adapter.FullyShardedDataParallel
@@ -382,7 +87,7 @@ def install_and_take_back() -> list[Any]:
         seen.append(
             loop.handle_swiglu_in_state_dict is loop_state_dicts.handle_swiglu_in_state_dict
         )
-        run = Run(loop)
+        run = LoopRun(loop)
         seen.append(type(unwrap_model(run.model)[0]) is type(run.model[0].module))
         drop_in.uninstall()
         drop_in.uninstall()
@@ -400,14 +105,14 @@ def install_and_take_back() -> list[Any]:
     return seen
 
 
-def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored():
+def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored() -> None:
     assert run_ranks(1, install_and_take_back) == [
         [True, True, True, True, set(), True, True, True]
     ]
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:
-    """Job: the errors where the loop uses what the drop-in does not know, at once and when a model is made."""
+    """Job: return the errors for names that the drop-in does not know, at install and at use."""
     messages = []
     theirs = import_module(drop_in.ADAPTER).FullyShardedDataParallel
     stranger = type("Stranger", (), {"__module__": "megatron.core.distributed.fsdp.src.new"})
@@ -417,7 +122,7 @@ def install_beside_strangers() -> tuple[list[str], bool]:
                 messages.append(message_of(drop_in.install))
         kept = loop.megatron_FSDP is theirs
         with drop_in.install(), patch.object(loop, "stranger", stranger, create=True):
-            messages.append(message_of(lambda: Run(loop)))
+            messages.append(message_of(lambda: LoopRun(loop)))
         with patch.object(megatron.core, "__version__", "0.17.0"):
             messages.append(message_of(drop_in.install))
     return messages, kept
@@ -431,7 +136,7 @@ def message_of(call: Any) -> str:
     return "accepted"
 
 
-def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused():
+def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused() -> None:
     (((now, derived, later, release), kept),) = run_ranks(1, install_beside_strangers)
     assert (
         "megatron.training.training.stranger (megatron.core.distributed.fsdp.src.new.Stranger)"
@@ -443,11 +148,11 @@ def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused(
     assert "Megatron-Core 0.16.x but found 0.17.0" in release
 
 
-def test_experts_beyond_their_number_are_refused():
+def test_experts_beyond_their_number_are_refused() -> None:
     names = {
         "module.decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight_w": 1,
         "module.other": 2,
     }
     assert loop_state_dicts.handle_experts_in_state_dict(names, 4) == names
-    with pytest.raises(ValueError, match="local_experts.3"):
+    with pytest.raises(ValueError, match=r"local_experts\.3"):
         loop_state_dicts.handle_experts_in_state_dict(names, 3)

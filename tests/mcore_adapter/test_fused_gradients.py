@@ -1,18 +1,78 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weight gradients that Megatron-Core's layers write themselves reach autograd whole, once and without garbage."""
+"""Weight gradients that Megatron-Core's layers write themselves reach autograd whole and once."""
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import nn
 from torch.nn.functional import embedding, linear
 
-from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter import cpu, fused_gradients
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from tests.pretrain import training_runs
+from tests.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
+from tests.pretrain.training_runs import Record, assert_same_run, pretrain, train
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
+
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+
+
+def train_fused(command_line: str) -> tuple[Record, int]:
+    """Job: train with --gradient-accumulation-fusion; return how often layers wrote a gradient.
+
+    The command line would switch the flag off without its kernel.
+    """
+    products = []
+    prepare, new_product = training_runs.prepare, fused_gradients._new_product
+
+    def prepared(line: str) -> tuple[Any, torch.device]:
+        args, device = prepare(line)
+        args.gradient_accumulation_fusion = True
+        return args, device
+
+    def counted(*args: Any) -> torch.Tensor:
+        products.append(1)
+        return new_product(*args)
+
+    with (
+        patch.object(training_runs, "prepare", prepared),
+        patch.object(layers, "_grad_accum_fusion_available", True),
+        patch.object(fused_gradients, "_new_product", counted),
+    ):
+        return pretrain(command_line), len(products)
+
+
+FUSED = {
+    "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}", SHORT),
+    "tp2_sp": Combination(2, "tp2 sp", 3, GPT2, SHORT),
+    "pp2_tied": Combination(2, "pp2", 2, TIED, SHORT),
+    "recomputed_zero1": Combination(
+        2, "dp", 1, LLAMA, f"{SHORT} --overlap-grad-reduce {RECOMPUTED}"
+    ),
+    "bf16_tied": Combination(
+        2, "dp", 3, TIED, f"{SHORT} {BF16}", "--accumulate-allreduce-grads-in-fp32"
+    ),
+}
+
+
+@pytest.mark.parametrize("run", mostly_in_full(FUSED, ("mtp_tied", "recomputed_zero1")))
+def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> None:
+    combination = FUSED[run]
+    low = BF16 in combination.flags
+    lines = combination.reference, combination.ours
+    ddp, plain = run_ranks(2, train, *lines)[0]
+    fused, products = run_ranks(2, train_fused, combination.ours)[0]
+    assert products >= 3 * 2 * 4  # at least the linear layers of two layers, in every step
+    assert_same_run(fused, plain, loss=1e-6, norm=1e-6)
+    assert_same_run(fused, ddp, loss=1e-2 if low else 1e-5, norm=2e-2 if low else 1e-5)
+
 
 TOKENS = torch.tensor([[0, 3], [1, 3]])
 
@@ -30,16 +90,16 @@ def fused(x: torch.Tensor, weight: nn.Parameter) -> torch.Tensor:
 
 
 class AddingLinear(torch.autograd.Function):
-    """A linear layer of the other kind: it adds to the buffer, and returns memory that nobody has written."""
+    """A linear layer that adds to the gradient buffer and returns memory without meaning."""
 
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
         ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         (x,) = ctx.saved_tensors
         weight = ctx.weight
         weight.get_main_grad().add_(gradient.flatten(0, 1).t() @ x.flatten(0, 1))
@@ -56,12 +116,12 @@ def once(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
 
 
 def twice(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
-    """As with multi-token prediction, where one output layer makes several predictions."""
+    """Use a weight twice, as multi-token prediction uses its output layer."""
     return layer(inputs(1), weight).square().sum() + layer(inputs(2), weight).sin().sum()
 
 
 def tied(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
-    """An embedding and an output layer with one weight."""
+    """Use one weight in an embedding and in an output layer."""
     return layer(embedding(TOKENS, weight), weight).square().sum()
 
 
@@ -84,11 +144,11 @@ def compare(loss: str, layer: str) -> None:
 
 @pytest.mark.parametrize("layer", ["overwrites", "adds"])
 @pytest.mark.parametrize("loss", ["once", "twice"])
-def test_every_use_of_a_weight_counts(loss, layer):
+def test_every_use_of_a_weight_counts(loss: str, layer: str) -> None:
     run_ranks(1, compare, loss, layer)
 
 
-def test_a_tied_embedding_adds_its_part():
+def test_a_tied_embedding_adds_its_part() -> None:
     run_ranks(1, compare, "tied", "overwrites")
 
 
@@ -100,7 +160,7 @@ def compare_plain_use() -> None:
     assert torch.equal(weight.grad, expected.grad)
 
 
-def test_gradients_of_layers_that_write_nothing_stay_as_they_are():
+def test_gradients_of_layers_that_write_nothing_stay_as_they_are() -> None:
     run_ranks(1, compare_plain_use)
 
 
@@ -115,5 +175,5 @@ def keep_dtype() -> None:
     torch.testing.assert_close(weight.grad, expected.grad)
 
 
-def test_the_buffer_has_the_dtype_that_layers_compute_in():
+def test_the_buffer_has_the_dtype_that_layers_compute_in() -> None:
     run_ranks(1, keep_dtype)

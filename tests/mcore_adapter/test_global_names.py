@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parameters: every layout has those of the whole model, and only copies have one in common."""
+"""Names of parameters: under every layout those of the whole model, equal for copies only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Place = tuple[int, int]  # pipeline stage, expert rank
 
 
 def names_of_rank(line: str) -> tuple[Place, list[str]]:
-    """Job: where the rank is, and the global names of its chunks' entries, one after the other."""
+    """Job: return the coordinates of the rank and the global names of its model chunks' entries."""
     args, device = prepare(line)
     stages = args.virtual_pipeline_model_parallel_size
     names = []
@@ -108,7 +108,7 @@ def test_names_of_one_rank_are_the_modules_own() -> None:
 class Rank:
     """Stands in for a process group."""
 
-    def __init__(self, number: int):
+    def __init__(self, number: int) -> None:
         self._number = number
 
     def rank(self) -> int:
@@ -116,22 +116,22 @@ class Rank:
 
 
 class GroupedExperts(nn.Module):
-    """As in Transformer Engine: modules that hold ``weight0``, ``weight1``, … and biases."""
+    """Grouped experts of Transformer Engine, with ``weight0``, ``weight1``, … and biases."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self.ep_group, self.num_local_experts = Rank(rank), 2
         for layer in ("linear_fc1", "linear_fc2"):
-            names = [f"{kind}{number}" for kind in ("weight", "bias") for number in (0, 1)]
+            names = ["weight0", "weight1", "bias0", "bias1"]
             self.add_module(layer, nn.ParameterDict({name: nn.Parameter() for name in names}))
 
 
-class Layer(nn.Module):
+class GroupedLayer(nn.Module):
     """The second layer of a model, as the first one of its stage."""
 
     layer_number = 2
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int) -> None:
         super().__init__()
         self.experts = GroupedExperts(rank)
         self.router = nn.Linear(2, 2)
@@ -139,7 +139,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_weights_of_grouped_experts_are_numbered_across_expert_ranks(rank: int) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList([Layer(rank)])})
+    model = nn.ModuleDict({"layers": nn.ModuleList([GroupedLayer(rank)])})
     names = GlobalNames(model)
     for layer in ("linear_fc1", "linear_fc2"):
         for kind in ("weight", "bias"):

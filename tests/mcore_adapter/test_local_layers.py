@@ -39,7 +39,7 @@ def config(**overrides: Any) -> TransformerConfig:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm_is_megatron_cores(normalization):
+def test_norm_is_megatron_cores(normalization: str) -> None:
     settings = config(normalization=normalization, layernorm_epsilon=1e-3)
     ours, theirs = (
         LocalNorm(settings, 24),
@@ -57,17 +57,17 @@ def test_norm_is_megatron_cores(normalization):
         LocalNorm(settings, 24).to_empty(device="cpu").reset_parameters()
 
 
-def test_norm_names_all_that_it_does_not_know():
+def test_norm_names_all_that_it_does_not_know() -> None:
     settings = config(layernorm_zero_centered_gamma=True, normalization="RMSNorm")
     settings.normalization = "L2Norm"
     with pytest.raises(
-        NotImplementedError, match="'L2Norm'.*; nor .*layernorm_zero_centered_gamma"
+        NotImplementedError, match=r"'L2Norm'.*; nor .*layernorm_zero_centered_gamma"
     ):
         LocalNorm(settings, 8)
 
 
 def norm_of_a_half(normalization: str) -> None:
-    """Job: both ranks norm half a sequence each; rank by rank as Megatron-Core does with sequence parallelism."""
+    """Job: normalise half a sequence on each rank, as sequence parallelism does."""
     parallel: dict[str, Any] = dict(
         tensor_model_parallel_size=2, sequence_parallel=True, persist_layer_norm=True
     )
@@ -87,14 +87,14 @@ def norm_of_a_half(normalization: str) -> None:
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
-def test_norm_under_sequence_parallelism_equals_one_rank(normalization):
+def test_norm_under_sequence_parallelism_equals_one_rank(normalization: str) -> None:
     run_ranks(2, norm_of_a_half, normalization)
 
 
 def inputs(
     groups: int = HEADS, value_width: int = WIDTH, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
-    """Queries, keys and values of a whole sequence."""
+    """Draw queries, keys and values of a whole sequence."""
     shapes = [(HEADS, WIDTH), (groups, WIDTH), (groups, value_width)]
     return [torch.randn(LENGTH, 2, *shape, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -153,12 +153,12 @@ def compare_with_megatron_core() -> None:
             assert torch.equal(ours, theirs), name
 
 
-def test_attention_without_context_parallelism_is_megatron_cores():
+def test_attention_without_context_parallelism_is_megatron_cores() -> None:
     run_ranks(1, compare_with_megatron_core)
 
 
 def of_this_rank(tensor: Tensor) -> Tensor:
-    """The part of [batch, sequence, ...] that Megatron-Core gives this rank."""
+    """Return the part of [batch, sequence, ...] that Megatron-Core gives this rank."""
     return get_batch_on_this_cp_rank({"tokens": tensor.contiguous()}, dist.group.WORLD)["tokens"]
 
 
@@ -203,11 +203,13 @@ def compare_with_the_whole(groups: int, value_width: int, masked: bool) -> None:
 
 @pytest.mark.parametrize("masked", [False, True], ids=["causal", "explicit_mask"])
 @pytest.mark.parametrize("num_ranks", [2, 4], ids=["cp2", "cp4"])
-def test_attention_over_context_parallel_ranks_equals_one_rank(num_ranks, masked):
+def test_attention_over_context_parallel_ranks_equals_one_rank(
+    num_ranks: int, masked: bool
+) -> None:
     run_ranks(num_ranks, compare_with_the_whole, groups=HEADS, value_width=WIDTH, masked=masked)
 
 
-def test_grouped_queries_and_wider_keys_over_context_parallel_ranks_equal_one_rank():
+def test_grouped_queries_and_wider_keys_over_context_parallel_ranks_equal_one_rank() -> None:
     run_ranks(4, compare_with_the_whole, groups=2, value_width=4, masked=False)
 
 
@@ -222,18 +224,18 @@ def ask_for_too_much() -> None:
     )
     layer = LocalAttention(config(), 1, AttnMaskType.causal, "self", pg_collection=groups)
     tensors = inputs()
-    with pytest.raises(NotImplementedError, match="bias.*; nor packed sequences"):
+    with pytest.raises(NotImplementedError, match=r"bias.*; nor packed sequences"):
         layer(*tensors, None, attention_bias=torch.zeros(1), packed_seq_params=object())
     with pytest.raises(ValueError, match="over all 16 keys"):
         layer(*tensors, torch.zeros(LENGTH, 3, dtype=torch.bool))
 
 
-def test_attention_names_all_that_it_does_not_know():
+def test_attention_names_all_that_it_does_not_know() -> None:
     run_ranks(1, ask_for_too_much)
 
 
 def gather_unequal_parts(sizes: list[int]) -> None:
-    """Job: what ranks that divide experts do with their tokens: gather all, and give back the sums."""
+    """Job: gather the tokens of all expert ranks, and scatter the sums."""
     cpu.install()
     start = sum(sizes[: dist.get_rank()])
     mine = slice(start, start + sizes[dist.get_rank()])
@@ -250,5 +252,5 @@ def gather_unequal_parts(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     "sizes", [[3, 5], [4, 0], [0, 0]], ids=["unequal", "nothing_on_one", "nothing"]
 )
-def test_ranks_with_unequal_parts_gather_and_scatter(sizes):
+def test_ranks_with_unequal_parts_gather_and_scatter(sizes: list[int]) -> None:
     run_ranks(2, gather_unequal_parts, sizes)

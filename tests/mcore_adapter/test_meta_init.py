@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GPTModel built on the meta device gets the weights of one built on the CPU from the same seeds."""
+"""Models built on the meta device get the weights of models built on the CPU, seed by seed."""
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,10 +28,54 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.layer_specs import layer_spec
-from tests.pretrain.training_runs import SMALL, prepare
+from tests.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
+from tests.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
+
+ON_META = "--init-model-with-meta-device"
+
+INITIALISED = {
+    "mtp_tied": Combination(2, "dp", 3, f"{TIED} {MTP}"),
+    "pp2_untied": Combination(2, "pp2", 3, LLAMA),
+    "experts_and_latents_tp2_sp_ep2": Combination(
+        2, "tp2 sp ep2 etp1", 3, f"{DEEPSEEK} --moe-shared-expert-gate", layers=4
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "device"),
+    mostly_in_full(
+        [*itertools.product(INITIALISED, ("gpu", "cpu"))],
+        [("mtp_tied", "cpu"), ("experts_and_latents_tp2_sp_ep2", "gpu")],
+    ),
+)
+def test_a_model_from_the_meta_device_trains_like_one_that_had_values_at_once(
+    model: str, device: str
+) -> None:
+    # With dropout, so that one number drawn too many or too few shows.
+    line = INITIALISED[model].ours.replace(
+        NO_DROPOUT, "--hidden-dropout 0.1 --attention-dropout 0.1"
+    )
+    line = f"{line} --train-iters 1" + (" --use-cpu-initialization" if device == "cpu" else "")
+    at_once, later = run_ranks(2, train, line, f"{line} {ON_META}")[0]
+    assert later.losses == at_once.losses
+    assert later.column("params-norm") == at_once.column("params-norm")
+
+
+@pytest.mark.parametrize("model", [TIED, f"{LLAMA} {MTP}"], ids=["tied", "mtp"])
+def test_an_embedding_of_two_stages_cannot_come_from_the_meta_device(model: str) -> None:
+    # Its copy would be of other values, and nothing would say so.
+    for error in run_ranks(2, refuse, f"{Combination(2, 'pp2', 3, model).ours} {ON_META}"):
+        assert (
+            error.startswith(("ValueError", "CommandLineError"))
+            and "embedding that two pipeline stages share" in error
+        )
+
 
 LINE = f"{SMALL} --use-distributed-optimizer"
+
 MODELS = {
     "tied": "",
     "untied_rope_swiglu_rmsnorm": (
@@ -106,7 +151,7 @@ def compare_losses(model: nn.Module, reference: nn.Module) -> None:
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu_initialization", "gpu_initialization"])
 @pytest.mark.parametrize("model", MODELS)
-def test_weights_are_those_of_the_model_built_on_the_cpu(model, on_cpu):
+def test_weights_are_those_of_the_model_built_on_the_cpu(model: str, on_cpu: bool) -> None:
     run_ranks(2, compare_with_the_cpu, MODELS[model], on_cpu)
 
 
@@ -156,7 +201,7 @@ def compare_tensor_parallel_layers(on_cpu: bool) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("on_cpu", [True, False], ids=["cpu_initialization", "gpu_initialization"])
-def test_every_tensor_parallel_rank_gets_its_part(on_cpu):
+def test_every_tensor_parallel_rank_gets_its_part(on_cpu: bool) -> None:
     first, second = run_ranks(2, compare_tensor_parallel_layers, on_cpu)
     assert not torch.equal(first[0], second[0])
 
@@ -174,7 +219,7 @@ def what_is_known() -> list[bool]:
     return [all(initialiser.knows(module) for module in owning), initialiser.knows(stranger)]
 
 
-def test_a_vocabulary_embedding_of_no_model_is_not_known():
+def test_a_vocabulary_embedding_of_no_model_is_not_known() -> None:
     assert run_ranks(1, what_is_known) == [[True, False]]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's data parallelism beside ours under the same flags, for every combination in a table.
+"""Megatron-Core's data parallelism and ours under the same flags, in a table of combinations.
 
     python -m tests.pretrain.parity                  every row
     python -m tests.pretrain.parity "tp2 pp2" cp     rows whose names contain one of the words
@@ -19,35 +19,49 @@ from tests.pretrain.training_runs import DATA, NO_DROPOUT, Record, train
 from tests.rank_pool import run_ranks
 
 STEPS = 10
+
 RUN = (
     f"{DATA} {NO_DROPOUT} --train-iters {STEPS} --lr 5e-3 --lr-decay-iters 20 --log-params-norm"
     " --log-num-zeros-in-grad"
 )
+
 SIZES = (
     "--hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
     " --global-batch-size 8"
 )
+
 ROPE = "--position-embedding-type rope"
+
 LLAMA = (
     f"{ROPE} --normalization RMSNorm --swiglu --disable-bias-linear"
     " --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"
 )
+
 UNTIED = "--untie-embeddings-and-output-weights"
+
 MOE = (
     f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-aux-loss-coeff"
     " 1e-2"
 )
+
 ALLTOALL = f"{MOE} --moe-token-dispatcher-type alltoall"
 SHARED = "--moe-shared-expert-intermediate-size 32"
+
 BIAS = (
     "--moe-router-enable-expert-bias --moe-router-score-function sigmoid"
     " --moe-router-load-balancing-type seq_aux_loss"
 )
-MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8
-    --position-embedding-type rope --rope-type rope --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
+
+MLA = """--multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 --qk-head-dim 8
+    --qk-pos-emb-head-dim 8 --v-head-dim 8 --position-embedding-type rope --rope-type rope
+    --normalization RMSNorm --swiglu --disable-bias-linear --untie-embeddings-and-output-weights"""
+
 MTP = "--mtp-num-layers 1"
-DEEPSEEK = f"""{MLA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq ([0]*1+[1]*3) {SHARED} {BIAS}
-    --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --qk-layernorm"""
+
+DEEPSEEK = f"""{MLA} --num-experts 4 --moe-ffn-hidden-size 32 --moe-router-topk 2 --moe-layer-freq
+    ([0]*1+[1]*3) {SHARED} {BIAS} --moe-aux-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall
+    --qk-layernorm"""
+
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
@@ -122,7 +136,7 @@ MODELS = {
 
 
 def _axis(word: str) -> str:
-    """The flag of one word of a layout."""
+    """Return the flag of one word of a layout."""
     sizes = {
         "tp": "--tensor-model-parallel-size",
         "pp": "--pipeline-model-parallel-size",
@@ -240,7 +254,7 @@ class Difference:
     zeros_agree: bool
 
     def problems(self, combination: Combination) -> list[str]:
-        """What exceeds the bounds."""
+        """Name the values that exceed their bounds."""
         reduced = BF16 in combination.flags
         bounds = {
             "loss": 1e-2 if reduced else 1e-5,
@@ -317,3 +331,6 @@ def main(words: list[str]) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
+
+SHORT = "--train-iters 3"
+TIED = LLAMA.replace(UNTIED, "")

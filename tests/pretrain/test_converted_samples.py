@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A converted checkpoint loads strictly, in the format it was converted to, and training goes on as from the original."""
+"""Converted samples load strictly, and training continues as from the original."""
 
 import json
 import shlex
@@ -18,9 +18,11 @@ from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.pretrain import loop
 from tests.checkpoint import samples
+from tests.mcore_adapter.megatron_lm_loop import load_checkpoint, save_checkpoint
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
-from tests.pretrain.training_runs import build, load_checkpoint, save_checkpoint
+from tests.pretrain.training_runs import build
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
 
 OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
 OF_OPTIMIZER_WITHOUT_FSDP = {
@@ -29,11 +31,13 @@ OF_OPTIMIZER_WITHOUT_FSDP = {
 }
 
 LOADED_BY_NOBODY_ELSE = (samples.WITHOUT_COMMON_FILE, "dense_swiglu_bf16_dp2_dp_reshardable")
-"""This release of Megatron-Core does not read the one, and the other only into the buckets that its run had."""
+"""Samples that this release of Megatron-Core does not read, or only under their own layout."""
+
+SHORT_SAMPLES = (samples.EXPERTS,)
 
 
 def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
-    """The flags of the run that wrote a sample, as this program takes them."""
+    """Return the flags of the run that wrote a sample, in the spelling of this program."""
     words = list(info["megatron_lm_flags"])
     for flag, values in {**OF_THE_RUN, **(OF_OPTIMIZER_WITHOUT_FSDP if with_fsdp else {})}.items():
         if flag in words:
@@ -46,8 +50,8 @@ def command_line(info: dict, checkpoint: Path, with_fsdp: bool) -> str:
 
 
 @dataclass
-class Continued:
-    """What a run gives after the checkpoint."""
+class ConvertedContinued:
+    """Losses and gradient norm of a run after the checkpoint."""
 
     loss_before: float
     loss: float
@@ -55,7 +59,7 @@ class Continued:
     loss_after: float
 
 
-def continue_run(flags: str, batch_file: str, save: str) -> Continued:
+def continue_run(flags: str, batch_file: str, save: str) -> ConvertedContinued:
     """Job: load, evaluate, train one step, evaluate, save."""
     run = build(f"{flags} --save {save} --save-interval 1", bias_swiglu_fusion=True)
     load_checkpoint(run)
@@ -69,7 +73,7 @@ def continue_run(flags: str, batch_file: str, save: str) -> Continued:
     after = loop.evaluate(run, own_microbatches(run, batch["eval_tokens"]))
     save_checkpoint(run)
     step = run.report.record.steps[0]
-    return Continued(before, step["lm loss"], step["grad-norm"], after)
+    return ConvertedContinued(before, step["lm loss"], step["grad-norm"], after)
 
 
 def own_microbatches(
@@ -88,14 +92,16 @@ def convert(command: str, source: Path, target: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", samples.TORCH_DIST)
-def test_the_next_step_from_a_converted_sample_is_that_of_the_original(name, tmp_path):
+@pytest.mark.parametrize("name", mostly_in_full(samples.TORCH_DIST, SHORT_SAMPLES))
+def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
+    name: str, tmp_path: Path
+) -> None:
     sample = samples.torch_dist(name)
     info = json.loads((sample / "info.json").read_text())
     there = convert("convert-torch-dist-to-fsdp-dtensor", sample, tmp_path / "fsdp_dtensor")
     back = convert("convert-fsdp-dtensor-to-torch-dist", there, tmp_path / "torch_dist")
 
-    def continued(checkpoint: Path, with_fsdp: bool, save: str) -> Continued:
+    def continued(checkpoint: Path, with_fsdp: bool, save: str) -> ConvertedContinued:
         flags = command_line(info, checkpoint, with_fsdp)
         return run_ranks(
             info["parallel"]["np"],

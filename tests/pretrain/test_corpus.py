@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers, and corpora written with them."""
+"""Corpora of text, written and read."""
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.pretrain import corpus as corpus_module
@@ -18,16 +15,8 @@ from megatron.pretrain.corpus import (
     standard_library_files,
     write_corpus,
 )
-from megatron.pretrain.tokenizer import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    NullTokenizer,
-    Tokenizer,
-    build_tokenizer,
-    padded_vocab_size,
-)
-
-BYTES = ByteTokenizer()
+from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
+from tests.pretrain.tokenizer_arguments import BYTES
 
 
 def documents_of(prefix: Path) -> list[list[int]]:
@@ -41,109 +30,7 @@ def texts_of(prefix: Path) -> list[str]:
     return [BYTES.detokenize(document) for document in documents_of(prefix)]
 
 
-def tokenizer_of(
-    tokenizer_type: str = "NullTokenizer",
-    tokenizer_model: str | None = None,
-    vocab_size: int | None = None,
-) -> Tokenizer:
-    return build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
-
-
-def rows_of_bytes(**given: int) -> int:
-    """Rows of the embedding with ByteTokenizer."""
-    settings = dict(padded_size=None, vocab_size=None, divisible_by=128, tensor_size=1)
-    return padded_vocab_size(BYTES, **{**settings, **given})
-
-
-@given(st.text())
-def test_byte_tokens_are_the_bytes_of_the_text(text):
-    ids = BYTES.tokenize(text)
-    assert ids.tolist() == list(text.encode())
-    assert BYTES.detokenize(np.append(ids, BYTES.eod)) == text
-
-
-def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last():
-    tokenizer = tokenizer_of(vocab_size=100)
-    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
-    assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
-    assert tokenizer.detokenize([3, 99, 100]) == "3 99"
-    with pytest.raises(ValueError, match="reads numbers"):
-        tokenizer.tokenize("three")
-    with pytest.raises(ValueError, match="ids 0 to 100, but the text holds 5 to 101"):
-        tokenizer.tokenize("5 101")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(), "NullTokenizer needs --vocab-size"),
-        (
-            dict(tokenizer_type=None),
-            "expects one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, but got None",
-        ),
-        (dict(tokenizer_type="HuggingFaceTokenizer"), "needs --tokenizer-model"),
-        (
-            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such/folder"),
-            "there is no folder",
-        ),
-        (
-            dict(tokenizer_type="ByteTokenizer", tokenizer_model="x"),
-            "leave --tokenizer-model x out",
-        ),
-        (
-            dict(tokenizer_type="ByteTokenizer", vocab_size=100),
-            "smaller than the vocabulary of ByteTokenizer",
-        ),
-    ],
-)
-def test_tokenizer_arguments_that_do_not_fit_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tokenizer_of(**arguments)
-
-
-def test_hugging_face_tokenizer_without_transformers_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ImportError, match="pip install transformers"):
-        HuggingFaceTokenizer(str(tmp_path))
-
-
-def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {"<eos>": 0, "hello": 1, "world": 5}
-    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>"
-    ).save_pretrained(tmp_path)
-
-    tokenizer = tokenizer_of("HuggingFaceTokenizer", str(tmp_path))
-    assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
-    assert tokenizer.detokenize([1, 5, 0]) == "hello world"
-    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [
-        (dict(), 384),
-        (dict(divisible_by=1), 257),
-        (dict(tensor_size=4), 512),
-        (dict(vocab_size=500), 512),
-        (dict(padded_size=300), 300),
-    ],
-    ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
-)
-def test_vocabulary_is_rounded_up(arguments, size):
-    assert rows_of_bytes(**arguments) == size
-
-
-def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused():
-    with pytest.raises(ValueError, match="at least the 257 ids"):
-        rows_of_bytes(padded_size=256)
-
-
-def test_files_and_folders_become_documents_in_order(tmp_path):
+def test_files_and_folders_become_documents_in_order(tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     (folder / "b.txt").write_bytes(b"second \xff\xfe")
@@ -162,7 +49,7 @@ def test_files_and_folders_become_documents_in_order(tmp_path):
     assert Path(f"{prefix}.bin").stat().st_size == 2 * summary.tokens
 
 
-def test_json_lines_become_documents(tmp_path):
+def test_json_lines_become_documents(tmp_path: Path) -> None:
     lines = tmp_path / "corpus.jsonl"
     lines.write_text('{"text": "one", "title": "1"}\n\n{"text": "two\\nlines", "title": "2"}\n')
     write_corpus([lines], tmp_path / "text", BYTES, append_eod=False)
@@ -172,7 +59,7 @@ def test_json_lines_become_documents(tmp_path):
     assert [len(document) for document in documents_of(tmp_path / "text")] == [3, 9]
 
 
-def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
+def test_large_vocabularies_are_stored_in_four_bytes(tmp_path: Path) -> None:
     (tmp_path / "ids.txt").write_text("1 99999")
     write_corpus([tmp_path / "ids.txt"], tmp_path / "out", NullTokenizer(100_000))
     assert documents_of(tmp_path / "out") == [[1, 99999, 100_000]]
@@ -209,7 +96,9 @@ def test_large_vocabularies_are_stored_in_four_bytes(tmp_path):
         "empty",
     ],
 )
-def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokenizer, message):
+def test_bad_input_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, content: bytes, tokenizer: Any, message: str
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     output = tmp_path / "out"
     with pytest.raises(ValueError, match=message):
@@ -217,7 +106,7 @@ def test_bad_input_is_named_and_leaves_nothing_behind(tmp_path, content, tokeniz
     assert list(output.iterdir()) == []
 
 
-def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path):
+def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"1 \xff")
     with pytest.raises(
         ValueError, match=r"bad\.txt: 'utf-8' codec can't decode byte 0xff in position 2"
@@ -225,18 +114,20 @@ def test_text_that_is_not_utf8_is_refused_by_a_tokenizer_of_text(tmp_path):
         write_corpus([tmp_path / "bad.txt"], tmp_path / "out", NullTokenizer(9))
 
 
-def test_all_missing_inputs_are_named(tmp_path):
+def test_all_missing_inputs_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file or folder: nowhere, neither"):
         write_corpus(["nowhere", "neither"], tmp_path / "out", BYTES)
 
 
-def test_an_interrupted_rewrite_keeps_the_old_corpus(tmp_path, monkeypatch):
+def test_an_interrupted_rewrite_keeps_the_old_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "old.txt").write_text("old")
     (tmp_path / "new.txt").write_text("new")
     folder = tmp_path / "out"
     write_corpus([tmp_path / "old.txt"], folder / "corpus", BYTES)
 
-    def interrupt(self, text):
+    def interrupt(self, text: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ByteTokenizer, "tokenize", interrupt)
@@ -254,7 +145,7 @@ def test_an_interrupted_rewrite_keeps_the_old_corpus(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def library(tmp_path) -> Path:
+def library(tmp_path: Path) -> Path:
     root = tmp_path / "lib"
     for name in [*(f"module{i}.py" for i in range(20)), "package/inner.py"]:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -271,7 +162,9 @@ def library(tmp_path) -> Path:
     return root
 
 
-def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(tmp_path, library):
+def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(
+    tmp_path: Path, library: Path
+) -> None:
     prefix = standard_library_corpus(tmp_path / "data", BYTES, library=library)
     texts = texts_of(prefix)
     expected = [f"# {file.relative_to(library)}\n" for file in standard_library_files(library)]
@@ -284,8 +177,8 @@ def test_standard_library_corpus_holds_its_modules_in_a_fixed_shuffled_order(tmp
 
 
 def test_standard_library_corpus_is_written_once_and_again_when_something_changed(
-    tmp_path, library, monkeypatch
-):
+    tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     written = []
     original = corpus_module.write_corpus
     monkeypatch.setattr(
@@ -306,13 +199,13 @@ def test_standard_library_corpus_is_written_once_and_again_when_something_change
     assert "# changed\n" in texts_of(second)
 
 
-def test_the_running_python_has_a_library_of_megabytes():
+def test_the_running_python_has_a_library_of_megabytes() -> None:
     files = standard_library_files()
     names = {file.name for file in files}
     assert {"argparse.py", "ast.py"} <= names
     assert sum(file.stat().st_size for file in files) > 4_000_000
 
 
-def test_a_library_without_python_files_is_refused(tmp_path):
+def test_a_library_without_python_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no Python files"):
         standard_library_corpus(tmp_path, BYTES, library=tmp_path)

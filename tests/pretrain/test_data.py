@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Datasets from the command line, the order of microbatches, and the picture of the loss."""
+"""Datasets from the command line, and the order of their microbatches."""
 
 import argparse
 import json
 import logging
-import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 from megatron.pretrain import data as data_module
 from megatron.pretrain.corpus import standard_library_corpus, write_corpus
 from megatron.pretrain.data import build_datasets, parse_blend, wanted_samples
-from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.rank_pool import run_ranks
@@ -25,7 +23,7 @@ BYTES = ByteTokenizer()
 NUMBERS = NullTokenizer(100)
 
 
-def namespace(**given) -> argparse.Namespace:
+def namespace(**given: Any) -> argparse.Namespace:
     defaults = dict(
         train_iters=10,
         train_samples=None,
@@ -63,7 +61,7 @@ def write_numbers(prefix: Path, documents: list[list[int]]) -> str:
 
 
 @pytest.fixture
-def corpus(tmp_path) -> str:
+def corpus(tmp_path: Path) -> str:
     return write_numbers(tmp_path / "corpus", [[i] * 40 for i in range(50)])
 
 
@@ -82,10 +80,11 @@ def microbatches(
     )
 
 
-def numbers_in(dataset) -> set[int]:
-    return {int(token) for i in range(len(dataset)) for token in dataset[i]["tokens"]} - {
-        NUMBERS.eod
-    }
+def numbers_in(dataset: Any) -> set[int]:
+    found: set[int] = set()
+    for number in range(len(dataset)):
+        found |= set(map(int, dataset[number]["tokens"]))
+    return found - {NUMBERS.eod}
 
 
 @pytest.mark.parametrize(
@@ -99,13 +98,15 @@ def numbers_in(dataset) -> set[int]:
     ],
     ids=["iterations", "samples", "no_interval", "no_evaluation", "no_training"],
 )
-def test_samples_wanted_follow_from_the_length_of_the_run(arguments, samples):
+def test_samples_wanted_follow_from_the_length_of_the_run(
+    arguments: dict[str, Any], samples: tuple[int, ...]
+) -> None:
     names = "train_samples train_iters global_batch_size eval_iters eval_interval"
     args = namespace(**arguments)
     assert wanted_samples(**{name: getattr(args, name) for name in names.split()}) == samples
 
 
-def test_samples_are_the_tokens_of_the_corpus_and_labels_come_one_later(tmp_path):
+def test_samples_are_the_tokens_of_the_corpus_and_labels_come_one_later(tmp_path: Path) -> None:
     prefix = write_numbers(tmp_path / "one", [list(range(99))])
     train, valid, test = build_datasets(namespace(data_path=[prefix], split="1,0,0"), NUMBERS)
     assert (valid, test) == (None, None)
@@ -118,7 +119,7 @@ def test_samples_are_the_tokens_of_the_corpus_and_labels_come_one_later(tmp_path
         assert sample["labels"].tolist() == wrapped[start + 1 : start + 17]
 
 
-def test_a_split_cuts_the_corpus_by_document(corpus):
+def test_a_split_cuts_the_corpus_by_document(corpus: str) -> None:
     train, valid, test = build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS)
     assert numbers_in(train) == set(range(40))
     assert numbers_in(valid) == set(range(40, 45))
@@ -126,7 +127,7 @@ def test_a_split_cuts_the_corpus_by_document(corpus):
     assert len(train) >= 80 and len(valid) >= 48 and len(test) >= 16
 
 
-def test_each_split_may_have_its_own_path(tmp_path, corpus):
+def test_each_split_may_have_its_own_path(tmp_path: Path, corpus: str) -> None:
     other = write_numbers(tmp_path / "other", [[99] * 40])
     arguments = namespace(train_data_path=[corpus], valid_data_path=[other])
     train, valid, test = build_datasets(arguments, NUMBERS)
@@ -135,7 +136,7 @@ def test_each_split_may_have_its_own_path(tmp_path, corpus):
     assert test is None
 
 
-def test_weights_blend_datasets(tmp_path):
+def test_weights_blend_datasets(tmp_path: Path) -> None:
     prefixes = [write_numbers(tmp_path / str(token), [[token] * 100] * 20) for token in (1, 2)]
     arguments = namespace(data_path=["0.75", prefixes[0], "0.25", prefixes[1]], split="1,0,0")
     train, _, _ = build_datasets(arguments, NUMBERS)
@@ -145,7 +146,7 @@ def test_weights_blend_datasets(tmp_path):
     assert 0.7 < share < 0.8
 
 
-def test_index_caches_go_where_they_are_told(tmp_path, corpus):
+def test_index_caches_go_where_they_are_told(tmp_path: Path, corpus: str) -> None:
     cache = tmp_path / "cache"
     build_datasets(namespace(data_path=[corpus], data_cache_path=str(cache)), NUMBERS)
     assert any(cache.glob("*GPTDataset-train-sample_index.npy"))
@@ -153,7 +154,7 @@ def test_index_caches_go_where_they_are_told(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, NUMBERS], ids=["bytes", "null"])
-def test_mock_data_needs_no_files(tokenizer):
+def test_mock_data_needs_no_files(tokenizer: Any) -> None:
     arguments = namespace(mock_data=True, split="99,1,0")
     train, valid, test = build_datasets(arguments, tokenizer)
     assert test is None
@@ -163,11 +164,11 @@ def test_mock_data_needs_no_files(tokenizer):
     assert batch["tokens"].max() < tokenizer.vocab_size
 
 
-def test_nothing_is_built_for_a_run_of_no_iterations():
+def test_nothing_is_built_for_a_run_of_no_iterations() -> None:
     assert build_datasets(namespace(train_iters=0, eval_iters=0), BYTES) == (None, None, None)
 
 
-def test_batches_hold_what_a_model_needs(corpus):
+def test_batches_hold_what_a_model_needs(corpus: str) -> None:
     arguments = namespace(
         data_path=[corpus],
         create_attention_mask_in_dataloader=True,
@@ -192,7 +193,9 @@ def test_batches_hold_what_a_model_needs(corpus):
     assert not batch["attention_mask"][0, 0, end + 1, end + 1]
 
 
-def test_the_default_corpus_is_the_standard_library(tmp_path, monkeypatch):
+def test_the_default_corpus_is_the_standard_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library = tmp_path / "lib"
     library.mkdir()
     for i in range(40):
@@ -229,15 +232,17 @@ def test_the_default_corpus_is_the_standard_library(tmp_path, monkeypatch):
         (dict(mock_data=True, reset_attention_mask=True), "--reset-attention-mask has no effect"),
     ],
 )
-def test_contradictory_or_missing_data_is_refused(arguments, message):
+def test_contradictory_or_missing_data_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_datasets(namespace(**arguments), BYTES)
 
 
-def test_a_corpus_too_small_to_split_is_refused_and_an_empty_test_split_dropped(tmp_path, caplog):
+def test_a_corpus_too_small_to_split_is_refused_and_an_empty_test_split_dropped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix = write_numbers(tmp_path / "tiny", [[1] * 20] * 10)
     with pytest.raises(
-        ValueError, match="validation split of .*tiny is empty: it gets 0 of 10 documents"
+        ValueError, match=r"validation split of .*tiny is empty: it gets 0 of 10 documents"
     ):
         build_datasets(namespace(data_path=[prefix]), NUMBERS)
     with caplog.at_level(logging.WARNING):
@@ -246,14 +251,14 @@ def test_a_corpus_too_small_to_split_is_refused_and_an_empty_test_split_dropped(
     assert "the test split" in caplog.text
 
 
-def test_a_split_that_the_run_does_not_use_may_be_empty(tmp_path):
+def test_a_split_that_the_run_does_not_use_may_be_empty(tmp_path: Path) -> None:
     prefix = write_numbers(tmp_path / "tiny", [[1] * 20] * 10)
     train, valid, test = build_datasets(namespace(data_path=[prefix], eval_iters=0), NUMBERS)
     assert len(train) >= 80
     assert (valid, test) == (None, None)
 
 
-def test_data_paths_are_prefixes_or_pairs_of_weight_and_prefix():
+def test_data_paths_are_prefixes_or_pairs_of_weight_and_prefix() -> None:
     assert parse_blend(["a"]) == (["a"], None)
     assert parse_blend(["a", "b"]) == (["a", "b"], None)
     assert parse_blend(["3", "a", "0.5", "b "]) == (["a", "b"], [3.0, 0.5])
@@ -276,18 +281,18 @@ class CountingDataset(torch.utils.data.Dataset):
 
 
 def samples_read(
-    num_samples: int, count: int, *, consumed: int = 0, rank: int = 0, ranks: int = 1, **given
+    num_samples: int, count: int, *, consumed: int = 0, rank: int = 0, ranks: int = 1, **given: Any
 ) -> list[int]:
     arguments = namespace(**given)
     iterator = microbatches(CountingDataset(num_samples), arguments, consumed, rank, ranks)
     batches = list(islice(iterator, count // arguments.micro_batch_size))
     assert all(set(batch) == {"tokens"} for batch in batches)
-    return [int(token) for batch in batches for token in batch["tokens"]]
+    return [int(token) for token in chain.from_iterable(batch["tokens"] for batch in batches)]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_global_batches_do_not_depend_on_the_number_of_ranks(kind, ranks):
+def test_global_batches_do_not_depend_on_the_number_of_ranks(kind: str, ranks: int) -> None:
     whole = samples_read(100, 96, dataloader_type=kind)
     per_rank = [
         samples_read(100, 96 // ranks, rank=r, ranks=ranks, dataloader_type=kind)
@@ -295,19 +300,18 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(kind, ranks):
     ]
     share = 8 // ranks
     for step in range(12):
-        batch = [
-            sample for samples in per_rank for sample in samples[step * share : (step + 1) * share]
-        ]
+        ours = slice(step * share, (step + 1) * share)
+        batch = [*chain.from_iterable(samples[ours] for samples in per_rank)]
         assert sorted(batch) == sorted(whole[step * 8 : step * 8 + 8])
 
 
-def test_microbatches_take_turns_over_the_ranks():
+def test_microbatches_take_turns_over_the_ranks() -> None:
     assert samples_read(16, 6, rank=1, ranks=2, dataloader_type="single") == [2, 3, 6, 7, 10, 11]
 
 
 @pytest.mark.parametrize("kind", ["single", "cyclic"])
 @pytest.mark.parametrize("workers", [0, 2], ids=["no_workers", "two_workers"])
-def test_a_resumed_iterator_goes_on_where_the_first_one_stopped(kind, workers):
+def test_a_resumed_iterator_goes_on_where_the_first_one_stopped(kind: str, workers: int) -> None:
     # 60 samples read from 20: the borders between epochs fall inside microbatches of 3.
     num_samples = 20 if kind == "cyclic" else 64
     options = dict(dataloader_type=kind, micro_batch_size=3)
@@ -319,7 +323,7 @@ def test_a_resumed_iterator_goes_on_where_the_first_one_stopped(kind, workers):
         assert resumed == whole[consumed:]
 
 
-def test_cyclic_reads_every_sample_once_per_epoch_in_an_order_of_its_own():
+def test_cyclic_reads_every_sample_once_per_epoch_in_an_order_of_its_own() -> None:
     read = samples_read(24, 72, dataloader_type="cyclic")
     epochs = [read[0:24], read[24:48], read[48:72]]
     assert all(sorted(epoch) == list(range(24)) for epoch in epochs)
@@ -329,13 +333,15 @@ def test_cyclic_reads_every_sample_once_per_epoch_in_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("workers", [0, 1], ids=["no_workers", "worker"])
-def test_reading_leaves_the_global_random_state_alone(workers):
+def test_reading_leaves_the_global_random_state_alone(workers: int) -> None:
     before = torch.get_rng_state()
     samples_read(8, 8, dataloader_type="cyclic", num_workers=workers)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_on_every_rank():
+def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_on_every_rank() -> (
+    None
+):
     for rank in range(2):
         iterator = microbatches(CountingDataset(11), namespace(), consumed=2, rank=rank, ranks=2)
         assert len(list(islice(iterator, 2))) == 2
@@ -355,7 +361,9 @@ def test_a_single_pass_ends_with_an_explanation_and_the_same_number_of_batches_o
         (dict(num_samples=0), ValueError, "the dataset is empty"),
     ],
 )
-def test_iterator_arguments_out_of_range_are_refused(arguments, error, message):
+def test_iterator_arguments_out_of_range_are_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
         samples_read(**{"num_samples": 8, "count": 8, **arguments})
 
@@ -370,29 +378,12 @@ def build_on_rank(folder: str, prefix: str) -> list[list[list[int]]]:
     return tokens_of(build_datasets(arguments, NUMBERS))
 
 
-def tokens_of(datasets) -> list[list[list[int]]]:
+def tokens_of(datasets: Any) -> list[list[list[int]]]:
     return [[sample["tokens"].tolist() for sample in dataset] for dataset in datasets]
 
 
-def test_all_ranks_get_the_same_datasets_and_the_same_errors(tmp_path, corpus):
+def test_all_ranks_get_the_same_datasets_and_the_same_errors(tmp_path: Path, corpus: str) -> None:
     (tmp_path / "blocked").touch()
     on_rank0, on_rank1 = run_ranks(2, build_on_rank, str(tmp_path), corpus)
     alone = tokens_of(build_datasets(namespace(data_path=[corpus], split="80,10,10"), NUMBERS))
     assert all(alone) and alone == on_rank0 == on_rank1
-
-
-def test_loss_curves_become_a_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    target = tmp_path / "made" / "loss.png"
-    train = [(i, 5.0 / i + 1) for i in range(1, 200)]
-    assert draw_loss_curves(target, train, [(50, 1.3), (100, float("nan")), (150, 1.2)])
-    assert target.read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in target.parent.iterdir()] == ["loss.png"]
-    assert draw_loss_curves(tmp_path / "one.png", [(1, 2.0)], [])
-
-
-def test_no_picture_without_points_or_without_matplotlib(tmp_path, monkeypatch):
-    assert not draw_loss_curves(tmp_path / "loss.png", [], [])
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not draw_loss_curves(tmp_path / "loss.png", [(1, 2.0)], [])
-    assert list(tmp_path.iterdir()) == []

@@ -41,7 +41,7 @@ def counted_and_expected(line: str) -> tuple[float, float]:
     [GPT2, LLAMA, MOE_SHARED, MLA, f"{LLAMA} {MTP}", DEEPSEEK],
     ids=["gpt2", "llama", "moe", "mla", "mtp", "deepseek"],
 )
-def test_torch_counts_as_many(model):
+def test_torch_counts_as_many(model: str) -> None:
     line = Combination(1, "dp", 3, model, layers=4).line
     counted, expected = run_ranks(1, counted_and_expected, line)[0]
     assert counted == pytest.approx(expected, rel=0.01)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of every kind of layer, whole: they train, have Megatron-Core's names, and are the same on divided ranks."""
+"""Models of every kind of layer train, have Megatron-Core's names, and ignore the layout."""
 
 from argparse import Namespace
 from typing import Any
@@ -139,7 +139,7 @@ def losses(model: nn.Module) -> torch.Tensor:
 
 
 def train_each() -> dict[str, list[str]]:
-    """Job: a forward and a backward pass of every kind of model; the names of the parameters with a gradient."""
+    """Job: run every kind of model forward and backward; return names of trained parameters."""
     names = {}
     for kind in MODELS:
         start()
@@ -156,7 +156,7 @@ def without_prefix(names: list[str], prefix: str) -> set[str]:
     return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
 
 
-def test_every_kind_of_model_trains_under_megatron_cores_names():
+def test_every_kind_of_model_trains_under_megatron_cores_names() -> None:
     (names,) = run_ranks(1, train_each)
     for kind, of_a_layer in OF_A_LAYER.items():
         assert without_prefix(names[kind], "decoder.layers.1.") == set(of_a_layer.split())
@@ -172,7 +172,7 @@ def test_every_kind_of_model_trains_under_megatron_cores_names():
 
 
 def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The sum of losses and whole gradients, put together as the end of a training step does."""
+    """Return the sum of losses and whole gradients, combined as at the end of a training step."""
     model = build(settings)
     loss = losses(model).sum()
     loss.backward()
@@ -197,7 +197,7 @@ def gradients(settings: TransformerConfig) -> tuple[torch.Tensor, dict[str, torc
 
 
 def is_summed(settings: TransformerConfig, name: str, parameter: nn.Parameter) -> bool:
-    """What Megatron-Core's finalize_model_grads sums over tensor-parallel ranks."""
+    """Return whether Megatron-Core's finalize_model_grads sums the gradient over tensor ranks."""
     by_name = settings.qk_layernorm and ("q_layernorm" in name or "k_layernorm" in name)
     return by_name or (
         settings.sequence_parallel and getattr(parameter, "sequence_parallel", False)
@@ -236,7 +236,9 @@ TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     ],
     ids=["tensor", "tensor_and_sequence", "context"],
 )
-def test_gradients_of_divided_models_equal_those_of_one_rank(kinds, layout, sequence_parallel):
+def test_gradients_of_divided_models_equal_those_of_one_rank(
+    kinds: list[str], layout: str, sequence_parallel: bool
+) -> None:
     run_ranks(2, compare_with_one_rank, kinds, layout, sequence_parallel)
 
 
@@ -244,8 +246,14 @@ def layers_of_stages(**overrides: Any) -> list[str]:
     """Job: one letter for each layer of this rank's two stages: dense, expert, predicting."""
     layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     start(**layout)
-    settings = config("experts", num_layers=8, moe_layer_freq=[0, 0, 0, 1, 1, 0, 1, 1], mtp_num_layers=1,
-                      pipeline_dtype=torch.float32, **layout | overrides)  # fmt: skip
+    settings = config(
+        "experts",
+        num_layers=8,
+        moe_layer_freq=[0, 0, 0, 1, 1, 0, 1, 1],
+        mtp_num_layers=1,
+        pipeline_dtype=torch.float32,
+        **layout | overrides,
+    )
     stages = []
     for stage in range(2):
         spec = layer_spec(settings, stage)
@@ -264,11 +272,11 @@ def layers_of_stages(**overrides: Any) -> list[str]:
     return stages
 
 
-def test_pipeline_stages_have_their_layers():
+def test_pipeline_stages_have_their_layers() -> None:
     assert run_ranks(2, layers_of_stages) == [["dd", "ed"], ["de", "eep"]]
 
 
-def test_a_stage_of_predictions_only_is_made_like_the_last_layer():
+def test_a_stage_of_predictions_only_is_made_like_the_last_layer() -> None:
     layout = "Ettt|tt|ttt|mL"
     assert run_ranks(2, layers_of_stages, pipeline_model_parallel_layout=layout) == [
         ["ddd", "dee"],
@@ -277,7 +285,7 @@ def test_a_stage_of_predictions_only_is_made_like_the_last_layer():
 
 
 def owners_unknown_on_meta() -> list[str]:
-    """Job: modules with parameters of their own that could not be initialised after a construction on the meta device."""
+    """Job: return modules with parameters that cannot be initialised from the meta device."""
     start()
     unknown = []
     for kind in MODELS:
@@ -292,11 +300,13 @@ def owners_unknown_on_meta() -> list[str]:
     return unknown
 
 
-def test_every_module_with_parameters_can_be_initialised_on_the_meta_device():
+def test_every_module_with_parameters_can_be_initialised_on_the_meta_device() -> None:
     assert run_ranks(1, owners_unknown_on_meta) == [[]]
 
 
-def test_with_transformer_engine_megatron_cores_specs_are_taken_as_they_are(monkeypatch):
+def test_with_transformer_engine_megatron_cores_specs_are_taken_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = []
 
     def record(*args: Any, **keywords: Any) -> str:

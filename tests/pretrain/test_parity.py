@@ -1,38 +1,118 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of the table of combinations that has every axis, strategy and model in it; ``python -m tests.pretrain.parity`` runs all."""
+"""Runs under every combination of the table give the numbers of Megatron-Core's DDP."""
 
 import pytest
 
-from tests.pretrain.parity import TABLE, measure
+from tests.pretrain.parity import (
+    LLAMA,
+    MOE,
+    OPTIM_OUTSIDE,
+    SHORT,
+    TABLE,
+    TIED,
+    Combination,
+    measure,
+)
+from tests.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
+from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
 
 COVERING = (
     "4 ranks, tp2, level 0, llama",
-    "4 ranks, tp2 sp, level 3, llama",
-    "2 ranks, pp2, level 3, gpt2",
-    "4 ranks, pp2, level 0, gpt2",
-    "4 ranks, pp2 vpp2, level 1, llama, overlap-grad-reduce",
+    "4 ranks, tp2 sp, level 1, llama, bf16",
     "4 ranks, pp2 vpp2, level 3, llama, overlap-grad-reduce, overlap-param-gather",
-    "4 ranks, cp2, level 3, llama",
+    "2 ranks, cp2, level 3, llama",
     "4 ranks, ep2, level 2, moe shared",
-    "4 ranks, ep2, level 3, moe bias",
     "4 ranks, tp2 sp ep2 etp2, level 3, moe",
-    "4 ranks, inst2, level 1, llama",
     "4 ranks, inst2 ep2, level 3, moe alltoall, outer-dp-sharding-strategy optim",
     "4 ranks, tp2, level 3, mla qk-layernorm",
-    "4 ranks, pp2, level 3, mtp",
-    "4 ranks, pp2, level 3, gpt2, bf16",
-    "4 ranks, ep2, level 3, moe alltoall, calculate-per-token-loss",
-    "8 ranks, tp2 sp pp2 ep2 etp1, level 3, deepseek mtp",
+    "2 ranks, dp, level 3, mtp",
 )
+"""Every axis, strategy, precision and model once; the whole table is exhaustive."""
+
 STEPS = 3
-"""The second begins with weights that the first has changed, the third with an optimizer whose state the second has used."""
+"""The second uses weights that the first has changed, the third an optimizer with state."""
+
 ROWS = {row.name: row for row in TABLE}
 
 
-def test_the_table_is_large_and_its_rows_have_names_of_their_own():
+def test_the_table_is_large_and_its_rows_have_names_of_their_own() -> None:
     assert len(ROWS) == len(TABLE) >= 40
 
 
-@pytest.mark.parametrize("name", COVERING)
-def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name):
+@pytest.mark.parametrize("name", mostly_in_full(ROWS, COVERING))
+def test_losses_and_norms_are_those_of_megatron_cores_data_parallelism(name: str) -> None:
     assert not measure(ROWS[name], STEPS).problems(ROWS[name])
+
+
+EVALUATED = f"{SHORT} --eval-iters 1 --eval-interval 1 --overlap-grad-reduce"
+FP16 = "--train-iters 6 --fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2"
+PER_TOKEN = f"{SHORT} --calculate-per-token-loss"
+
+FEATURES = {
+    "evaluation_pp2": Combination(2, "pp2", 3, LLAMA, EVALUATED),
+    "evaluation_vpp2": Combination(2, "pp2 vpp2", 3, LLAMA, EVALUATED, layers=4),
+    "fp16_tp2": Combination(2, "tp2", 3, LLAMA, FP16),
+    "fp16_pp2": Combination(2, "pp2", 3, LLAMA, FP16),
+    "decoupled_lr_pp2": Combination(
+        2, "pp2", 3, LLAMA, f"{SHORT} --decoupled-lr 2e-2 --decoupled-min-lr 1e-3"
+    ),
+    "clip_grad_hybrid": Combination(
+        4, "inst2", 3, LLAMA, f"{SHORT} --clip-grad 0.1", OPTIM_OUTSIDE
+    ),
+    "statistics_tp2_zero0": Combination(4, "tp2", 0, LLAMA, SHORT),
+    "statistics_pp2_tied": Combination(2, "pp2", 3, TIED, SHORT),
+    "statistics_ep2_zero0": Combination(2, "ep2", 0, MOE, SHORT),
+    "per_token_loss_cp2": Combination(2, "cp2", 3, LLAMA, PER_TOKEN),
+    "per_token_loss_tp2_sp": Combination(2, "tp2 sp", 3, LLAMA, PER_TOKEN),
+}
+
+SHORT_FEATURES = (
+    "evaluation_pp2",
+    "fp16_pp2",
+    "decoupled_lr_pp2",
+    "clip_grad_hybrid",
+    "statistics_pp2_tied",
+    "per_token_loss_cp2",
+)
+
+
+@pytest.mark.parametrize("feature", mostly_in_full(FEATURES, SHORT_FEATURES))
+def test_a_feature_gives_the_numbers_of_ddp(feature: str) -> None:
+    combination = FEATURES[feature]
+    ddp, fsdp = run_ranks(combination.ranks, train, combination.reference, combination.ours)[0]
+    low = FP16 in combination.flags
+    assert_same_run(fsdp, ddp, loss=1e-2 if low else 1e-5, norm=1e-2 if low else 1e-5)
+    if low:
+        assert any(ddp.column("skipped")) and not all(ddp.column("skipped"))
+    else:
+        assert fsdp.column("num-zeros") == ddp.column("num-zeros")
+    if EVALUATED in combination.flags:
+        assert [len(losses) for losses in ddp.evaluations.values()] == [3, 1]
+
+
+def test_a_growing_batch_is_the_same_batch() -> None:
+    sizes = (
+        "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+        " --micro-batch-size 1"
+    )
+    growing = (
+        "--global-batch-size 8 --train-samples 32 --rampup-batch-size 2 2 16 --lr 5e-3"
+        " --lr-decay-samples 64"
+    )
+    line = f"{sizes} {DATA} {NO_DROPOUT} {growing} --log-params-norm {LLAMA}"
+    ddp, fsdp = run_ranks(2, train, line, f"{line} --use-megatron-fsdp")[0]
+    assert_same_run(fsdp, ddp, loss=1e-5, norm=1e-5)
+    assert len(fsdp.steps) > 32 // 8
+
+
+@pytest.mark.parametrize(
+    "flag", ["--megatron-fsdp-enable-fine-grained-param-gather", "--create-all-gather-group"]
+)
+def test_how_weights_are_gathered_does_not_change_a_number(flag: str) -> None:
+    line = Combination(
+        2, "dp", 3, LLAMA, f"{SHORT} --overlap-grad-reduce", fsdp="--overlap-param-gather"
+    ).ours
+    plain, other = run_ranks(2, train, line, f"{line} {flag}")[0]
+    # Weights lie in other places, so sums over them have other roundings.
+    assert_same_run(other, plain, loss=1e-6, norm=1e-6)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run tells: lines, the history of its losses, TensorBoard."""
+"""Reports of a run: lines, the history of its losses, TensorBoard."""
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -12,11 +13,17 @@ from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import HISTORY, PICTURE, Report
 
 VALUES = {
-    "lm loss": 2.5, "learning-rate": 1e-3, "batch-size": 4, "grad-norm": 1.25, "num-zeros": None, "loss-scale": None, "params-norm": None
-}  # fmt: skip
+    "lm loss": 2.5,
+    "learning-rate": 1e-3,
+    "batch-size": 4,
+    "grad-norm": 1.25,
+    "num-zeros": None,
+    "loss-scale": None,
+    "params-norm": None,
+}
 
 
-def namespace(**given) -> argparse.Namespace:
+def namespace(**given: Any) -> argparse.Namespace:
     defaults = dict(
         save=None,
         tensorboard_dir=None,
@@ -43,7 +50,7 @@ def steps(
     skipped: tuple[int, ...] = (),
     **values: float,
 ) -> tuple[Report, Progress]:
-    """A report that has been told of these steps, after `iteration` of them."""
+    """Return a report of these steps after `iteration`, and the progress then."""
     report, progress = Report(args), Progress(iteration)
     report.begin(progress)
     for loss in losses:
@@ -60,7 +67,9 @@ def history(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
 
 
-def test_a_line_is_printed_every_interval_with_what_there_is(capsys):
+def test_a_line_is_printed_every_interval_with_what_there_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     steps(namespace(log_interval=2), [5.0, 4.0, 3.0, 2.0])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -73,14 +82,16 @@ def test_a_line_is_printed_every_interval_with_what_there_is(capsys):
     )
 
 
-def test_optional_numbers_have_their_own_names(capsys):
+def test_optional_numbers_have_their_own_names(capsys: pytest.CaptureFixture[str]) -> None:
     steps(namespace(), [5.0], **{"num-zeros": 12.0, "params-norm": 3.5, "loss-scale": 1024.0})
     line = capsys.readouterr().out
     for part in ("num zeros: 12 |", "params norm: 3.5000 |", "loss scale: 1024.0 |"):
         assert part in line
 
 
-def test_skipped_iterations_are_counted_and_left_out_of_the_curve(tmp_path, capsys):
+def test_skipped_iterations_are_counted_and_left_out_of_the_curve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report, _ = steps(
         namespace(save=str(tmp_path), log_interval=4),
         [5.0, float("inf"), 4.0, 3.0],
@@ -92,7 +103,7 @@ def test_skipped_iterations_are_counted_and_left_out_of_the_curve(tmp_path, caps
     assert [entry["iteration"] for entry in history(tmp_path)] == [1, 3, 4]
 
 
-def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path):
+def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path: Path) -> None:
     args = namespace(save=str(tmp_path))
     first, progress = steps(args, [5.0, 4.0, 3.0])
     first.evaluation(progress, 3.5)
@@ -112,7 +123,7 @@ def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([HISTORY, PICTURE])
 
 
-def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_path):
+def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_path: Path) -> None:
     args = namespace(
         tensorboard_dir=str(tmp_path),
         log_memory_to_tensorboard=True,
@@ -125,11 +136,22 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {
-        "lm loss", "learning-rate", "grad-norm", "params-norm", "batch-size", "mem-allocated-bytes",
-        "lm loss vs samples", "learning-rate vs samples", "grad-norm vs samples",
-        "lm loss validation", "lm loss validation vs samples", "lm loss validation ppl",
-        "lm loss test", "lm loss test vs samples", "lm loss test ppl",
-    }  # fmt: skip
+        "lm loss",
+        "learning-rate",
+        "grad-norm",
+        "params-norm",
+        "batch-size",
+        "mem-allocated-bytes",
+        "lm loss vs samples",
+        "learning-rate vs samples",
+        "grad-norm vs samples",
+        "lm loss validation",
+        "lm loss validation vs samples",
+        "lm loss validation ppl",
+        "lm loss test",
+        "lm loss test vs samples",
+        "lm loss test ppl",
+    }
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [
         (1, 5.0),
         (2, 4.0),
@@ -141,7 +163,9 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(7.389056)
 
 
-def test_only_the_first_rank_reports(tmp_path, monkeypatch, capsys):
+def test_only_the_first_rank_reports(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("RANK", "1")
     args = namespace(save=str(tmp_path), tensorboard_dir=str(tmp_path))
     report, progress = steps(args, [5.0])

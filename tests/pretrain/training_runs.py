@@ -11,6 +11,7 @@ import shlex
 import shutil
 import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
@@ -40,8 +42,10 @@ SIZES = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2"
     " --global-batch-size 8"
 )
+
 CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
-"""Mock data would do, but its index takes a third of a second to shuffle, which is as long as some runs."""
+"""Not mock data: its index takes a third of a second to shuffle, as long as some runs."""
+
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
 DATA = f"{SOURCE} --make-vocab-size-divisible-by 1 --num-workers 0 --eval-iters 0"
 STEPS = "--train-iters 20 --lr 5e-3 --min-lr 5e-4 --lr-decay-style cosine --lr-warmup-iters 2"
@@ -67,10 +71,10 @@ def write_counting_corpus() -> None:
 
 @dataclass
 class Record:
-    """What one rank saw of one run."""
+    """Record of one run on one rank."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """The values that the loop reports, with `iteration` and `skipped`; floats as they were computed."""
+    """Values that the loop reports, with `iteration` and `skipped`; floats are not rounded."""
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Name of the split -> iterations and losses."""
     lines: list[str] = field(default_factory=list)
@@ -104,7 +108,7 @@ class RecordingReport(Report):
 
 
 def prepare(command_line: str) -> tuple[Any, torch.device]:
-    """What `ranks.start` does, in a world that exists already; the arguments and the device."""
+    """Do the work of `ranks.start` in a world that exists; return arguments and device."""
     set_up_logging()
     args, _ = parse_arguments(
         shlex.split(command_line),
@@ -164,7 +168,7 @@ def assert_close(values: list[float], expected: list[float], relative: float) ->
 
 @dataclass
 class State:
-    """Weights and optimizer after `--load`, as full tensors by plain name, and what was restored beside them."""
+    """State after `--load`: weights and optimizer as full tensors by plain name, and arguments."""
 
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     slots: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -190,7 +194,7 @@ def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
 
 
 def tokenizer_of(args: Any) -> Tokenizer:
-    """The tokenizer that the command line names."""
+    """Return the tokenizer that the command line names."""
     return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
 
 
@@ -209,7 +213,7 @@ def save_checkpoint(run: loop.TrainingRun) -> None:
 
 
 def state_of(run: loop.TrainingRun) -> State:
-    """The state of a run with --use-megatron-fsdp."""
+    """Return the state of a run with --use-megatron-fsdp."""
     names = ("iteration", "consumed_train_samples")
     state = State(args={name: getattr(run.progress, name) for name in names})
     for name, parameter in named_parameters(run.model).items():
@@ -227,7 +231,49 @@ def state_of(run: loop.TrainingRun) -> State:
 
 
 def load_state(command_line: str) -> State:
-    """Job: what a run has after it has loaded its checkpoint."""
+    """Job: return the state of a run after it has loaded its checkpoint."""
     run = build(command_line)
     load_checkpoint(run)
     return state_of(run)
+
+
+def assert_same_run(fsdp: Record, ddp: Record, loss: float, norm: float) -> None:
+    """All that a run reports."""
+    assert [step["iteration"] for step in fsdp.steps] == [step["iteration"] for step in ddp.steps]
+    for name in ("skipped", "loss-scale", "learning-rate"):
+        assert fsdp.column(name) == ddp.column(name), name
+    assert_close(fsdp.losses, ddp.losses, loss)
+    assert_close(fsdp.column("params-norm"), ddp.column("params-norm"), loss)
+    done = [number for number, skipped in enumerate(ddp.column("skipped")) if not skipped]
+    assert_close(
+        [fsdp.column("grad-norm")[n] for n in done],
+        [ddp.column("grad-norm")[n] for n in done],
+        norm,
+    )
+    assert fsdp.evaluations.keys() == ddp.evaluations.keys()
+    for name, expected in ddp.evaluations.items():
+        assert [iteration for iteration, _ in fsdp.evaluations[name]] == [
+            iteration for iteration, _ in expected
+        ]
+        assert_close(
+            [loss for _, loss in fsdp.evaluations[name]], [loss for _, loss in expected], loss
+        )
+
+
+def name_of(name: str) -> str:
+    return name.replace("module.", "")
+
+
+def pretrain_with(
+    command_line: str, prepare_model: Callable[[list[MegatronModule]], None] = lambda model: None
+) -> Any:
+    """Train a model that is changed before the optimizer sees it; return record and model."""
+    kept: list[MegatronModule] = []
+
+    def build_and_keep(*args: Any) -> list[MegatronModule]:
+        kept.extend(build_model(*args))
+        prepare_model(kept)
+        return kept
+
+    with patch.object(loop, "build_model", build_and_keep):
+        return pretrain(command_line), kept

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 from megatron.core.datasets.indexed_dataset import IndexedDataset
@@ -18,7 +19,7 @@ SCRIPT = REPOSITORY / "tools" / "preprocess_data.py"
 
 
 @pytest.fixture(scope="module")
-def command():
+def command() -> click.Command:
     spec = importlib.util.spec_from_file_location("preprocess_data", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -30,7 +31,7 @@ def documents_of(prefix: str) -> list[list[int]]:
     return [dataset[i].tolist() for i in range(len(dataset))]
 
 
-def test_one_dataset_per_key_and_a_summary(command, tmp_path):
+def test_one_dataset_per_key_and_a_summary(command: click.Command, tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text(
         '{"text": "hello", "title": "hi"}\n{"text": "world!", "title": "x"}\n'
     )
@@ -46,7 +47,7 @@ def test_one_dataset_per_key_and_a_summary(command, tmp_path):
     assert documents_of(f"{output}_text_document") == [[*b"hello", 256], [*b"world!", 256]]
 
 
-def test_several_inputs_without_end_of_document(command, tmp_path):
+def test_several_inputs_without_end_of_document(command: click.Command, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1 2")
     (tmp_path / "b.txt").write_text("3")
     arguments = [
@@ -63,7 +64,7 @@ def test_several_inputs_without_end_of_document(command, tmp_path):
     assert documents_of(f"{tmp_path / 'out'}_text_document") == [[1, 2], [3]]
 
 
-def test_the_standard_library_as_input(command, tmp_path):
+def test_the_standard_library_as_input(command: click.Command, tmp_path: Path) -> None:
     result = CliRunner().invoke(
         command, ["--standard-library", "--output-prefix", str(tmp_path / "std")]
     )
@@ -88,14 +89,16 @@ def test_the_standard_library_as_input(command, tmp_path):
     ],
     ids=["missing_input", "no_input", "two_inputs", "bad_tokenizer"],
 )
-def test_bad_arguments_give_one_message(command, tmp_path, arguments, message):
+def test_bad_arguments_give_one_message(
+    command: click.Command, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     result = CliRunner().invoke(command, [*arguments, "--output-prefix", str(tmp_path / "out")])
     assert result.exit_code != 0
     assert result.output.splitlines()[-1] == message
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_runs_as_a_script_from_a_checkout(tmp_path):
+def test_it_runs_as_a_script_from_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nbroken\n')
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}

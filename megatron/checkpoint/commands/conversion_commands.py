@@ -358,7 +358,12 @@ def convert_from_hf(
     flags = model_flags(args)
     lines = [_summary(state), "Flags of this model:", "  " + " ".join(flags)]
     report = {"lines": lines, "model_flags": flags, "notes": list(state.notes)}
-    asked = {"to": to, "dtype": params_dtype, "multiple": vocab_multiple, "layers": spelling.transformer_engine}
+    asked = {
+        "to": to,
+        "dtype": params_dtype,
+        "multiple": vocab_multiple,
+        "layers": spelling.transformer_engine,
+    }
     output = directory.new_checkpoint(output_dir, directory.RELEASE)
     _convert(opened, target, output, printer, report, asked)
 

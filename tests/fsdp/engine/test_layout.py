@@ -201,7 +201,7 @@ def runs(draw: st.DrawFn) -> FlatRange:
     return FlatRange(shape, start, draw(st.integers(start, prod(shape))), by_rows=False)
 
 
-def check_boxes(run: Run) -> None:
+def check_chunks(run: FlatRange) -> None:
     """List the multi-indices of all chunks in order: they are those of the range."""
     expected = list(product(*(range(size) for size in run.shape)))[run.start : run.stop]
     boxes = run.chunks()
@@ -215,7 +215,7 @@ def check_boxes(run: Run) -> None:
 
 @few_or_many(150, 1500)
 def test_chunks_are_the_range_in_order(count: int) -> None:
-    run_examples(check_boxes, count, runs())
+    run_examples(check_chunks, count, runs())
 
 
 def test_rows_are_kept_whole_where_that_is_cheap() -> None:

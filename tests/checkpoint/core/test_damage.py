@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged checkpoints: every flipped bit, cut file and changed letter is reported or harmless."""
+
+import functools
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.commands.comparison import compare_states
+from megatron.checkpoint.commands.formats import open_checkpoint
+from megatron.checkpoint.commands.verification import find_problems
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.core.training_state import TrainingState
+from tests.checkpoint import small_models
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write a checkpoint in each format."""
+    state = small_models.state_of(small_models.shapes_of(layers=["gated"], tied=True), num_layers=1)
+    root = tmp_path_factory.mktemp("small")
+    return {
+        form: small_models.write(state, root / form, form)
+        for form in ("torch_dist", "fsdp_dtensor")
+    }
+
+
+def says_the_same(path: Path, original: Path) -> bool:
+    """Return False if an error is reported; fail if the content differs and none is."""
+    try:
+        opened = open_checkpoint(path)
+        if find_problems(opened):
+            return False
+        state = opened.state()
+    except ValueError:
+        return False
+    found = compare_states(state, _state(original))
+    assert not found.differs, (found, path)
+    return True
+
+
+@functools.lru_cache
+def _state(path: Path) -> TrainingState:
+    return open_checkpoint(path).state()
+
+
+FILES = {
+    "torch_dist": (".metadata", "__0_0.distcp", "common.pt", "metadata.json"),
+    "fsdp_dtensor": (".metadata", "__0_0.distcp"),
+}
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_every_flipped_bit_is_told_or_harmless(
+    form: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    random_numbers = random.Random(f"bits of {form}")
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    told = 0
+    for file, count in zip(FILES[form], (30, 25, 20, 4)):
+        data = (copy / file).read_bytes()
+        for _ in range(count):
+            changed = bytearray(data)
+            at, bit = random_numbers.randrange(len(data)), random_numbers.randrange(8)
+            changed[at] ^= 1 << bit
+            (copy / file).write_bytes(changed)
+            told += not says_the_same(copy, small[form])
+        (copy / file).write_bytes(data)
+    assert told > 25  # the rest is padding
+    assert says_the_same(copy, small[form])
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_every_bit_of_a_tensor_is_under_its_checksum(
+    form: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    stored = StoredCheckpoint(copy)
+    key = next(key for key in stored.tensors if key.endswith("linear_qkv.weight"))
+    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    data = bytearray((copy / "__0_0.distcp").read_bytes())
+    for at in (
+        payload.offset,
+        payload.offset + payload.num_bytes // 2,
+        payload.offset + payload.num_bytes - 1,
+    ):
+        data[at] ^= 1
+        (copy / "__0_0.distcp").write_bytes(data)
+        index = (0,) if form == "torch_dist" else ()  # its first layer
+        with pytest.raises(DamagedCheckpointError, match="checksum"):
+            StoredCheckpoint(copy).lazy(key).read()
+        with pytest.raises(DamagedCheckpointError, match="checksum"):
+            StoredCheckpoint(copy).lazy(key, index).rows(2, 3).read()
+        data[at] ^= 1
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_files_that_are_cut_off_are_told(form: str, small: dict[str, Path], tmp_path: Path) -> None:
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    for file in FILES[form]:
+        data = (copy / file).read_bytes()
+        for length in (0, 1, len(data) // 3, len(data) - 100, len(data) - 1):
+            (copy / file).write_bytes(data[: max(length, 0)])
+            assert not says_the_same(copy, small[form]) or file == "metadata.json", (file, length)
+        (copy / file).unlink()
+        assert not says_the_same(copy, small[form]), file
+        (copy / file).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("final_layernorm.weight.lr", "final_layernorm.weight.ls"),
+        (
+            "module.decoder.final_layernorm.weight.wd_mult",
+            "module.decoder.final_layernorm.weighu.wd_mult",
+        ),
+        ("opt_param_scheduler.max_lr", "opt_param_schedules.max_lr"),
+        ("num_floating_point_operations_so_far", "num_floating_point_operations_so_faz"),
+        ("final_layernorm.weight.exp_avg", "final_layernorm.weight.exp_avh"),
+        (
+            "model.module.decoder.layers.0.input_layernorm.weight",
+            "model.module.decoder.layers.0.inpuu_layernorm.weight",
+        ),
+    ],
+)
+def test_a_changed_letter_of_a_key_is_told(
+    old: str, new: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(small["fsdp_dtensor"], tmp_path / "copy")
+    data = (copy / ".metadata").read_bytes()
+    assert old.encode() in data
+    (copy / ".metadata").write_bytes(data.replace(old.encode(), new.encode()))
+    assert not says_the_same(copy, small["fsdp_dtensor"])

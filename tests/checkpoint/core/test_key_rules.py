@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of key rules: every spelling leads to the canonical name and back.
+
+Shapes are those of Megatron-Core's models.
+"""
+
+import argparse
+import itertools
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.key_rules import rule_of
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.spelling import (
+    INNER_LAYER,
+    OTHER_INNER_LAYER,
+    Spelling,
+    canonical_name,
+    layer_kinds,
+    unstacked,
+)
+from tests.checkpoint import samples, small_models
+
+LATENT = [
+    f"decoder.layers.0.{rest}.weight"
+    for rest in (
+        "input_layernorm",
+        "self_attention.linear_proj",
+        "self_attention.linear_q_down_proj",
+        "self_attention.linear_q_up_proj",
+        "self_attention.linear_kv_down_proj",
+        "self_attention.linear_kv_up_proj",
+        "self_attention.q_layernorm",
+        "self_attention.kv_layernorm",
+        "pre_mlp_layernorm",
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+    )
+]
+
+MODELS = {
+    "dense": list(small_models.shapes_of()),
+    "biases": list(small_models.shapes_of(["gelu", "gelu"])),
+    "experts": list(small_models.shapes_of(["experts", "experts"])),
+    "mixed": list(small_models.shapes_of(["gated", "experts"])),
+    "predicting": list(small_models.shapes_of(predicting=True)),
+    "predicting with experts": list(
+        small_models.shapes_of(["experts", "experts"], predicting=True)
+    ),
+    "latent": LATENT,
+    "latent with experts": (
+        [*LATENT[:-2], *small_models.layer("decoder.layers.0.", "experts")][: len(LATENT) - 2]
+        + [name for name in small_models.layer("decoder.layers.0.", "experts") if ".mlp." in name]
+    ),
+}
+
+
+def spelling(
+    names: list[str],
+    engine: bool,
+    grouped: bool,
+    stacked: bool = False,
+    inner: str = INNER_LAYER,
+) -> Spelling:
+    return Spelling(
+        transformer_engine=engine,
+        grouped_experts=grouped,
+        stacked=stacked,
+        layers=layer_kinds(names),
+        inner_layer=inner,
+    )
+
+
+@pytest.mark.parametrize("inner", [INNER_LAYER, OTHER_INNER_LAYER])
+@pytest.mark.parametrize("grouped", [True, False], ids=["grouped", "sequential"])
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "local"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_spelling_leads_back_to_the_canonical_name(
+    model: str, engine: bool, grouped: bool, inner: str
+) -> None:
+    names = MODELS[model]
+    rules = spelling(names, engine, grouped, inner=inner)
+    spelled = [rules.module_name(name) for name in names]
+    assert len(set(spelled)) == len(names)
+    assert [canonical_name(name) for name in spelled] == names
+    assert [canonical_name(f"module.module.{name}") for name in spelled] == names
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "apart"])
+@pytest.mark.parametrize("engine", [True, False], ids=["engine", "local"])
+@pytest.mark.parametrize("model", MODELS)
+def test_every_place_in_a_torch_dist_file_leads_back(
+    model: str, engine: bool, stacked: bool
+) -> None:
+    names = MODELS[model]
+    rules = spelling(names, engine, grouped=False, stacked=stacked and model != "mixed")
+    places = {name: rules.stacked_key(name) for name in names}
+    assert len(set(places.values())) == len(names)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, index in places.values():
+        shapes[key] = tuple(
+            max(pair)
+            for pair in itertools.zip_longest(
+                shapes.get(key, ()), (at + 1 for at in index), fillvalue=0
+            )
+        )
+    found = {}
+    for key, shape in shapes.items():
+        found |= {name: (key, index) for name, index in unstacked(key, shape)}
+    assert found == places
+
+
+@pytest.mark.parametrize(
+    ("model", "engine", "name", "expected"),
+    [
+        ("dense", False, "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("dense", True, "input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("dense", False, "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("experts", False, "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+        ("experts", True, "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
+        ("latent", False, "input_layernorm.weight", "input_layernorm.weight"),
+        ("latent", False, "pre_mlp_layernorm.weight", "pre_mlp_layernorm.weight"),
+        ("latent", True, "input_layernorm.weight", "input_layernorm.weight"),
+        ("latent", True, "pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ],
+)
+def test_norms_are_called_in_files_as_megatron_core_calls_them(
+    model: str, engine: bool, name: str, expected: str
+) -> None:
+    rules = spelling(MODELS[model], engine, grouped=False, stacked=True)
+    assert rules.stacked_key(f"decoder.layers.0.{name}") == (f"decoder.layers.{expected}", (0,))
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "expected"),
+    [
+        (
+            "decoder.layers.mlp.linear_fc2.weight",
+            (2, 4, 4),
+            [
+                ("decoder.layers.0.mlp.linear_fc2.weight", (0,)),
+                ("decoder.layers.1.mlp.linear_fc2.weight", (1,)),
+            ],
+        ),
+        (
+            "decoder.layers.3.mlp.linear_fc2.weight",
+            (4, 4),
+            [("decoder.layers.3.mlp.linear_fc2.weight", ())],
+        ),
+        (
+            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+            (1, 2, 4, 4),
+            [
+                (
+                    f"decoder.layers.0.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+                    (0, expert),
+                )
+                for expert in (0, 1)
+            ],
+        ),
+        (
+            "mtp.layers.0.mtp_model_layer.mlp.experts.experts.linear_fc2.bias",
+            (2, 4),
+            [
+                (
+                    f"mtp.layers.0.transformer_layer.mlp.experts.local_experts.{expert}.linear_fc2.bias",
+                    (expert,),
+                )
+                for expert in (0, 1)
+            ],
+        ),
+        ("output_layer.weight", (4, 4), [("output_layer.weight", ())]),
+    ],
+)
+def test_keys_are_taken_apart(key: str, shape: tuple[int, ...], expected: list[Any]) -> None:
+    assert list(unstacked(key, shape)) == expected
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "decoder.layers.mlp.linear_fc2.weight",
+        "decoder.layers.mlp.experts.experts.linear_fc1.weight",
+    ],
+)
+def test_a_key_without_its_axes_is_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match="axis of layers or experts"):
+        list(unstacked(key, () if "experts" not in key else (3,)))
+
+
+def test_every_row_is_found_by_its_own_names_and_no_other() -> None:
+    names = set()
+    for prefix, rows in key_rules.MODEL:
+        for row in rows:
+            for leaf in row.leaves:
+                name = f"{prefix}{row.module}.{leaf}".format(number=12, expert=345)
+                assert rule_of(name) is row
+                assert canonical_name(name) == name
+                names.add(name)
+    assert len(names) > 80
+    for name in (
+        "decoder.layers.0.mlp.linear_fc3.weight",
+        "decoder.layers.x.mlp.linear_fc1.weight",
+        "output_layer.weights",
+        "xoutput_layer.weight",
+        "decoder.layers.0.mlp.router.bias2",
+        "decoder.layers.0.mlp.experts.linear_fc1.weight",
+    ):
+        assert rule_of(name) is None, name
+
+
+def test_names_are_ordered_as_modules_register_them() -> None:
+    names = list(small_models.shapes_of(["experts", "gated"], predicting=True))
+    ordered = sorted(names, key=key_rules.registration_order)
+    position = {name: number for number, name in enumerate(ordered)}
+    assert ordered[0] == "embedding.word_embeddings.weight" and ordered[-1] == "output_layer.weight"
+    for before, after in (
+        (
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight",
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight",
+            "decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.1.linear_fc2.weight",
+            "decoder.layers.1.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.1.self_attention.linear_proj.weight",
+            "decoder.layers.1.self_attention.linear_qkv.weight",
+        ),
+        ("decoder.layers.1.mlp.linear_fc2.weight", "decoder.final_layernorm.weight"),
+        ("decoder.final_layernorm.weight", "mtp.layers.0.enorm.weight"),
+        ("mtp.layers.0.transformer_layer.mlp.router.weight", "mtp.layers.0.final_layernorm.weight"),
+    ):
+        assert position[before] < position[after]
+    assert key_rules.registration_order(
+        "decoder.layers.2.mlp.linear_fc1.weight"
+    ) < key_rules.registration_order("decoder.layers.10.mlp.linear_fc1.weight")
+    assert key_rules.registration_order("strange") > key_rules.registration_order(
+        "output_layer.weight"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "gated"),
+    [
+        ("decoder.layers.0.mlp.linear_fc1.weight", 0, True),
+        ("decoder.layers.0.mlp.linear_fc1.bias", 0, True),
+        ("decoder.layers.0.mlp.linear_fc2.weight", 1, False),
+        ("decoder.layers.0.mlp.linear_fc2.bias", None, False),
+        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight", 0, True),
+        ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", 0, True),
+        ("mtp.layers.0.transformer_layer.mlp.linear_fc1.weight", 0, True),
+        ("decoder.layers.0.mlp.router.weight", None, False),
+        ("decoder.layers.0.mlp.router.expert_bias", None, False),
+        ("embedding.word_embeddings.weight", 0, False),
+        ("strange.weight", None, False),
+    ],
+)
+def test_facts_about_parameters(name: str, dim: int | None, gated: bool) -> None:
+    assert key_rules.split_dim(name) == dim
+    assert key_rules.is_gated(name) == gated and not key_rules.is_gated(name, False)
+    assert key_rules.entry_names(name, True) == ([f"{name}_w", f"{name}_v"] if gated else [name])
+    assert key_rules.is_buffer(name) == name.endswith("expert_bias")
+
+
+@pytest.mark.parametrize("sample", [samples.DENSE, samples.EXPERTS, "dense_gelu_tied_fp32_dp2"])
+def test_shapes_follow_from_the_arguments(sample: str) -> None:
+    from megatron.checkpoint.commands.formats import open_checkpoint
+
+    path = samples.torch_dist(sample)
+    sizes = Sizes(open_checkpoint(path).state().args)
+    for name, tensor in samples.expected(path)["param"].items():
+        assert expected_shape(name, sizes) == tuple(tensor.shape), name
+
+
+def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
+    assert expected_shape("output_layer.weight", Sizes(argparse.Namespace(hidden_size=4))) == (
+        None,
+        4,
+    )
+    assert expected_shape(
+        "decoder.layers.0.mlp.linear_fc1.weight",
+        Sizes(argparse.Namespace(swiglu=True, ffn_hidden_size=None)),
+    ) == (None, None)
+    assert expected_shape("strange", Sizes(argparse.Namespace())) is None

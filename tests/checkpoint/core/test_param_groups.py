@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assignment of parameters to the optimizer's groups."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.core import param_groups
+from tests.checkpoint import small_models
+from tests.checkpoint.changed_checkpoints import TENSOR, change_common
+from tests.checkpoint.command_runs import TO_FSDP, run_json
+from tests.checkpoint.small_models import shapes_of, state_of
+
+USUAL = {
+    **small_models.GROUP,
+    "is_decoupled_lr": False,
+    "default_config": True,
+    "max_lr": 1e-3,
+    "min_lr": 1e-5,
+}
+
+OWN_RATE = {**USUAL, "default_config": False, "max_lr": 7e-3, "min_lr": 1e-4}
+
+
+def test_embedding_and_output_layer_have_the_rates_that_a_run_has_decoupled(tmp_path: Path) -> None:
+    path = small_models.write(state_of(shapes_of()), tmp_path / "in")
+    kinds = ((USUAL, 1.0), (OWN_RATE, 1.0), (USUAL, 0.0))
+    groups = [{**fields, "wd_mult": multiplier, "step": 3.0} for fields, multiplier in kinds]
+    change_common(path, lambda common: common["optimizer"]["optimizer"].update(param_groups=groups))
+    run_json(TO_FSDP, path, tmp_path / "out")
+    rates: dict[str, float] = {}
+    for group in small_models.read(tmp_path / "out").groups:
+        rates |= dict.fromkeys(group.names, group.fields["max_lr"])
+    own = [name for name, rate in rates.items() if rate == OWN_RATE["max_lr"]]
+    assert sorted(own) == ["embedding.word_embeddings.weight", "output_layer.weight"]
+    assert set(rates) == set(shapes_of())
+
+
+def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
+    groups = [{**USUAL, "wd_mult": 1.0, "lr_mult": multiplier} for multiplier in (1.0, 0.1)]
+    with pytest.raises(ValueError, match=r"linear_fc2.weight: groups 0, 1 fit, and they differ"):
+        param_groups.assign({TENSOR: (8, 12)}, groups, argparse.Namespace())
+    first, second = param_groups.assign(
+        {TENSOR: (8, 12)}, groups, argparse.Namespace(), {TENSOR: 1}
+    )
+    assert (first.names, second.names) == ([], [TENSOR])
+
+
+@pytest.mark.parametrize("decays", [True, False], ids=["with the flag", "without"])
+@pytest.mark.parametrize("end", ["weight", "bias"])
+@pytest.mark.parametrize("norm", ["q_layernorm", "k_layernorm"])
+def test_norms_of_query_and_key_decay_if_the_run_says_so(norm: str, end: str, decays: bool) -> None:
+    name = f"decoder.layers.0.self_attention.{norm}.{end}"
+    groups = [{**USUAL, "wd_mult": multiplier} for multiplier in (1.0, 0.0)]
+    result = param_groups.assign(
+        {name: (4,)}, groups, argparse.Namespace(apply_wd_to_qk_layernorm=decays)
+    )
+    assert [group.fields["wd_mult"] for group in result if group.names] == [1.0 if decays else 0.0]

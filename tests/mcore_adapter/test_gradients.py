@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of FullyShardedDataParallel: their mean, and every order of calls of a loop."""
+
+from contextlib import nullcontext
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.pretrain import loop
+from tests.mcore_adapter.wrapped_models import (
+    assert_same,
+    backward,
+    gradients,
+    make_module,
+    make_wrapper,
+    step,
+)
+from tests.pretrain.parity import LLAMA, Combination
+from tests.pretrain.training_runs import assert_close, build, tokenizer_of
+from tests.rank_pool import run_ranks
+
+
+def drop_no_sync(command_line: str) -> list[bool]:
+    """Job: return whether backwards synchronise after an evaluation that never left `no_sync`."""
+    (model,) = build(command_line).model
+    context = model.no_sync()
+    context.__enter__()
+    inside = model.module.is_last_microbatch
+    del context
+    after_drop = model.module.is_last_microbatch
+    kept = model.no_sync()
+    kept.__enter__()
+    model.zero_grad_buffer()
+    return [inside, after_drop, model.module.is_last_microbatch]
+
+
+def test_no_sync_ends_though_an_evaluation_never_leaves_it() -> None:
+    assert run_ranks(1, drop_no_sync, Combination(1, "dp", 3).ours)[0] == [False, True, True]
+
+
+def zero_twice(command_line: str) -> list[float]:
+    """Job: return one batch's gradient norm: first, after an abandoned batch, after a whole one."""
+    run = build(command_line)
+    loop.connect(run)
+    loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
+    data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
+    norms = []
+    for abandoned in (False, True, False):
+        with loop.batches(run, data, 0) as batches:
+            if abandoned:
+                with run.model[0].no_sync():
+                    loop.ForwardStep(run.args, run.device)(batches, run.model[0])[
+                        0
+                    ].sum().backward()
+        with loop.batches(run, data, 0) as batches:
+            for _ in range(2):  # the training loop does, and then the optimizer
+                run.model[0].zero_grad_buffer()
+            loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)
+            norms.append(run.optimizer.get_grad_norm())
+    return norms
+
+
+@pytest.mark.parametrize("level", [1, 3], ids=["zero1", "zero3"])
+def test_zero_grad_buffer_twice_forgets_everything_once(level: int) -> None:
+    norms = run_ranks(
+        2, zero_twice, Combination(2, "dp", level, LLAMA, "--overlap-grad-reduce").ours
+    )[0]
+    assert norms[0] > 0 and norms == [norms[0]] * 3
+
+
+def pieces(strategy: str) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Job: elements of every gradient that this rank has, and the gradient's shape."""
+    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
+    backward(model, 0)
+    model.finish_grad_sync()
+    assert all(
+        parameter.grad is not None and parameter.grad.shape == parameter.shape
+        for parameter in model.parameters()
+    )
+    return {name: (p.grad._local_tensor.numel(), p.numel()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_every_rank_has_a_gradient_for_every_parameter_also_of_size_zero(strategy: str) -> None:
+    per_rank = run_ranks(4, pieces, strategy)
+    assert 0 in {owned for owned, _ in chain.from_iterable(rank.values() for rank in per_rank)}
+    for name, (_, total) in per_rank[0].items():
+        assert sum(rank[name][0] for rank in per_rank) == total
+
+
+def ways_through_a_step(strategy: str) -> None:
+    """Job: every order of calls that schedules use ends with the same gradients."""
+    model = make_wrapper(f"--data-parallel-sharding-strategy {strategy}")
+    expected = step(model)
+    assert_same(step(model, nullcontext()), expected)
+
+    # A pipeline stage that is not the first: all backwards inside, then start_grad_sync.
+    model.zero_grad_buffer()
+    with model.no_sync():
+        backward(model, 1)
+        backward(model, 2)
+    model.start_grad_sync(model.parameters())
+    model.finish_grad_sync(force_all_reduce=False)
+    assert_same(gradients(model), expected)
+
+    # An evaluation in a pipeline enters no_sync and never leaves it; the generator may live on for
+    # a while.
+    for keep_alive in (False, True):
+        context = model.no_sync()
+        context.__enter__()
+        if not keep_alive:
+            del context
+        with torch.no_grad():
+            model(
+                torch.zeros(2, 32, dtype=torch.long),
+                torch.arange(32).expand(2, 32),
+                torch.ones(1, 1, 32, 32).triu(1).bool(),
+            )
+        assert_same(step(model), expected)
+
+    # The optimizer clears a second time; what was there before is forgotten.
+    model.zero_grad_buffer()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.zero_grad_buffer()
+    assert_same(step(model), expected)
+
+    model.scale_gradients(torch.tensor(0.25))
+    assert_same(gradients(model), {name: value * 0.25 for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_order_of_calls_gives_the_same_gradients(strategy: str) -> None:
+    run_ranks(2, ways_through_a_step, strategy)
+
+
+def mean_gradients() -> None:
+    """Job: compare the wrapper's gradients with the mean over ranks of the bare model's."""
+    model = make_wrapper()
+    values = step(model)
+    _, _, module = make_module()
+    backward(module, 1)
+    backward(module, 2)
+    expected = {}
+    for name, parameter in module.named_parameters():
+        total = parameter.grad.clone()
+        dist.all_reduce(total)
+        expected[f"module.module.{name}"] = total / dist.get_world_size()
+    assert_same(values, expected, 1e-5)
+
+
+def test_gradients_are_the_mean_over_ranks_of_those_of_the_bare_model() -> None:
+    run_ranks(2, mean_gradients)
+
+
+def test_the_loss_of_an_evaluation_is_that_of_the_bare_model() -> None:
+    wrapped, bare = zip(*run_ranks(2, evaluations))
+    assert_close(list(wrapped), list(bare), 1e-7)
+
+
+def evaluations() -> tuple[float, float]:
+    """Job: the loss without gradients, wrapped and bare."""
+    losses = []
+    for model in (make_wrapper(), make_module()[2]):
+        tokens = torch.arange(66).view(2, 33)
+        with torch.no_grad():
+            output = model(
+                tokens[:, :-1],
+                torch.arange(32).expand(2, 32),
+                torch.ones(1, 1, 32, 32).triu(1).bool(),
+                labels=tokens[:, 1:].contiguous(),
+            )
+        losses.append(float(output.mean()))
+    return losses[0], losses[1]

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of the flag tables: a flag, and a change, a test or an error that shows its effect."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+LINE = """--num-layers 8 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --micro-batch-size
+    1 --global-batch-size 8 --mock-data --vocab-size 100"""
+
+TRAIN = f"{LINE} --lr 0.01 --train-iters 20"
+SAMPLES = f"{LINE} --lr 0.01 --train-samples 160"
+
+
+@dataclass(frozen=True)
+class FlagRow:
+    """One flag as it is written in a command line, and what shows that it does what it says.
+
+    `changes`: what the flag makes of a value that is another one without it, as "place.name" ->
+    value.
+    `shown_by`: a test whose runs show it, where the effect lies in the training loop.
+    `refused`: what the error says.
+    """
+
+    flag: str
+    beside: str = ""
+    changes: dict[str, Any] = field(default_factory=dict)
+    shown_by: str = ""
+    refused: str = ""
+    base: str = TRAIN
+    gpu: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.flag.split()[0]
+
+
+def changes(
+    flag: str, beside: str = "", *, base: str = TRAIN, gpu: bool = False, **values: Any
+) -> FlagRow:
+    """`place__name=value`: the flag changes the value at the place to this one."""
+    named = {name.replace("__", ".", 1): value for name, value in values.items()}
+    return FlagRow(flag, beside, changes=named, base=base, gpu=gpu)
+
+
+def refused(flag: str, reason: str) -> FlagRow:
+    return FlagRow(flag, refused=reason)
+
+
+def shown(flag: str, test: str) -> FlagRow:
+    return FlagRow(flag, shown_by=f"tests/pretrain/{test}")
+
+
+FSDP = "--use-megatron-fsdp"
+SHARDED = "--use-distributed-optimizer"
+OVERLAP = f"{SHARDED} --overlap-grad-reduce --overlap-param-gather"
+PIPELINE = "--pipeline-model-parallel-size 2"

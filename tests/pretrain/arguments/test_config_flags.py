@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags that are generated from Megatron-Core's configs reach these configs."""
+
+import argparse
+
+import pytest
+import torch
+
+from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
+from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
+from megatron.pretrain.arguments.not_built import NOT_BUILT
+from tests.pretrain.arguments.command_lines import (
+    EXPERTS,
+    LATENT,
+    MOCK,
+    PREDICTION,
+    other_value,
+    parse,
+)
+
+
+def config_parts() -> list[tuple[str, str]]:
+    """(field, flag) of every generated flag that holds a plain value and is built."""
+    skipped = set(NOT_BUILT) | NOT_SEEN_ALONE | {"attention_backend", "transformer_impl"}
+    found = []
+    for source in CONFIG_GROUPS.values():
+        for name, flag in zip(source.names, source.flags()):
+            if flag.dest not in skipped:
+                found.append((name, flag.names[0]))
+    return found
+
+
+NUMBERS = {
+    "num_attention_heads": "8",
+    "hidden_size": "128",
+    "min_lr": "0.001",
+    "decoupled_min_lr": "0.001",
+    "num_query_groups": "2",
+    "window_size": "(16,0)",
+    "moe_layer_freq": "([0]*1+[1]*1)",
+    "no_rope_freq": "([0]*1+[1]*1)",
+    "moe_router_num_groups": "2",
+    "moe_router_group_topk": "1",
+    "num_moe_experts": "4",
+    "recompute_modules": "mlp",
+    "tensor_model_parallel_size": "2",
+    "pipeline_model_parallel_size": "2",
+    "context_parallel_size": "2",
+    "expert_model_parallel_size": "2",
+    "expert_tensor_parallel_size": "2",
+    "num_distributed_optimizer_instances": "2",
+    "num_layers_in_first_pipeline_stage": "1",
+    "num_layers_in_last_pipeline_stage": "1",
+    "moe_router_topk": "3",
+}
+
+PIPELINE = "--pipeline-model-parallel-size 2"
+
+COMPANIONS = {
+    "num_query_groups": "--group-query-attention",
+    "overlap_param_gather": "--overlap-grad-reduce --use-distributed-optimizer",
+    "sgd_momentum": "--optimizer sgd",
+    "decoupled_min_lr": "--decoupled-lr 0.1",
+    "recompute_granularity": "--recompute-method uniform --recompute-num-layers 1",
+    "recompute_method": "--recompute-granularity full --recompute-num-layers 1",
+    "recompute_num_layers": "--recompute-granularity full --recompute-method uniform",
+    "recompute_modules": "--recompute-granularity selective",
+    "rotary_interleaved": "--position-embedding-type rope",
+    "no_rope_freq": "--position-embedding-type rope",
+    "data_parallel_sharding_strategy": "--use-megatron-fsdp",
+    "cross_entropy_fusion_impl": "--cross-entropy-loss-fusion",
+    "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
+    "moe_pad_expert_input_to_capacity": "--moe-expert-capacity-factor 1.5",
+    "moe_shared_expert_overlap": (
+        "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64"
+    ),
+    "moe_router_num_groups": "--moe-router-group-topk 1",
+    "moe_router_group_topk": "--moe-router-num-groups 2",
+    "init_method_std": "--embedding-init-method-std 0.5",
+    "initial_loss_scale": "--fp16",
+    "min_loss_scale": "--fp16",
+    "loss_scale_window": "--fp16",
+    "hysteresis": "--fp16",
+    "sequence_parallel": "--tensor-model-parallel-size 2",
+    "expert_model_parallel_size": EXPERTS,
+    "expert_tensor_parallel_size": f"{EXPERTS} --expert-model-parallel-size 2",
+    "apply_wd_to_qk_layernorm": "--qk-layernorm",
+    "num_layers_in_first_pipeline_stage": PIPELINE,
+    "num_layers_in_last_pipeline_stage": PIPELINE,
+    "num_distributed_optimizer_instances": "--use-distributed-optimizer",
+    "outer_dp_sharding_strategy": "--use-megatron-fsdp --num-distributed-optimizer-instances 2",
+    "init_model_with_meta_device": "--use-megatron-fsdp",
+    "bucket_size": "--overlap-grad-reduce",
+    "pad_buckets_for_high_nccl_busbw": "--use-distributed-optimizer",
+    "reduce_scatter_with_fp32_accumulation": "--use-distributed-optimizer",
+    "mtp_num_layers": PREDICTION,
+    "mtp_loss_scaling_factor": f"{PREDICTION} --mtp-num-layers 1",
+    "moe_token_drop_policy": "--moe-expert-capacity-factor 1.5",
+    "moe_shared_expert_gate": "--moe-shared-expert-intermediate-size 64",
+    "moe_router_bias_update_rate": (
+        "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    ),
+    **dict.fromkeys(CONFIG_GROUPS["multi-latent attention"].names, LATENT),
+}
+
+# Where the machine decides, the value needs a GPU with Transformer Engine to arrive.
+NEEDS_GPU = {
+    "moe_grouped_gemm",
+    "moe_router_fusion",
+    "layernorm_zero_centered_gamma",
+    "cross_entropy_fusion_impl",
+}
+
+# These have tests of their own: the first four go with pipelines or context parallelism only, and
+# Megatron-Core refuses the last where its kernel is not installed.
+NOT_SEEN_ALONE = {
+    "align_param_gather",
+    "overlap_p2p_comm",
+    "pipeline_model_parallel_layout",
+    "cp_comm_type",
+    "moe_permute_fusion",
+}
+
+
+@pytest.mark.parametrize(("name", "flag"), config_parts(), ids=[name for name, _ in config_parts()])
+def test_every_generated_flag_reaches_its_config(
+    name: str, flag: str, known: dict[str, argparse.Action]
+) -> None:
+    action = known[flag]
+    value = NUMBERS.get(name) or other_value(action)
+    expected = action.const if action.nargs == 0 else action.type(value)
+    if isinstance(action.nargs, str) and name not in (
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+    ):
+        expected = [expected]
+    line = f"{MOCK} {flag} {value} {COMPANIONS.get(name, '')}"
+    if name.startswith("moe_"):
+        line += " --num-experts 4"
+    if "moe_" in name:
+        line += " --disable-bias-linear"
+    # Without a GPU the machine's rules switch fusions off, whether the flag was read or not.
+    gpu = name in NEEDS_GPU or (action.nargs == 0 and action.const is False)
+    args, _ = parse(line, world_size=8, cuda=gpu, transformer_engine=gpu, fused_weight_gradient=gpu)
+    made = [transformer_config(args), optimizer_config(args), ddp_config(args)]
+    holders = [config for config in made if hasattr(config, name)]
+    assert holders
+    for config in holders:
+        assert getattr(config, name) == expected
+
+
+def test_fields_with_other_names_are_filled_by_rule() -> None:
+    args, _ = parse(
+        f"{MOCK} --swiglu --disable-bias-linear --bf16 --position-embedding-type rope"
+        " --num-experts 4"
+    )
+    config = transformer_config(args)
+    assert config.activation_func is torch.nn.functional.silu and config.gated_linear_unit
+    assert config.num_moe_experts == 4 and config.num_query_groups == 4
+    assert config.persist_layer_norm is False and not config.deallocate_pipeline_outputs
+    assert transformer_config(
+        parse(MOCK, cuda=True)[0]
+    ).deallocate_pipeline_outputs  # with NCCL only
+    assert config.params_dtype == config.pipeline_dtype == torch.bfloat16
+    assert optimizer_config(args).params_dtype == torch.bfloat16
+    assert ddp_config(args).grad_reduce_in_fp32 and ddp_config(args).check_for_nan_in_grad
+
+
+def test_number_of_buckets_becomes_a_bucket_size() -> None:
+    args, _ = parse(f"{MOCK} --ddp-num-buckets 4 --overlap-grad-reduce")
+    assert ddp_config(args, num_parameters=1000).bucket_size == 250
+    with pytest.raises(ValueError, match="num_parameters"):
+        ddp_config(args)
+
+
+def test_gelu_keeps_its_numbers_where_the_fused_kernel_is_switched_off() -> None:
+    x = torch.linspace(-3, 3, 101)
+    without_flag = transformer_config(parse(MOCK)[0]).activation_func(x)
+    exact = transformer_config(parse(f"{MOCK} --no-bias-gelu-fusion")[0]).activation_func(x)
+    torch.testing.assert_close(without_flag, torch.nn.functional.gelu(x, approximate="tanh"))
+    torch.testing.assert_close(exact, torch.nn.functional.gelu(x))
+    assert not torch.equal(without_flag, exact)

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flags of the tables change what they say, or are refused; no flag is accepted and ignored."""
+
+import argparse
+import ast
+import functools
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from megatron.core.optimizer import get_standard_config_overrides
+
+from megatron.pretrain import gpt_optimizer, ranks, torch_dist_checkpoint
+from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
+from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
+from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
+from megatron.pretrain.arguments.not_built import NOT_BUILT
+from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
+from tests.pretrain.arguments.flag_tables import ROWS
+
+ROOT = Path(__file__).parents[3]
+
+
+def rows(kind: str) -> pytest.MarkDecorator:
+    found = [row for row in ROWS if getattr(row, kind)]
+    return pytest.mark.parametrize(
+        "row", found, ids=[f"{row.name} {row.beside}".strip() for row in found]
+    )
+
+
+@functools.cache
+def parse(line: str, gpu: bool = False) -> tuple[argparse.Namespace, list[str]]:
+    return parse_arguments(
+        line.split(),
+        world_size=8,
+        cuda=gpu,
+        transformer_engine=gpu,
+        fused_weight_gradient=gpu,
+        environment={},
+    )
+
+
+def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, Any]:
+    """Return the keywords that `call` gives to `module.name`; a positional is the `backend`."""
+    seen: dict[str, Any] = {}
+
+    def record(*positional: Any, **keywords: Any) -> None:
+        seen.update(keywords, **({"backend": positional[0]} if positional else {}))
+
+    with patch.object(module, name, record):
+        call()
+    return seen
+
+
+def start(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords with which the program opens its process group."""
+    nothing = {"initialize_model_parallel": lambda args: None, "seed": lambda args: None}
+    with (
+        patch.multiple(ranks, **nothing),
+        patch.object(ranks.cpu, "install"),
+        patch.dict("os.environ"),
+    ):
+        return keywords_of(ranks.dist, "init_process_group", lambda: ranks.start(args))
+
+
+def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings with which a torch_dist checkpoint is described and read."""
+    seen = torch_dist_checkpoint.content_metadata(args)
+
+    def load(content: Any, source: str, strict: Any) -> None:
+        seen["strict"] = strict.value
+        raise KeyError("enough seen")
+
+    inner = {"whole_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
+    inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
+    inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
+    outer = {"load": load, "load_content_metadata": lambda source: {}}
+    with (
+        patch.multiple(torch_dist_checkpoint, **inner),
+        patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
+        pytest.raises(ValueError, match="enough seen"),
+    ):
+        torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
+    return seen
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the optimizer's settings for the embedding and the output layer."""
+    found = get_standard_config_overrides(optimizer_config(args))
+    merged: dict[str, Any] = {}
+    for settings in found.values():
+        merged |= dict(settings)
+    return merged
+
+
+def schedule(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the scheduler of rates and weight decay."""
+    group = {"lr": 0.0, "weight_decay": 0.0, "max_lr": args.lr, "min_lr": args.min_lr}
+    return vars(gpt_optimizer.build_scheduler(args, SimpleNamespace(param_groups=[group])))
+
+
+PLACES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "args": vars,
+    "model": lambda args: vars(transformer_config(args)),
+    "optimizer": lambda args: vars(optimizer_config(args)),
+    "ddp": lambda args: vars(ddp_config(args, num_parameters=1000)),
+    "schedule": schedule,
+    "overrides": overrides,
+    "groups": lambda args: keywords_of(
+        ranks.parallel_state,
+        "initialize_model_parallel",
+        lambda: ranks.initialize_model_parallel(args),
+    ),
+    "start": start,
+    "torch_dist": torch_dist,
+}
+
+
+@rows("changes")
+def test_a_flag_changes_what_it_says(row: FlagRow) -> None:
+    without, _ = parse(f"{row.base} {row.beside}", row.gpu)
+    args, notes = parse(f"{row.base} {row.beside} {row.flag}", row.gpu)
+    for name, value in row.changes.items():
+        if name == "notes":
+            assert value in notes
+            continue
+        place, _, key = name.partition(".")
+        before, after = (PLACES[place](given).get(key) for given in (without, args))
+        if isinstance(value, str) and not isinstance(after, str):
+            after = str(after)  # a pipeline layout
+        assert after == value
+        assert before != after
+
+
+@pytest.fixture(scope="module")
+def refusals() -> list[str]:
+    """Every refused flag on one command line: all are named at once."""
+    by_name = {row.name: row.flag for row in ROWS if row.refused}
+    with pytest.raises(CommandLineError) as caught:
+        parse(f"{TRAIN} {' '.join(by_name.values())}")
+    return caught.value.problems
+
+
+@rows("refused")
+def test_a_flag_is_refused_with_its_reason(row: FlagRow, refusals: list[str]) -> None:
+    if row.name == "--ckpt-format":
+        with pytest.raises(CommandLineError) as caught:
+            parse(f"{TRAIN} {row.flag}")
+        refusals = caught.value.problems
+    assert any(text.startswith(row.flag + ":") and row.refused in text for text in refusals)
+
+
+@rows("shown_by")
+def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row: FlagRow) -> None:
+    path, _, name = row.shown_by.partition("::")
+    text = (ROOT / path).read_text()
+    assert name in {
+        node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
+    }
+    assert re.search(rf"{row.name}\b", text)
+
+
+@pytest.mark.parametrize(
+    ("flag", "aligned"), [("", True), ("--no-align-grad-reduce", False)], ids=["aligned", "each"]
+)
+def test_gradients_of_stages_are_reduced_together_unless_told_otherwise(
+    flag: str, aligned: bool
+) -> None:
+    from megatron.pretrain import loop
+
+    args, _ = parse(f"{TRAIN} --overlap-grad-reduce {PIPELINE} {flag}")
+    config = SimpleNamespace(grad_sync_func=None)
+    chunk = SimpleNamespace(no_sync=object(), start_grad_sync=object())
+    with patch.object(loop, "get_model_config", lambda model: config):
+        loop.connect(SimpleNamespace(args=args, model=[chunk], optimizer=None))
+    assert config.grad_sync_func is (chunk.start_grad_sync if aligned else None)
+    assert config.no_sync_func is chunk.no_sync
+
+
+# Destinations outside of the tables that are no field of a config: where the program reads them. A
+# rule that turns one into something else counts too; `arguments` is where those are.
+READ_BY = {
+    "arguments": (
+        """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
+            use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
+            enable_experimental deprecated_use_mcore_models group_query_attention"""
+    ),
+    "tokenizer": (
+        "tokenizer_type tokenizer_model vocab_size make_vocab_size_divisible_by padded_vocab_size"
+    ),
+    "gpt_model": (
+        """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
+        max_position_embeddings untie_embeddings_and_output_weights"""
+    ),
+    "data": (
+        """seq_length micro_batch_size mock_data data_path train_data_path valid_data_path
+            test_data_path split data_cache_path num_workers mmap_bin_files
+            create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
+            eod_mask_loss dataloader_type eval_iters train_samples"""
+    ),
+    "loop": (
+        """global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
+            exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc
+            manual_gc_interval log_params_norm profile profile_step_start profile_step_end
+            profile_ranks"""
+    ),
+    "ranks": "seed",
+    "report": (
+        """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
+            tensorboard_dir tensorboard_log_interval tensorboard_queue_size"""
+    ),
+    "checkpointing": "log_progress",
+    "../../pretrain_gpt": "logging_level",
+}
+
+# Read by a rule alone: --profile has one profiler, which this switch names.
+NAMED_ONLY = {"use_pytorch_profiler"}
+
+
+def sources(name: str) -> str:
+    folder = ROOT / "megatron" / "pretrain"
+    files = sorted((folder / name).glob("*.py")) if name == "arguments" else [folder / f"{name}.py"]
+    return "\n".join(
+        path.read_text()
+        for path in files
+        if path.name not in ("program_flags.py", "config_flags.py")
+    )
+
+
+@pytest.mark.parametrize("module", READ_BY)
+def test_other_flags_are_read_where_they_are_said_to_be(module: str) -> None:
+    text = sources(module)
+    assert not [dest for dest in READ_BY[module].split() if not re.search(rf"args\.{dest}\b", text)]
+
+
+def test_no_flag_is_accepted_and_ignored() -> None:
+    actions = [action for action in build_parser()._actions if action.dest != "help"]
+    of_rows = {row.name for row in ROWS}
+    in_tables = {action.dest for action in actions if of_rows & set(action.option_strings)}
+    # Each field has a test in test_config_flags.py.
+    flags = chain.from_iterable(source.flags() for source in CONFIG_GROUPS.values())
+    fields = {flag.dest for flag in flags}
+    read = set(" ".join(READ_BY.values()).split()) | NAMED_ONLY
+    known = {action.dest for action in actions}
+    assert known == in_tables | fields | read | set(NOT_BUILT)
+    assert read.isdisjoint(in_tables | fields | set(NOT_BUILT)), "listed twice"
+
+
+def test_every_row_names_a_flag_and_is_of_one_kind() -> None:
+    names = set(chain.from_iterable(each.option_strings for each in build_parser()._actions))
+    assert {row.name for row in ROWS} <= names
+    assert all(sum(map(bool, (row.changes, row.shown_by, row.refused))) == 1 for row in ROWS)

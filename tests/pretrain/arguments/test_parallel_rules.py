@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules for model parallelism: conflicts name the fix, and axes imply settings."""
+
+import pytest
+
+from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from tests.pretrain.arguments.command_lines import (
+    DEEP,
+    EXPERTS,
+    LATENT,
+    MOCK,
+    PREDICTION,
+    parse,
+    problems,
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (
+            "--tensor-model-parallel-size 3",
+            "tensor 3 x pipeline 1 x context 1 parallelism needs a multiple of 3 ranks, not 8",
+        ),
+        (
+            "--num-experts 6 --expert-model-parallel-size 3",
+            "expert tensor 1 x expert 3 x pipeline 1 parallelism needs a multiple of 3 ranks",
+        ),
+        (
+            "--use-distributed-optimizer --num-distributed-optimizer-instances 3",
+            "must divide the 8 data x context ranks",
+        ),
+        (
+            (
+                "--use-distributed-optimizer --num-distributed-optimizer-instances 4 --num-experts"
+                " 8 --expert-model-parallel-size 4"
+            ),
+            "must divide the 2 expert data ranks",
+        ),
+        (
+            (
+                "--use-tp-pp-dp-mapping --pipeline-model-parallel-size 2 --num-experts 4"
+                " --expert-model-parallel-size 2"
+            ),
+            (
+                "--use-tp-pp-dp-mapping needs as many ranks for one copy of the experts (4) as of"
+                " the rest (2)"
+            ),
+        ),
+        ("--tensor-model-parallel-size 8", "--num-attention-heads 4 must be a multiple of 8"),
+        (
+            "--tensor-model-parallel-size 2 --ffn-hidden-size 99",
+            "--ffn-hidden-size 99 must be a multiple of 2",
+        ),
+        (
+            "--tensor-model-parallel-size 2 --padded-vocab-size 127",
+            "--padded-vocab-size 127 must be a multiple of 2",
+        ),
+        (
+            (
+                "--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 96"
+                " --group-query-attention --num-query-groups 6"
+            ),
+            (
+                "--num-query-groups 6 must be a multiple of --tensor-model-parallel-size 4, or"
+                " divide it"
+            ),
+        ),
+        ("--context-parallel-size 4 --seq-length 36", "--seq-length 36 must be a multiple of 8"),
+        (
+            (
+                "--tensor-model-parallel-size 4 --context-parallel-size 2 --sequence-parallel"
+                " --seq-length 36"
+            ),
+            (
+                "--seq-length 36 must be a multiple of 8: --sequence-parallel divides it over 4"
+                " tensor-parallel ranks after 2"
+            ),
+        ),
+        ("--pipeline-model-parallel-size 8 --num-layers 9", "--num-layers 9 must be a multiple of"),
+        (
+            "--num-layers-per-virtual-pipeline-stage 2",
+            "needs --pipeline-model-parallel-size of at least 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+            (
+                "--num-layers-per-virtual-pipeline-stage 3 must divide the 4 layers of a pipeline"
+                " stage"
+            ),
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+                "--num-virtual-stages-per-pipeline-rank 2"
+            ),
+            "exclude each other",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 3"
+                " --num-virtual-stages-per-pipeline-rank 2"
+            ),
+            "--num-virtual-stages-per-pipeline-rank 2 must divide the 3 layers of a pipeline stage",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4"
+                " --num-layers-per-virtual-pipeline-stage 2"
+            ),
+            "use --num-virtual-stages-per-pipeline-rank",
+        ),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 3",
+            "5 layers are left for 3 other pipeline stages",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+                " --no-overlap-p2p-communication"
+            ),
+            "--no-overlap-p2p-communication does not go with virtual stages on two pipeline stages",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+                " --global-batch-size 24"
+            ),
+            (
+                "--global-batch-size 24 must be a multiple of 16: virtual stages need a multiple of"
+                " 2 microbatches"
+            ),
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tL",
+            "must match num_layers 8",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Ex|tL",
+            "Invalid layer character",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Etttt|ttttL "
+                "--decoder-last-pipeline-num-layers 4"
+            ),
+            "leave out --decoder-last-pipeline-num-layers",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --disable-bias-linear",
+            "give --sequence-parallel",
+        ),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2 --sequence-parallel",
+            "give --disable-bias-linear",
+        ),
+        (
+            "--num-experts 3 --expert-model-parallel-size 2",
+            "--num-experts 3 must be a multiple of 2",
+        ),
+        (
+            "--expert-model-parallel-size 2",
+            "without --num-experts these do nothing: --expert-model-parallel-size",
+        ),
+        (
+            "--expert-tensor-parallel-size 2",
+            "without --num-experts these do nothing: --expert-tensor-parallel-size",
+        ),
+        (
+            "--num-experts 4 --moe-router-topk 5",
+            "--moe-router-topk 5 must be at most --num-experts 4",
+        ),
+        ("--num-experts 4 --moe-router-topk 1", "needs --moe-router-pre-softmax"),
+        ("--num-experts 4 --moe-router-num-groups 2", "need each other"),
+        (
+            "--num-experts 4 --moe-router-num-groups 3 --moe-router-group-topk 1",
+            "--num-experts 4 must be a multiple of 3",
+        ),
+        (
+            "--num-experts 4 --moe-router-num-groups 2 --moe-router-group-topk 3",
+            "must be at most --moe-router-num-groups 2",
+        ),
+        (
+            (
+                "--num-experts 4 --moe-router-topk 3 --moe-router-num-groups 2"
+                " --moe-router-group-topk 1"
+            ),
+            "--moe-router-topk 3 must be between --moe-router-group-topk 1 and the 2 experts",
+        ),
+        (
+            "--num-experts 4 --moe-router-enable-expert-bias",
+            "needs --moe-router-score-function sigmoid",
+        ),
+        (
+            (
+                "--num-experts 4 --moe-router-load-balancing-type aux_loss seq_aux_loss"
+                " --moe-aux-loss-coeff 1"
+            ),
+            "got 1 for 2",
+        ),
+        (
+            "--num-experts 4 --moe-router-load-balancing-type none --moe-aux-loss-coeff 1",
+            "does nothing with",
+        ),
+        (
+            (
+                "--num-experts 4 --moe-router-load-balancing-type sinkhorn"
+                " --moe-expert-capacity-factor 1"
+            ),
+            "--moe-expert-capacity-factor does not go with",
+        ),
+        (
+            "--num-experts 4 --moe-layer-freq [0,1]",
+            "--moe-layer-freq names 2 layers, --num-layers 8",
+        ),
+        ("--num-experts 4 --moe-shared-expert-gate", "needs --moe-shared-expert-intermediate-size"),
+        (
+            "--num-experts 4 --moe-pad-expert-input-to-capacity",
+            "needs --moe-expert-capacity-factor",
+        ),
+        ("--multi-latent-attention --group-query-attention", "leave --group-query-attention out"),
+        ("--multi-latent-attention --rope-type rope --mscale 2", "--mscale needs --rope-type yarn"),
+        (
+            "--multi-latent-attention --context-parallel-size 2 --window-size 4,0",
+            "need Transformer Engine layers",
+        ),
+        (
+            "--mtp-num-layers 1",
+            "--mtp-num-layers needs --position-embedding-type rope or none, got learned_absolute",
+        ),
+        (
+            (
+                "--mtp-num-layers 1 --position-embedding-type rope --recompute-granularity full"
+                " --recompute-method uniform --recompute-num-layers 2"
+            ),
+            "needs --recompute-num-layers 1",
+        ),
+        (
+            (
+                "--use-megatron-fsdp --data-parallel-sharding-strategy optim"
+                " --outer-dp-sharding-strategy optim --num-distributed-optimizer-instances 2"
+            ),
+            "needs --data-parallel-sharding-strategy optim_grads_params, got optim",
+        ),
+        (
+            "--use-megatron-fsdp --outer-dp-sharding-strategy optim",
+            "give --num-distributed-optimizer-instances",
+        ),
+        (
+            "--use-megatron-fsdp --create-all-gather-group --num-distributed-optimizer-instances 2",
+            "leave one out",
+        ),
+        (
+            (
+                "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard"
+                " --init-model-with-meta-device"
+            ),
+            (
+                "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"
+                " no_shard"
+            ),
+        ),
+        (
+            "--use-megatron-fsdp --init-model-with-meta-device --pipeline-model-parallel-size 2",
+            "leave it out, or give --untie-embeddings-and-output-weights",
+        ),
+        (
+            (
+                "--use-megatron-fsdp --init-model-with-meta-device --pipeline-model-parallel-size 2"
+                " --mtp-num-layers 1 --position-embedding-type rope"
+                " --untie-embeddings-and-output-weights"
+            ),
+            "leave it out, or leave out --mtp-num-layers",
+        ),
+        (
+            f"{EXPERTS} --expert-tensor-parallel-size 2",
+            (
+                "--expert-tensor-parallel-size 2 beside --tensor-model-parallel-size 1 needs"
+                " --expert-model-parallel-size"
+            ),
+        ),
+        (
+            (
+                f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel"
+                " --expert-tensor-parallel-size 1"
+            ),
+            (
+                "--expert-tensor-parallel-size 1 beside --tensor-model-parallel-size 2 needs"
+                " --expert-model-parallel-size"
+            ),
+        ),
+        (
+            (
+                f"{PREDICTION} --mtp-num-layers 1 --pipeline-model-parallel-size 4 --num-layers 4"
+                " --pipeline-model-parallel-layout Ett|tt|m|L"
+            ),
+            "m (the layers that predict more tokens) must be in the last stage",
+        ),
+        (
+            f"{LATENT} --kv-lora-rank 15 --tensor-model-parallel-size 2",
+            "--kv-lora-rank and --qk-pos-emb-head-dim together, 79",
+        ),
+        (
+            f"{LATENT} --q-lora-rank 15 --tensor-model-parallel-size 2",
+            "--q-lora-rank 15 must be a multiple of 2",
+        ),
+        (f"{EXPERTS} --moe-layer-freq 0", "gives experts to no layer"),
+        (f"{EXPERTS} --moe-layer-freq ([0]*8)", "gives experts to no layer"),
+        ("--cp-comm-type a2a", "--cp-comm-type needs --context-parallel-size above 1"),
+        ("--recompute-method uniform", "--recompute-method needs --recompute-granularity full"),
+        ("--recompute-num-layers 1", "--recompute-num-layers needs --recompute-granularity full"),
+        ("--recompute-modules mlp", "--recompute-modules needs --recompute-granularity selective"),
+        ("--no-align-grad-reduce", "--no-align-grad-reduce needs --overlap-grad-reduce"),
+        ("--apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm needs --qk-layernorm"),
+        (
+            (
+                "--use-megatron-fsdp --data-parallel-sharding-strategy no_shard"
+                " --create-all-gather-group"
+            ),
+            (
+                "--create-all-gather-group does nothing with --data-parallel-sharding-strategy"
+                " no_shard"
+            ),
+        ),
+        (
+            (
+                "--use-distributed-optimizer --ddp-reduce-scatter-with-fp32-accumulation"
+                " --num-distributed-optimizer-instances 2"
+            ),
+            "leave one out",
+        ),
+    ],
+)
+def test_one_conflict_of_parallelism_names_the_fix(flags: str, problem: str) -> None:
+    found = problems(f"{DEEP} {flags}", world_size=8)
+    assert any(problem in text for text in found), found
+    assert not any("Megatron-Core refuses" in text for text in found)
+
+
+def test_sizes_that_are_no_size_are_named_once() -> None:
+    assert problems(f"{MOCK} --tensor-model-parallel-size 0 --context-parallel-size -1") == [
+        "--tensor-model-parallel-size must be at least 1, got 0",
+        "--context-parallel-size must be at least 1, got -1",
+    ]
+
+
+def test_what_follows_from_the_axes() -> None:
+    args, _ = parse(
+        f"{DEEP} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size"
+        " 2 --context-parallel-size 2 --num-experts 4 --disable-bias-linear"
+        " --expert-model-parallel-size 2",
+        world_size=16,
+    )
+    assert (args.data_parallel_size, args.global_batch_size, args.expert_tensor_parallel_size) == (
+        2,
+        4,
+        2,
+    )
+    assert args.world_size == 16 and args.sequence_parallel
+    config = transformer_config(args)
+    assert (
+        not config.overlap_p2p_comm
+        and config.batch_p2p_comm
+        and config.cp_comm_type == "all_gather"
+    )
+    on_gpu, _ = parse(
+        f"{MOCK} --context-parallel-size 2 --cp-comm-type a2a",
+        world_size=2,
+        cuda=True,
+        transformer_engine=True,
+    )
+    assert transformer_config(on_gpu).cp_comm_type == "a2a"
+
+
+@pytest.mark.parametrize(
+    ("flags", "virtual"),
+    [
+        ("--num-layers-per-virtual-pipeline-stage 2", 2),
+        ("--num-layers-per-virtual-pipeline-stage 4", None),
+        ("--num-virtual-stages-per-pipeline-rank 4", 4),
+        ("--num-virtual-stages-per-pipeline-rank 2 --decoder-first-pipeline-num-layers 2", 2),
+        ("--pipeline-model-parallel-layout Et|ttt|tt|ttL", 2),
+        ("--pipeline-model-parallel-layout Et|tttttttL", None),
+    ],
+)
+def test_virtual_stages_and_what_only_they_can_do(flags: str, virtual: int | None) -> None:
+    line = (
+        f"{DEEP} --pipeline-model-parallel-size 2 --global-batch-size 8 --overlap-grad-reduce"
+        " --overlap-param-gather"
+    )
+    args, _ = parse(f"{line} --use-distributed-optimizer {flags}", world_size=4)
+    config = transformer_config(args)
+    assert (
+        args.virtual_pipeline_model_parallel_size
+        == config.virtual_pipeline_model_parallel_size
+        == virtual
+    )
+    interleaved = virtual is not None
+    assert config.overlap_p2p_comm == ddp_config(args).align_param_gather == interleaved
+    assert config.batch_p2p_comm == (not interleaved)
+    assert (
+        args.pipeline_model_parallel_layout is None
+        or str(config.pipeline_model_parallel_layout) == flags.split()[1]
+    )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parser knows every flag of Megatron-LM's table with its destination, default and choices."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+from megatron.core.transformer.enums import AttnBackend
+
+from megatron.pretrain.arguments import all_flags
+from megatron.pretrain.arguments.config_flags import STATE_DTYPES
+from megatron.pretrain.arguments.flags import frequency
+from tests.pretrain.arguments.command_lines import MOCK, OWN_DEFAULTS, TABLE, parse, problems
+
+EN_DASH = "\u2013"
+"""The table's spelling of no value."""
+
+
+def destination(row: dict[str, str]) -> str:
+    return row.get("dest", row["name"].removeprefix("--").replace("-", "_"))
+
+
+def expected_default(row: dict[str, str]) -> object:
+    text, dest = row["default"], destination(row)
+    if dest in OWN_DEFAULTS:
+        return OWN_DEFAULTS[dest]
+    if row["kind"] in ("flag", "off", "bool"):
+        return text == "on"
+    if dest == "attention_backend":
+        return AttnBackend[text]
+    if dest.endswith("_dtype") and text in (*STATE_DTYPES, "auto"):
+        return STATE_DTYPES.get(text)
+    if text in (EN_DASH, "2³²"):
+        return None if text == EN_DASH else 2**32
+    try:
+        return json.loads(text.replace("'", '"'))
+    except json.JSONDecodeError:
+        return text
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row["name"])
+def test_every_flag_of_the_table_is_known_with_its_destination_and_default(
+    row: dict[str, Any], known: dict[str, argparse.Action]
+) -> None:
+    action = known[row["name"]]
+    assert action.dest == destination(row)
+    assert action.default == expected_default(row)
+    assert type(action.default) is type(expected_default(row)) or isinstance(
+        action.default, (int, float)
+    )
+    assert (action.nargs == 0) == (row["kind"] in ("flag", "off", "bool"))
+    if action.nargs == 0:
+        assert action.const == (row["kind"] != "off")
+
+
+@pytest.mark.parametrize(
+    "row", [r for r in TABLE if r["kind"].startswith("{")], ids=lambda row: row["name"]
+)
+def test_every_choice_of_the_table_is_understood(
+    row: dict[str, Any], known: dict[str, argparse.Action]
+) -> None:
+    action = known[row["name"]]
+    for word in row["kind"].strip("{} +").split(", "):
+        value = action.type(word)
+        assert action.choices is None or value in action.choices
+
+
+def test_required_flags_are_listed_together() -> None:
+    found = problems("--mock-data")
+    assert any(
+        "--num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size" in p
+        for p in found
+    )
+    assert "required but not given: --lr" in found and "NullTokenizer needs --vocab-size" in found
+
+
+@pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])
+def test_both_spellings_of_the_scheduler_flags(spelling: str) -> None:
+    assert parse(f"{MOCK} --override-{spelling}")[0].override_opt_param_scheduler
+    assert parse(f"{MOCK} --use-checkpoint-{spelling}")[0].use_checkpoint_opt_param_scheduler
+
+
+def test_help_is_printed_and_explains_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse("--help")
+    assert stopped.value.code == 0
+    text = capsys.readouterr().out
+    assert "--use-megatron-fsdp" in text and "mixture of experts" in text
+    for flags in all_flags().values():
+        assert not [flag.names[0] for flag in flags if not flag.help]
+
+
+def test_frequency_reads_numbers_and_list_expressions() -> None:
+    assert frequency("3") == 3
+    assert frequency("([0]*3+[1]*2)") == [0, 0, 0, 1, 1]

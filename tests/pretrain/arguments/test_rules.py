@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the command line: which flags conflict, and which settings follow from others."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
+from tests.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
+
+GPT_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size
+    1536 --rampup-batch-size 16 16 5859375 --train-iters 500000 --weight-decay 0.1 --adam-beta1 0.9
+    --adam-beta2 0.95 --init-method-std 0.006 --clip-grad 1.0 --fp16 --lr 6.0e-5 --lr-decay-style
+    cosine --min-lr 6.0e-6 --lr-warmup-fraction .001 --lr-decay-iters 430000
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --data-path my_data
+    --vocab-file vocab.json --merge-file merges.txt --split 949,50,1 --log-interval 100
+    --save-interval 10000 --eval-interval 1000 --save ckpt --load ckpt --eval-iters 10
+    --tensorboard-dir logs"""
+
+
+def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
+    found = problems(GPT_175B, world_size=128, cuda=True, transformer_engine=True)
+    starts = [problem.split(":")[0] for problem in found]
+    assert starts == [
+        "--vocab-file vocab.json",
+        "--merge-file merges.txt",
+        "--rampup-batch-size counts samples",
+        "--data-path",
+    ]
+
+
+FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor
+    --calculate-per-token-loss --overlap-grad-reduce --overlap-param-gather --bf16
+    --grad-reduce-in-bf16 --use-mcore-models --swiglu --disable-bias-linear --group-query-attention
+    --num-query-groups 2 --position-embedding-type rope --no-rope-fusion --normalization RMSNorm
+    --untie-embeddings-and-output-weights --attention-backend flash --distributed-timeout-minutes 60
+    --manual-gc --manual-gc-interval 10 --sequence-parallel --use-checkpoint-opt_param-scheduler
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
+
+
+@pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
+def test_the_published_fsdp_run_is_accepted(gpu: bool) -> None:
+    args, notes = parse(FSDP_RUN, world_size=4, cuda=gpu, transformer_engine=gpu)
+    assert (
+        args.data_parallel_sharding_strategy == "optim_grads_params"
+        and args.ckpt_format == "fsdp_dtensor"
+    )
+    assert args.data_parallel_size == 4 and args.global_batch_size == 8
+    assert (
+        args.megatron_fsdp_grad_comm_dtype == torch.bfloat16
+        and args.megatron_fsdp_main_params_dtype == torch.float32
+    )
+    assert (args.attention_backend is AttnBackend.flash) == gpu
+    assert args.distributed_backend == ("nccl" if gpu else "gloo")
+    assert ddp_config(args).use_megatron_fsdp and optimizer_config(args).use_distributed_optimizer
+    assert any("--sequence-parallel: off" in note for note in notes)
+
+
+def test_fsdp_alone_sets_what_it_needs_and_says_so() -> None:
+    args, notes = parse(f"{MOCK} --use-megatron-fsdp")
+    assert args.data_parallel_sharding_strategy == "optim_grads_params"
+    assert args.use_distributed_optimizer and args.ckpt_format == "fsdp_dtensor"
+    assert notes[0].startswith(
+        "--use-megatron-fsdp sets data-parallel-sharding-strategy optim_grads_params"
+    )
+    assert parse(MOCK)[0].data_parallel_sharding_strategy == "no_shard"
+
+
+SAMPLE_RUN = """--num-layers 3 --hidden-size 64 --ffn-hidden-size 112 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8 --lr
+    0.005 --min-lr 0.0005 --weight-decay 0.1 --train-iters 20 --save-interval 1 --clip-grad 1.0
+    --transformer-impl local --normalization RMSNorm --position-embedding-type rope --tokenizer-type
+    NullTokenizer --vocab-size 159 --make-vocab-size-divisible-by 1 --ckpt-format torch_dist --seed
+    1234 --save ckpt --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1
+    --expert-model-parallel-size 1 --lr-decay-style cosine --lr-warmup-iters 2 --hidden-dropout 0.0
+    --attention-dropout 0.0 --num-query-groups 2 --group-query-attention --swiglu
+    --disable-bias-linear --mock-data --untie-embeddings-and-output-weights --bf16
+    --use-distributed-optimizer --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion"""
+
+
+def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
+    args, _ = parse(SAMPLE_RUN, world_size=2)
+    config = transformer_config(args)
+    assert (config.ffn_hidden_size, config.num_query_groups, config.normalization) == (
+        112,
+        2,
+        "RMSNorm",
+    )
+    assert args.lr_decay_iters == 20 and args.start_weight_decay == args.end_weight_decay == 0.1
+    assert vars(pickle.loads(pickle.dumps(args))) == vars(args)
+
+
+def test_all_conflicts_are_reported_at_once() -> None:
+    found = problems(
+        f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp
+            --use-torch-fsdp2 --ckpt-format torch_dist --overlap-param-gather --optimizer sgd
+            --global-batch-size 3 --max-position-embeddings 8 --lr-warmup-fraction 0.5
+            --lr-warmup-samples 4 --save x --data-path a --ddp-average-in-collective
+            --calculate-per-token-loss --profile --swiglu --squared-relu --deterministic-mode
+            --cross-entropy-loss-fusion""",
+        cuda=True,
+        environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+    )
+    for words in (
+        "--bf16 and --fp16 exclude",
+        "--train-iters and --train-samples exclude",
+        "--min-lr 1.0",
+        (
+            "--use-torch-fsdp2: not built: PyTorch's FSDP2 is not a choice here; use"
+            " --use-megatron-fsdp"
+        ),
+        "--ckpt-format fsdp_dtensor only",
+        "--overlap-param-gather needs --overlap-grad-reduce",
+        "--optimizer sgd",
+        "--global-batch-size 3 must be a multiple of 2",
+        "--max-position-embeddings 8",
+        "--lr-warmup-fraction and --lr-warmup-samples exclude",
+        "--save needs --save-interval",
+        "several data sources",
+        "a.idx and a.bin not found",
+        "--ddp-average-in-collective and --calculate-per-token-loss exclude",
+        "--profile needs",
+        "--swiglu and --squared-relu exclude",
+        "--deterministic-mode excludes --cross-entropy-loss-fusion",
+        "NCCL_ALGO",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    ):
+        assert any(words in problem for problem in found), (words, found)
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--ckpt-format fsdp_dtensor", "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp"),
+        ("--num-attention-heads 5", "must be a multiple of --num-attention-heads 5"),
+        (
+            "--group-query-attention --num-query-groups 3",
+            "must be a multiple of --num-query-groups 3",
+        ),
+        (
+            "--save x --save-interval 4 --save-retain-interval 6",
+            "must be a multiple of --save-interval 4",
+        ),
+        ("--lr-decay-style WSD", "needs --lr-wsd-decay-iters"),
+        ("--lr-decay-samples 5", "use --lr-decay-iters"),
+        ("--lr-warmup-iters 20", "must be less than the decay length 20"),
+        ("--weight-decay-incr-style linear", "needs --start-weight-decay and --end-weight-decay"),
+        ("--start-weight-decay 0.1", "need --weight-decay-incr-style"),
+        ("--clip-grad -1", "--clip-grad must be at least 0"),
+        ("--moe-router-topk 1", "without --num-experts"),
+        ("--recompute-granularity full", "Megatron-Core refuses"),
+        ("--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other"),
+        (
+            "--bf16 --use-megatron-fsdp --grad-reduce-in-bf16 --megatron-fsdp-grad-comm-dtype fp32",
+            "contradicts",
+        ),
+        ("--decoupled-min-lr 0.1", "needs --decoupled-lr"),
+        ("--tokenizer-type HuggingFaceTokenizer", "must be a local folder"),
+        ("--apply-layernorm-1p", "needs Transformer Engine layers"),
+        ("--moe-layer-freq __import__('os')", "list expression"),
+        ("--moe-layer-freq [1]*99999999999", "list of zeros and ones"),
+        ("--attention-backend quick", "choose from flash"),
+        ("--split 1,1,1 stray", "--split: does not take stray"),
+        (
+            "--profile --use-pytorch-profiler --profile-step-start 12",
+            "must be less than --profile-step-end",
+        ),
+        ("--seq", "--seq: unknown flag"),
+        ("--lr-decay-stile linear", "did you mean --lr-decay-style?"),
+        ("--global-batch-size x", "invalid int value"),
+    ],
+)
+def test_one_conflict_names_the_fix(flags: str, problem: str) -> None:
+    assert any(problem in found for found in problems(f"{MOCK} {flags}"))
+
+
+def test_latent_attention_has_a_config_of_its_own() -> None:
+    args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
+    config = transformer_config(args)
+    assert isinstance(config, MLATransformerConfig) and (config.rope_type, config.rotary_base) == (
+        "yarn",
+        500,
+    )
+    assert (config.q_lora_rank, config.kv_lora_rank, config.rotary_scaling_factor) == (
+        None,
+        32,
+        1.0,
+    )
+    assert any("--kv-channels does nothing" in note for note in notes)
+    assert type(transformer_config(parse(MOCK)[0])) is not MLATransformerConfig
+
+
+def test_a_growing_batch_makes_more_iterations_of_as_many_samples() -> None:
+    line = MOCK.replace(
+        "--train-iters 20", "--train-samples 100 --global-batch-size 8 --rampup-batch-size 4 2 12"
+    )
+    # Twice 4 samples, once 6; then 86 are left, ten times 8 of them.
+    assert parse(line)[0].train_iters == 13
+    assert parse(line.replace("samples 100", "samples 15"))[0].train_iters == 3
+    assert parse(line)[0].rampup_batch_size == [4, 2, 12]
+    for other, problem in (
+        ("4 3 12", "increments of 3 must lead from 4 to --global-batch-size 8"),
+        ("8 2 12", "increments of 2 must lead from 8"),
+        ("3 1 12", "start and increment must be multiples of 2"),
+        ("4 2 0", "each must be at least 1"),
+    ):
+        assert any(problem in found for found in problems(line.replace("4 2 12", other)))
+
+
+def test_hardware_queues_are_told_about() -> None:
+    tensor = f"{MOCK} --tensor-model-parallel-size 2"
+    gpu = {"world_size": 2, "cuda": True, "transformer_engine": True}
+    assert any("CUDA_DEVICE_MAX_CONNECTIONS=1" in note for note in parse(tensor, **gpu)[1])
+    single = gpu | {"environment": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+    for line, machine in ((tensor, single), (MOCK, gpu), (f"{tensor} --use-megatron-fsdp", gpu)):
+        assert not any("CUDA_DEVICE_MAX_CONNECTIONS" in note for note in parse(line, **machine)[1])
+    assert "forbids: unset it" in problems(f"{tensor} --use-megatron-fsdp", **single)[0]
+    assert not any("CONNECTIONS" in note for note in parse(tensor, world_size=2)[1])
+
+
+def test_fused_weight_gradients_follow_the_kernel_and_the_layers() -> None:
+    def fused(flags: str = "", kernel: bool = True) -> bool:
+        args, _ = parse(
+            f"{MOCK} {flags}", cuda=True, transformer_engine=True, fused_weight_gradient=kernel
+        )
+        return transformer_config(args).gradient_accumulation_fusion
+
+    assert fused() and fused("--use-megatron-fsdp --transformer-impl local")
+    assert (
+        not fused(kernel=False)
+        and not fused("--no-gradient-accumulation-fusion")
+        and not fused("--use-megatron-fsdp")
+    )
+    assert not transformer_config(
+        parse(MOCK, fused_weight_gradient=True)[0]
+    ).gradient_accumulation_fusion
+
+
+def test_kernels_for_experts_are_replaced_where_there_is_no_transformer_engine() -> None:
+    args, notes = parse(
+        f"{MOCK} --num-experts 4 --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+    )
+    config = transformer_config(args)
+    assert not (config.moe_grouped_gemm or config.moe_permute_fusion or config.moe_router_fusion)
+    assert any("moe-grouped-gemm, moe-permute-fusion, moe-router-fusion" in note for note in notes)
+
+
+def test_a_prefix_is_checked_with_and_without_weights(tmp_path: Path) -> None:
+    for suffix in (".idx", ".bin"):
+        (tmp_path / f"a{suffix}").touch()
+    good, bad = tmp_path / "a", tmp_path / "b"
+    args, _ = parse(f"{SMALL} --data-path 0.3 {good} 0.7 {good}")
+    assert (
+        args.tokenizer_type == "ByteTokenizer"
+        and args.split == "969,30,1"
+        and args.dataloader_type == "single"
+    )
+    assert problems(f"{SMALL} --data-path {good} {bad}") == [
+        f"--data-path: {bad}.idx and {bad}.bin not found"
+    ]
+    assert problems(f"{SMALL} --train-data-path {good} --split 1,1,1") == [
+        "--split is for --data-path; separate files per split have none"
+    ]
+
+
+def test_sample_mode_derives_iterations_and_decay() -> None:
+    line = MOCK.replace("--train-iters 20", "--train-samples 21 --lr-warmup-samples 4")
+    args, _ = parse(line)
+    assert (args.train_iters, args.lr_decay_samples, args.lr_decay_iters) == (
+        10,
+        21,
+        None,
+    )  # never more than asked for
+    assert any(
+        "less than one" in problem for problem in problems(line.replace("samples 21", "samples 1"))
+    )
+
+
+def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_for() -> None:
+    args, notes = parse(MOCK, cuda=True)
+    assert (
+        args.transformer_impl == "local"
+        and args.distributed_backend == "nccl"
+        and args.bias_dropout_fusion
+    )
+    assert notes == [
+        "no Transformer Engine: transformer-impl local; off: persist-layer-norm",
+        "no fused_weight_gradient_mlp_cuda: off: gradient-accumulation-fusion",
+    ]
+    assert (
+        "not installed" in problems(f"{MOCK} --transformer-impl transformer_engine", cuda=True)[0]
+    )
+    assert (
+        parse(f"{MOCK} --transformer-impl transformer_engine --distributed-backend nccl")[
+            0
+        ].transformer_impl
+        == "local"
+    )
+
+
+def test_fp16_with_a_dynamic_scale_turns_the_nan_check_off() -> None:
+    args, notes = parse(f"{MOCK} --fp16")
+    assert not args.check_for_nan_in_loss_and_grad and any("NaN" in note for note in notes)
+    assert parse(f"{MOCK} --fp16 --loss-scale 8")[0].check_for_nan_in_loss_and_grad
+
+
+def test_evaluation_alone_needs_no_schedule() -> None:
+    line = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size"
+        " 2 --skip-train"
+    )
+    args, _ = parse(f"{line} --mock-data --vocab-size 9")
+    assert args.no_load_optim and args.train_iters == 0 and args.lr is None

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that are not numbers skip the step on all ranks, or end the run with their name."""
+
+import math
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron.pretrain import loop
+from tests.pretrain.parity import LLAMA, SHORT, Combination
+from tests.pretrain.training_runs import Record, build, pretrain, tokenizer_of
+from tests.rank_pool import run_ranks
+
+
+def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
+    """Job: train with one gradient element of `rank` set to `value` in the first step."""
+    step = loop.forward_backward
+    spoiled = []
+
+    def forward_backward(run: loop.TrainingRun, *args: Any, **kwargs: Any) -> Any:
+        result = step(run, *args, **kwargs)
+        if not spoiled and dist.get_rank() == rank:
+            spoiled.append(next(p for p in run.model[0].parameters() if p.to_local().numel()))
+            spoiled[0].grad.to_local().view(-1)[0] = value
+        return result
+
+    with patch.object(loop, "forward_backward", forward_backward):
+        return pretrain(command_line)
+
+
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_an_overflow_on_one_rank_skips_the_step_everywhere(layout: str) -> None:
+    # At this scale nothing overflows by itself.
+    line = Combination(
+        2, layout, 3, LLAMA, f"{SHORT} --fp16 --initial-loss-scale 1024 --hysteresis 1"
+    ).ours
+    records = run_ranks(2, train_spoiled, line.replace("--log-num-zeros-in-grad", ""), 0, math.inf)
+    for record in records:
+        assert record.column("skipped") == [True, False, False]
+        assert record.column("loss-scale") == [512.0] * 3
+    assert records[0].losses == records[1].losses
+
+
+def spoil_a_weight(command_line: str, rank: int) -> str:
+    """Job: return the error of a step in which one weight gradient of `rank` is NaN."""
+    run = build(command_line)
+    loop.connect(run)
+    loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
+    data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
+    if dist.get_rank() == rank:
+        weight = next(
+            each
+            for each in run.model[0].module.sharded_params
+            if each.name.endswith("linear_fc2.weight")
+        )
+        weight.compute.register_hook(lambda gradient: gradient * math.nan)
+    with loop.batches(run, data, 0) as batches:
+        try:
+            loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def test_a_gradient_that_is_not_a_number_names_parameter_and_rank() -> None:
+    # Looked at when it is reduced: the rank is the one that owns this part of it.
+    line = Combination(2, "dp", 3, LLAMA).ours
+    for error in run_ranks(2, spoil_a_weight, line, 1):
+        assert (
+            error == "rank 0: NaN or Inf in the gradient of decoder.layers.0.mlp.linear_fc2.weight"
+        )
+
+
+def test_a_gradient_that_is_not_a_number_on_one_stage_ends_the_run() -> None:
+    # Without an agreement the other stage would wait for this one in the next collective.
+    for error in run_ranks(2, spoil_a_weight, Combination(2, "pp2", 3, LLAMA).ours, 1):
+        assert (
+            error == "rank 1: NaN or Inf in the gradient of decoder.layers.1.mlp.linear_fc2.weight"
+        )

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism."""
+
+import itertools
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.pretrain import loop
+from tests.pretrain.saved_runs import FSDP, STRATEGIES
+from tests.pretrain.training_runs import NO_DROPOUT, SMALL, Record, assert_close, pretrain, train
+from tests.rank_pool import run_ranks
+from tests.selection import only_in_full
+
+SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
+WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")
+
+LLAMA = """--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2"""
+
+BEGINNING = 6
+"""Steps that every strategy repeats: warm-up, the first of the decay, and some more for Adam."""
+
+
+@pytest.fixture(scope="module")
+def reference() -> Record:
+    """Twenty steps with DistributedDataParallel, each rank with the whole optimizer state."""
+    return run_ranks(2, train, SMALL)[0][0]
+
+
+def test_the_reference_learns(reference: Record) -> None:
+    assert reference.losses[-1] < reference.losses[0] - 1
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_trains_as_ddp_does(strategy: str, reference: Record) -> None:
+    line = (
+        f"{SMALL} {FSDP} --data-parallel-sharding-strategy {strategy} --exit-interval {BEGINNING}"
+    )
+    (run,), (other,) = run_ranks(2, train, line)
+    assert run.losses == other.losses and len(run.losses) == BEGINNING
+    assert_close(run.losses, reference.losses[:BEGINNING], 1e-5)
+    assert_close(run.column("grad-norm"), reference.column("grad-norm")[:BEGINNING], 1e-4)
+    assert run.column("learning-rate") == reference.column("learning-rate")[:BEGINNING]
+
+
+def compare(
+    flags: str, loss: float, norm: float, *, base: str = SHORT, fsdp_only: str = ""
+) -> Record:
+    """Compare all numbers that runs with DDP and with FSDP report, by relative tolerances."""
+    ddp, fsdp = run_ranks(2, train, f"{base} {flags}", f"{base} {flags} {FSDP} {fsdp_only}")[0]
+    assert fsdp.column("skipped") == ddp.column("skipped")
+    assert fsdp.column("loss-scale") == ddp.column("loss-scale")
+    assert_close(fsdp.losses, ddp.losses, loss)
+    assert_close(fsdp.column("params-norm"), ddp.column("params-norm"), loss)
+    done = [number for number, skipped in enumerate(ddp.column("skipped")) if not skipped]
+    assert_close(
+        [fsdp.column("grad-norm")[n] for n in done],
+        [ddp.column("grad-norm")[n] for n in done],
+        norm,
+    )
+    return fsdp
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--use-distributed-optimizer",
+        LLAMA,
+        *only_in_full(
+            [
+                "--untie-embeddings-and-output-weights",
+                "--position-embedding-type rope --overlap-grad-reduce",
+            ]
+        ),
+        "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
+        "--global-batch-size 4 --no-check-for-nan-in-loss-and-grad",
+        "--clip-grad 0.1 --weight-decay 0.3",
+        "--calculate-per-token-loss",
+        "--ddp-average-in-collective",
+        *only_in_full(
+            ["--untie-embeddings-and-output-weights --decoupled-lr 2e-2 --decoupled-min-lr 1e-3"]
+        ),
+        "--data-parallel-random-init",
+    ],
+    ids=lambda flags: "llama" if flags == LLAMA else flags.removeprefix("--").split()[0],
+)
+def test_flags_change_fsdp_as_they_change_ddp(flags: str) -> None:
+    fsdp = compare(flags, loss=1e-5, norm=1e-4)
+    assert all(number is not None for number in fsdp.column("num-zeros"))
+
+
+def test_zeros_in_the_gradient_are_counted_as_ddp_counts_them() -> None:
+    # Tokens that do not occur have a gradient of exactly zero, unless the embedding is tied to the
+    # output.
+    line = f"{SHORT} --untie-embeddings-and-output-weights --vocab-size 999 --train-iters 2"
+    ddp, fsdp = run_ranks(2, train, line, f"{line} {FSDP}")[0]
+    assert fsdp.column("num-zeros") == ddp.column("num-zeros")
+    assert all(number > 32 for number in fsdp.column("num-zeros"))
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_overlap_does_not_change_the_numbers(strategy: str) -> None:
+    line = f"{SHORT} {FSDP} --data-parallel-sharding-strategy {strategy}"
+    overlap = "--overlap-grad-reduce", "--overlap-grad-reduce --overlap-param-gather"
+    plain, reduced, both = run_ranks(2, train, line, *(f"{line} {flags}" for flags in overlap))[0]
+    for overlapped in (reduced, both):
+        # Level 1 without overlap reduces every microbatch for itself, with it their sum: other
+        # roundings.
+        assert_close(overlapped.losses, plain.losses, 1e-6 if strategy == "optim" else 0)
+        assert_close(
+            overlapped.column("grad-norm"),
+            plain.column("grad-norm"),
+            1e-5 if strategy == "optim" else 0,
+        )
+
+
+def test_bf16_trains_as_ddp_in_bf16_does() -> None:
+    line = f"{SMALL} --bf16 {LLAMA} --train-iters 8 --lr-decay-iters 20"
+    lines = [
+        f"{line} {FSDP} --data-parallel-sharding-strategy {strategy}"
+        for strategy in ("optim", "optim_grads_params")
+    ]
+    ddp, *sharded = run_ranks(2, train, line, *lines)[0]
+    for fsdp in sharded:
+        assert_close(fsdp.losses, ddp.losses, 1e-2)
+        assert_close(fsdp.column("grad-norm")[:1], ddp.column("grad-norm")[:1], 1e-3)
+        assert fsdp.losses[-1] < fsdp.losses[0] - 0.3
+
+
+def test_fp16_skips_the_same_iterations_as_ddp() -> None:
+    flags = (
+        "--fp16 --initial-loss-scale 4194304 --hysteresis 1 --loss-scale-window 2 --train-iters 8"
+    )
+    fsdp = compare(flags, loss=1e-2, norm=1e-2, base=SHORT.replace("--log-num-zeros-in-grad", ""))
+    skipped = fsdp.column("skipped")
+    assert any(skipped) and not all(skipped), skipped
+    scales = fsdp.column("loss-scale")
+    assert min(scales) < 4194304 and any(
+        later > earlier for earlier, later in itertools.pairwise(scales)
+    )
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_recomputed_activations_do_not_change_a_number(strategy: str) -> None:
+    line = f"{WITH_DROPOUT} {FSDP} --data-parallel-sharding-strategy {strategy}"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    plain, *recomputed = run_ranks(
+        2, train, line, f"{line} {full}", f"{line} --recompute-activations"
+    )[0]
+    for record in recomputed:
+        assert record.losses == plain.losses
+        assert record.column("grad-norm") == plain.column("grad-norm")
+
+
+def test_evaluation_neither_disturbs_training_nor_depends_on_the_kind_of_data_parallelism() -> None:
+    evaluated = SHORT.replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
+    plain, ddp, fsdp = run_ranks(2, train, f"{SHORT} {FSDP}", evaluated, f"{evaluated} {FSDP}")[0]
+    assert fsdp.losses == plain.losses
+    assert [iteration for iteration, _ in fsdp.evaluations["validation"]] == [1, 2, 3]
+    for name in ("validation", "test"):
+        assert_close(
+            [loss for _, loss in fsdp.evaluations[name]],
+            [loss for _, loss in ddp.evaluations[name]],
+            1e-5,
+        )
+
+
+def test_without_validation_data_training_goes_on() -> None:
+    (record,) = run_ranks(
+        2,
+        train,
+        f"{SHORT} {FSDP} --split 100,0,0 --eval-interval 1 --eval-iters 1".replace(
+            "--eval-iters 0 ", ""
+        ),
+    )[0]
+    assert record.iteration == 3 and not record.evaluations
+
+
+def test_a_run_that_was_told_to_stop_does_not_evaluate_first() -> None:
+    line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1")
+    stopped, whole = run_ranks(2, train, f"{line} --exit-interval 2", line)[0]
+    assert stopped.iteration == 2 and not stopped.evaluations
+    assert list(whole.evaluations) == ["test"]
+
+
+def validation_after(command_line: str, consumed: int) -> list[float]:
+    """Job: return validation losses of a run that resumes after `consumed` validation samples."""
+    original = loop.checkpointing.load
+
+    def load(*args: Any) -> Any:
+        progress = original(*args)
+        progress.consumed_valid_samples = consumed
+        return progress
+
+    with patch.object(loop.checkpointing, "load", load):
+        return [loss for _, loss in pretrain(command_line).evaluations["validation"]]
+
+
+def test_validation_begins_again_where_the_data_ends() -> None:
+    line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
+    assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pretrain_gpt.py from outside: its output and files, signals, and its errors for bad input."""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import pretrain_gpt
+from megatron.checkpoint.core.directory import TRACKER
+from megatron.pretrain import loop
+from megatron.pretrain.corpus import write_corpus
+from megatron.pretrain.logging_setup import set_up_logging
+from megatron.pretrain.tokenizer import ByteTokenizer
+from tests.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
+from tests.rank_pool import run_ranks
+
+ROOT = Path(__file__).parents[2]
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "
+
+MODEL = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --micro-batch-size 2 --global-batch-size 8 --lr 5e-3 --num-workers 2"""
+
+LINE = f"{SMALL} --use-megatron-fsdp --train-iters 3 --lr-decay-iters 20"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("corpus")
+    (folder / "text.jsonl").write_text(
+        "".join(json.dumps({"text": TEXT * 3}) + "\n" for _ in range(200))
+    )
+    write_corpus([folder / "text.jsonl"], folder / "corpus", ByteTokenizer())
+    return str(folder / "corpus")
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def start(
+    command_line: str,
+    directory: Path,
+    torchrun: tuple[str, ...] = TORCHRUN,
+    environment: dict[str, str] | None = None,
+) -> subprocess.Popen[str]:
+    """Start the program on two ranks of one thread each.
+
+    Args:
+        command_line: words for the program.
+        directory: it runs in.
+        torchrun: the real one unless told; `commands` has one that is quick to start.
+        environment: variables instead of those of this process.
+    """
+    program = ("--standalone", "--nproc_per_node", "2", str(ROOT / "pretrain_gpt.py"))
+    own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [*torchrun, *program, *shlex.split(command_line)],
+        cwd=directory,
+        env=environment or own,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
+    corpus: str, tmp_path: Path, commands: dict[str, str]
+) -> None:
+    save, board = tmp_path / "checkpoints", tmp_path / "board"
+    line = f"""--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 20 --eval-interval 10
+        --eval-iters 2 --log-interval 5 --split 8,1,1 --save {save} --save-interval 10
+        --tensorboard-dir {board} --log-throughput --log-validation-ppl-to-tensorboard"""
+    process = start(line, tmp_path, ("torchrun",), commands)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "warning" not in errors.lower() and "Traceback" not in errors
+
+    steps = re.findall(
+        r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+) \|"
+        r" step: \S+ ms",
+        output,
+    )
+    assert [(int(number), int(samples)) for number, samples, _, _ in steps] == [
+        (5, 40),
+        (10, 80),
+        (15, 120),
+        (20, 160),
+    ]
+    losses = [float(loss) for _, _, loss, _ in steps]
+    assert losses[-1] < losses[0] - 0.3
+    assert re.findall(r"validation at iteration (\d+) \| lm loss value", output) == ["10", "20"]
+    assert len(re.findall(r"^test at iteration 20 ", output, re.MULTILINE)) == 1
+    assert output.count("saved checkpoint") == 2
+
+    assert (save / TRACKER).read_text() == "20"
+    assert (save / "iter_0000010" / ".metadata").is_file() and (
+        save / "iter_0000020" / ".metadata"
+    ).is_file()
+    history = [json.loads(text) for text in (save / "losses.jsonl").read_text().splitlines()]
+    assert [entry["iteration"] for entry in history if "train" in entry] == list(range(1, 21))
+    assert [entry["iteration"] for entry in history if "validation" in entry] == [10, 20]
+    assert (save / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+
+    events = EventAccumulator(str(board))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= {
+        "lm loss",
+        "grad-norm",
+        "learning-rate",
+        "lm loss validation",
+        "lm loss validation ppl",
+        "batch-size",
+    }
+    for tag, iterations in (
+        ("lm loss", range(1, 21)),
+        ("grad-norm", range(1, 21)),
+        ("lm loss validation", (10, 20)),
+    ):
+        assert [event.step for event in events.Scalars(tag)] == list(iterations)
+    written = [event.value for event in events.Scalars("lm loss")]
+    assert written == pytest.approx(
+        [entry["train"] for entry in history if "train" in entry], rel=1e-6
+    )
+
+
+@pytest.mark.exhaustive  # the next test sends the signal to ranks that are warm
+def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_path: Path) -> None:
+    line = (
+        f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
+        " --log-interval 1 --split 1,0,0"
+    )
+    process = start(f"{line} --save {tmp_path} --save-interval 100000", tmp_path)
+    try:
+        for text in process.stdout:
+            if re.match(r"iteration +3/", text):
+                break
+        process.send_signal(signal.SIGTERM)
+        output, errors = process.communicate(timeout=180)
+    finally:
+        process.kill()
+    stopped = int(re.search(r"stopping at iteration (\d+): signal", output).group(1))
+    assert f"saved checkpoint of iteration {stopped} " in output
+    # No traceback of ours; torchrun has one of its own, about the signal.
+    assert "pretrain_gpt.py" not in errors and "warning" not in errors.lower()
+    assert (tmp_path / TRACKER).read_text() == str(stopped)
+    resumed = run_ranks(2, train, f"{line} --load {tmp_path} --exit-interval {stopped + 1}")[0][0]
+    assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
+
+
+def interrupted(command_line: str, rank: int) -> Record:
+    """Job: a run of which one rank is sent SIGTERM in its second step."""
+    original = loop.train_step
+
+    def train_step(run: loop.TrainingRun, data: Any) -> None:
+        if run.progress.iteration == 1 and loop.dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(run, data)
+
+    with patch.object(loop, "train_step", train_step):
+        return pretrain(command_line)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
+    rank: int, tmp_path: Path
+) -> None:
+    line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
+    assert [record.iteration for record in run_ranks(2, interrupted, line, rank)] == [2, 2]
+    assert (tmp_path / TRACKER).read_text() == "2" and (
+        tmp_path / "iter_0000002" / ".metadata"
+    ).is_file()
+
+
+def run_main(command_line: str) -> tuple[int, str, str]:
+    """Job: run the program's main function; return exit code, stdout and stderr."""
+    output, errors = io.StringIO(), io.StringIO()
+    set_up_logging()  # what importing the program does in a process of its own
+
+    def start(args: argparse.Namespace) -> torch.device:
+        return prepare(command_line)[1]
+
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        patch.object(sys, "argv", ["pretrain_gpt.py", *shlex.split(command_line)]),
+        patch.object(pretrain_gpt.ranks, "start", start),
+        patch.object(pretrain_gpt.ranks, "stop", lambda: None),
+        patch.object(pretrain_gpt, "GRACE_SECONDS", 0),
+    ):
+        code = pretrain_gpt.main()
+    return code, output.getvalue(), errors.getvalue()
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def assert_refused(command_line: str, folder: Path, *words: str) -> None:
+    """Check that all ranks end with one message and an error code, and `folder` is unchanged."""
+    before = tree(folder)
+    results = run_ranks(2, run_main, command_line, timeout=180)
+    (code, _, message), other = results
+    assert code in (1, 2) and other[0] == code and other[2] == message
+    assert "Traceback" not in message
+    for word in words:
+        assert word in message
+    assert message.count("rror") <= 3 and len(message) < 2000
+    assert tree(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--num-layer 2", ["--num-layer", "--num-layers"]),
+        ("--bf16 --fp16", ["--bf16", "--fp16", "exclude"]),
+        ("--global-batch-size 6", ["--global-batch-size 6", "multiple of 4"]),
+        ("--use-torch-fsdp2", ["--use-torch-fsdp2", "--use-megatron-fsdp"]),
+    ],
+    ids=["unknown", "conflict", "batch", "other_fsdp"],
+)
+def test_bad_arguments_are_named(flags: str, words: list[str], tmp_path: Path) -> None:
+    assert_refused(f"{LINE} --save {tmp_path / 'new'} --save-interval 1 {flags}", tmp_path, *words)
+
+
+def test_missing_data_is_named(tmp_path: Path) -> None:
+    line = LINE.replace(
+        SOURCE, f"--vocab-size 99 --tokenizer-type NullTokenizer --data-path {tmp_path / 'corpus'}"
+    )
+    assert_refused(
+        f"{line} --save {tmp_path / 'new'} --save-interval 1",
+        tmp_path,
+        f"{tmp_path / 'corpus'}.idx",
+        "not found",
+    )
+
+
+@pytest.mark.parametrize("inside", ["", "/deeper"])
+def test_a_file_in_the_place_of_the_save_directory_is_found_before_training(
+    inside: str, tmp_path: Path
+) -> None:
+    (tmp_path / "taken").write_text("a file")
+    assert_refused(
+        f"{LINE} --save {tmp_path}/taken{inside} --save-interval 1", tmp_path, "--save", "is a file"
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(2, train, f"{LINE} --train-iters 2 --save {folder} --save-interval 1")
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """Copy a checkpoint of steps 1 and 2, which a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--hidden-size 64", "(32,) in the file, (64,) in the model"),
+        ("--num-layers 3", "decoder.layers.2."),
+    ],
+    ids=["hidden_size", "layers"],
+)
+def test_a_checkpoint_of_another_model_is_refused(flags: str, words: str, checkpoint: Path) -> None:
+    line = f"{LINE} {flags} --load {checkpoint} --save {checkpoint} --save-interval 1"
+    assert_refused(line, checkpoint, "another model", "iter_0000002", words)
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda source: cut(source / "__1_0.distcp", 0.5),
+        lambda source: cut(source / "__0_0.distcp", 0.0),
+        lambda source: (source / "__0_0.distcp").unlink(),
+        lambda source: (source / ".metadata").unlink(),
+        lambda source: cut(source / ".metadata", 0.5),
+        lambda source: cut(source / ".metadata", 0.0),
+    ],
+    ids=[
+        "data_cut",
+        "data_empty",
+        "data_missing",
+        "metadata_missing",
+        "metadata_cut",
+        "metadata_empty",
+    ],
+)
+def test_a_damaged_checkpoint_is_refused(
+    damage: Callable[[Path], object], checkpoint: Path
+) -> None:
+    damage(checkpoint / "iter_0000002")
+    assert_refused(
+        f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1",
+        checkpoint,
+        "iter_0000002",
+    )
+
+
+@pytest.mark.parametrize("file", [".metadata", "common.pt", "__1_0.distcp"])
+def test_a_damaged_checkpoint_without_fsdp_is_refused(file: str, tmp_path: Path) -> None:
+    line = LINE.replace("--use-megatron-fsdp", "--use-distributed-optimizer")
+    run_ranks(2, train, f"{line} --train-iters 1 --save {tmp_path} --save-interval 1")
+    cut(tmp_path / "iter_0000001" / file, 0.5)
+    assert_refused(f"{line} --load {tmp_path}", tmp_path, "iter_0000001")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("7", ["iter_0000007", "iter_0000001, iter_0000002"]), ("seven", [TRACKER, "'seven'"])],
+)
+def test_a_tracker_that_points_nowhere_is_refused(
+    text: str, words: list[str], checkpoint: Path
+) -> None:
+    (checkpoint / TRACKER).write_text(text)
+    assert_refused(f"{LINE} --load {checkpoint}", checkpoint, *words)
+
+
+def test_a_checkpoint_in_the_other_format_is_refused(tmp_path: Path) -> None:
+    run_ranks(
+        2, train, f"{SMALL} --train-iters 1 --lr-decay-iters 20 --save {tmp_path} --save-interval 1"
+    )
+    assert_refused(
+        f"{LINE} --load {tmp_path}",
+        tmp_path,
+        "torch_dist",
+        "fsdp_dtensor",
+        "without --use-megatron-fsdp",
+    )
+
+
+def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(
+    checkpoint: Path, commands: dict[str, str]
+) -> None:
+    process = start(
+        f"{LINE} --num-layers 3 --load {checkpoint}", checkpoint, ("torchrun",), commands
+    )
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode != 0 and time.monotonic() - began < 60
+    assert errors.count("is a checkpoint of another model") == 1
+    assert 'pretrain_gpt.py", line' not in errors  # torchrun adds its own report, we no traceback

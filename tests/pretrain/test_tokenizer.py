@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers and the padded vocabulary."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.pretrain.tokenizer import HuggingFaceTokenizer, build_tokenizer, padded_vocab_size
+from tests.pretrain.tokenizer_arguments import BYTES, namespace
+
+
+@given(st.text())
+def test_byte_tokens_are_the_bytes_of_the_text(text: str) -> None:
+    ids = BYTES.tokenize(text)
+    assert ids.tolist() == list(text.encode())
+    assert BYTES.detokenize(np.append(ids, BYTES.eod)) == text
+
+
+def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last() -> None:
+    tokenizer = build_tokenizer(namespace(vocab_size=100))
+    assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
+    assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
+    assert tokenizer.detokenize([3, 99, 100]) == "3 99"
+    with pytest.raises(ValueError, match="reads numbers"):
+        tokenizer.tokenize("three")
+    with pytest.raises(ValueError, match="ids 0 to 100, but the text holds 5 to 101"):
+        tokenizer.tokenize("5 101")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(), "NullTokenizer needs --vocab-size"),
+        (
+            dict(tokenizer_type=None),
+            "expects one of ByteTokenizer, HuggingFaceTokenizer, NullTokenizer, but got None",
+        ),
+        (dict(tokenizer_type="HuggingFaceTokenizer"), "needs --tokenizer-model"),
+        (
+            dict(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such/folder"),
+            "there is no folder",
+        ),
+        (
+            dict(tokenizer_type="ByteTokenizer", tokenizer_model="x"),
+            "leave --tokenizer-model x out",
+        ),
+        (
+            dict(tokenizer_type="ByteTokenizer", vocab_size=100),
+            "smaller than the vocabulary of ByteTokenizer",
+        ),
+    ],
+)
+def test_tokenizer_arguments_that_do_not_fit_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tokenizer(namespace(**arguments))
+
+
+def test_hugging_face_tokenizer_without_transformers_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install transformers"):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "hello": 1, "world": 5}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>"
+    ).save_pretrained(tmp_path)
+
+    tokenizer = build_tokenizer(
+        namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
+    )
+    assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
+    assert tokenizer.detokenize([1, 5, 0]) == "hello world"
+    assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "size"),
+    [
+        (dict(), 384),
+        (dict(make_vocab_size_divisible_by=1), 257),
+        (dict(tensor_model_parallel_size=4), 512),
+        (dict(vocab_size=500), 512),
+        (dict(padded_vocab_size=300), 300),
+    ],
+    ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
+)
+def test_vocabulary_is_rounded_up(arguments: dict[str, Any], size: int) -> None:
+    assert padded_vocab_size(BYTES, namespace(**arguments)) == size
+
+
+def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least the 257 ids"):
+        padded_vocab_size(BYTES, namespace(padded_vocab_size=256))
