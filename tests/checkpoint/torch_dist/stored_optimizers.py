@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.core import spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
