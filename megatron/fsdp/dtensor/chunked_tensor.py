@@ -114,8 +114,8 @@ class ChunkedTensor(torch.Tensor):
         raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {wanted}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
-        make, arguments = self.__reduce_ex__(0)
-        return make(*arguments)
+        local = self.detach().clone()
+        return as_chunked_tensor(local, self.chunks, self.whole_shape, self.is_flat)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
         local = self.detach().clone()

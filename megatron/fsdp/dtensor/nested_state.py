@@ -30,7 +30,7 @@ def filter_unflattened_state_dict(
         items = enumerate(state_dict)
     else:
         return [[*key_chain]] if visit_condition(state_dict) else []
-    paths = []
+    paths: list[list[Any]] = []
     for key, value in items:
         paths += filter_unflattened_state_dict(value, [*key_chain, key], visit_condition)
     return paths

@@ -84,7 +84,7 @@ class ShardedParam:
         if mesh.axes.tensor is not None:
             placements.append(Replicate() if self.slice.dim is None else Shard(self.slice.dim))
         num_data_axes = mesh.mesh.ndim - len(placements)
-        data = Shard(0) if self.group.strategy.shards_optimizer else Replicate()
+        data: Placement = Shard(0) if self.group.strategy.shards_optimizer else Replicate()
         return placements + [data] * num_data_axes
 
     @property
@@ -163,7 +163,7 @@ class ShardedParam:
         return as_chunked_tensor(local, chunks, slice_.shape, is_flat=not flat_range.by_rows)
 
     def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
-        replicated = [Replicate()] * self._mesh.ndim
+        replicated: list[Placement] = [Replicate()] * self._mesh.ndim
         # torch has no sharded scalars.
         placements = self._placements if shape else replicated
         return dtensor_over(local, self._mesh, placements, shape)

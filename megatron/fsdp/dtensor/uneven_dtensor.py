@@ -195,10 +195,12 @@ def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
             " all of them"
         )
     own = own_coordinate(mesh)
-    for offsets, sizes in chunks_of[own]:
-        return _metadata(offsets, sizes)
-    others = shape[1:]
-    return _metadata((table.row(own), *[0] * len(others)), (0, *others))
+    if chunks_of[own]:
+        offsets, sizes = chunks_of[own][0]
+    else:
+        others = shape[1:]
+        offsets, sizes = (table.row(own), *[0] * len(others)), (0, *others)
+    return _metadata(offsets, sizes)
 
 
 def _metadata(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
