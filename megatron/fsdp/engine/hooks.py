@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,6 +57,7 @@ class UnitHooks:
         self._calls: list[Call] = []  # forwards under way, innermost last
         for unit in schedule.units:
             self._register(unit)
+        assert self._root.module is not None  # only units of shared parameters have none
         for module in _not_compiled(self._root.module):
             if next(module.parameters(recurse=False), None) is not None:
                 module._parameters = WatchedParameters(
@@ -77,12 +78,12 @@ class UnitHooks:
             self._schedule.grad_arrived(unit, parameter)
 
         for parameter in unit.trainable_parameters:
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
 
     # ---- forward
 
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_not_traced
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if unit is self._root:
                 self._schedule.begin_forward()
@@ -96,7 +97,7 @@ class UnitHooks:
         return pre_forward
 
     def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_not_traced
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._calls.pop()
             if torch.is_grad_enabled():
@@ -169,7 +170,7 @@ class UnitHooks:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(pre_backward)
+                tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]  # torch's own
 
     def _pre_backward(self, call: Call) -> None:
         self._schedule.enter_backward(_queue_callback)
@@ -178,7 +179,8 @@ class UnitHooks:
             self._unshard(call)
 
     def _watch_inputs(self, call: Call, inputs: Any) -> None:
-        leaves, others = [], []
+        leaves: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 (leaves if tensor.is_leaf else others).append(tensor)
@@ -192,7 +194,10 @@ class UnitHooks:
 
         # torch's hook on several tensors knows which of them get no gradient, but it refuses leaves
         # in `autograd.grad`; they get a hook each.
-        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
+        call.input_hooks = [
+            leaf.register_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            for leaf in leaves
+        ]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
@@ -268,6 +273,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep torch.compile from tracing ``hook``; a decorator with types, unlike torch's."""
+    return cast(Callable[..., None], torch.compiler.disable(hook))
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
