@@ -51,10 +51,10 @@ class ShardingStrategy(IntEnum):
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        # True and False are integers to Python, but no levels.
-        is_level = not isinstance(value, bool) and value in cls._value2member_map_
-        if isinstance(value, int) and is_level:
-            return cls(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            for member in cls:
+                if member.value == value:
+                    return member
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
 
