@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import Call, Unit
+from megatron.fsdp.engine.unit import UnitCall, Unit
 
 PASSED_ON = "_fsdp_passed_on"
 """Attribute of parameters that code reads only to pass them on as arguments.
@@ -54,7 +54,7 @@ class UnitHooks:
         self._sharded = sharded
         self._root = schedule.units[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._calls: list[Call] = []  # forwards under way, innermost last
+        self._calls: list[UnitCall] = []  # forwards under way, innermost last
         for unit in schedule.units:
             self._register(unit)
         assert self._root.module is not None  # only units of shared parameters have none
@@ -88,7 +88,7 @@ class UnitHooks:
             if unit is self._root:
                 self._schedule.begin_forward()
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
-            call = Call(unit, borrowed + unit.shared)
+            call = UnitCall(unit, borrowed + unit.shared)
             self._calls.append(call)
             self._unshard(call)
             if torch.is_grad_enabled():
@@ -115,12 +115,12 @@ class UnitHooks:
         while self._calls and not in_backward():
             self._end_use(self._calls.pop())
 
-    def _unshard(self, call: Call) -> None:
+    def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:
             self._schedule.unshard_borrowed(borrowed, call)
         self._schedule.unshard(call.unit, call)
 
-    def _end_use(self, call: Call) -> None:
+    def _end_use(self, call: UnitCall) -> None:
         for unit in call.used_units:
             self._schedule.end_use(unit, call)
 
@@ -164,7 +164,7 @@ class UnitHooks:
 
     # ---- backward
 
-    def _watch_outputs(self, call: Call, output: Any) -> None:
+    def _watch_outputs(self, call: UnitCall, output: Any) -> None:
         def pre_backward(gradient: torch.Tensor) -> None:
             self._pre_backward(call)
 
@@ -172,13 +172,13 @@ class UnitHooks:
             if tensor.requires_grad:
                 tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]  # torch's own
 
-    def _pre_backward(self, call: Call) -> None:
+    def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
         if call.state is CallState.FORWARD:
             call.unit.begin_backward(call)
             self._unshard(call)
 
-    def _watch_inputs(self, call: Call, inputs: Any) -> None:
+    def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:
         leaves: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
@@ -201,7 +201,7 @@ class UnitHooks:
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
-    def _post_backward(self, call: Call) -> None:
+    def _post_backward(self, call: UnitCall) -> None:
         # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the
         # activations of the pass live until Python's garbage collector runs.
         for hook in call.input_hooks:
