@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import UnitCall, Unit
+from megatron.fsdp.engine.unit import Unit, UnitCall
 
 PASSED_ON = "_fsdp_passed_on"
 """Attribute of parameters that code reads only to pass them on as arguments.

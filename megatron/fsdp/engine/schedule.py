@@ -17,7 +17,7 @@ from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
-from megatron.fsdp.engine.unit import GRAPH, UnitCall, Unit
+from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
 class Schedule:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
-from megatron.fsdp.engine.unit import UnitCall, Unit
+from megatron.fsdp.engine.unit import Unit, UnitCall
 
 
 @pytest.mark.parametrize("states", [WeightState, BackwardState, CallState])
