@@ -237,7 +237,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         parameter = super().__getitem__(name)
         return None if parameter is None else self._read_by_name(parameter)
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # a list is enough for torch
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
         return [
             (name, None if parameter is None else self._look_at(parameter))
