@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -277,7 +277,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep torch.compile from tracing ``hook``; a decorator with types, unlike torch's."""
-    return cast(Callable[..., None], torch.compiler.disable(hook))
+    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
+    return untraced
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
