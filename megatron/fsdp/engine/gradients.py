@@ -12,9 +12,10 @@
                      until it is cleared
     final gradient   the gradient shard in the dtype that the optimizer wants
 
-Without an outer axis the reduction over the inner axis adds to the gradient shard directly. With
-one, the inner reduction follows every backward (its buffer is large), and the outer reduction waits
-for the last microbatch (its result is needed only then, and its links are slower).
+At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
+large buffer of local gradients; below, it waits for the last microbatch. Without an outer axis its
+result is added to the gradient shard. With one it is added to the inner sum, and the reduction over
+the outer axis, whose links are slower, waits for the last microbatch.
 """
 
 from __future__ import annotations

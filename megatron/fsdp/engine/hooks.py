@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import Call, Unit
+from megatron.fsdp.engine.unit import Unit, UnitCall
 
 PASSED_ON = "_fsdp_passed_on"
 """Attribute of parameters that code reads only to pass them on as arguments.
@@ -54,9 +54,10 @@ class UnitHooks:
         self._sharded = sharded
         self._root = schedule.units[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._calls: list[Call] = []  # forwards under way, innermost last
+        self._calls: list[UnitCall] = []  # forwards under way, innermost last
         for unit in schedule.units:
             self._register(unit)
+        assert self._root.module is not None  # only units of shared parameters have none
         for module in _not_compiled(self._root.module):
             if next(module.parameters(recurse=False), None) is not None:
                 module._parameters = WatchedParameters(
@@ -77,17 +78,17 @@ class UnitHooks:
             self._schedule.grad_arrived(unit, parameter)
 
         for parameter in unit.trainable_parameters:
-            parameter.register_post_accumulate_grad_hook(arrived)
+            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
 
     # ---- forward
 
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_not_traced
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if unit is self._root:
                 self._schedule.begin_forward()
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
-            call = Call(unit, borrowed + unit.shared)
+            call = UnitCall(unit, borrowed + unit.shared)
             self._calls.append(call)
             self._unshard(call)
             if torch.is_grad_enabled():
@@ -96,7 +97,7 @@ class UnitHooks:
         return pre_forward
 
     def _post_forward_hook(self, unit: Unit) -> Callable[..., None]:
-        @torch.compiler.disable
+        @_not_traced
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._calls.pop()
             if torch.is_grad_enabled():
@@ -114,12 +115,12 @@ class UnitHooks:
         while self._calls and not in_backward():
             self._end_use(self._calls.pop())
 
-    def _unshard(self, call: Call) -> None:
+    def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:
             self._schedule.unshard_borrowed(borrowed, call)
         self._schedule.unshard(call.unit, call)
 
-    def _end_use(self, call: Call) -> None:
+    def _end_use(self, call: UnitCall) -> None:
         for unit in call.used_units:
             self._schedule.end_use(unit, call)
 
@@ -163,22 +164,23 @@ class UnitHooks:
 
     # ---- backward
 
-    def _watch_outputs(self, call: Call, output: Any) -> None:
+    def _watch_outputs(self, call: UnitCall, output: Any) -> None:
         def pre_backward(gradient: torch.Tensor) -> None:
             self._pre_backward(call)
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(pre_backward)
+                tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]  # torch's own
 
-    def _pre_backward(self, call: Call) -> None:
+    def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
         if call.state is CallState.FORWARD:
             call.unit.begin_backward(call)
             self._unshard(call)
 
-    def _watch_inputs(self, call: Call, inputs: Any) -> None:
-        leaves, others = [], []
+    def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:
+        leaves: list[torch.Tensor] = []
+        others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 (leaves if tensor.is_leaf else others).append(tensor)
@@ -192,11 +194,14 @@ class UnitHooks:
 
         # torch's hook on several tensors knows which of them get no gradient, but it refuses leaves
         # in `autograd.grad`; they get a hook each.
-        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
+        call.input_hooks = [
+            leaf.register_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            for leaf in leaves
+        ]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
-    def _post_backward(self, call: Call) -> None:
+    def _post_backward(self, call: UnitCall) -> None:
         # The hooks refer to the graph and the graph to the hooks. Unless they are removed, the
         # activations of the pass live until Python's garbage collector runs.
         for hook in call.input_hooks:
@@ -232,7 +237,7 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         parameter = super().__getitem__(name)
         return None if parameter is None else self._read_by_name(parameter)
 
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # a list is enough for torch
+    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
         return [
             (name, None if parameter is None else self._look_at(parameter))
@@ -268,6 +273,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(list(leaf.values()))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+
+def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
+    """Keep torch.compile from tracing ``hook``; a decorator with types, unlike torch's."""
+    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
+    return untraced
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

@@ -24,7 +24,9 @@ def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def local_grad(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient that autograd left on ``parameter``, dense, for its local part."""
     grad = parameter.grad
+    assert grad is not None  # the caller has looked
     if isinstance(grad, DTensor):
+        assert isinstance(parameter, DTensor)
         # Autograd may leave partial sums of a parameter that tensor parallelism replicates.
         if grad.placements != parameter.placements:
             grad = grad.redistribute(placements=parameter.placements)

@@ -128,10 +128,11 @@ class FSDPDistributedIndex:
         all_gather_group: dist.ProcessGroup | None,
     ) -> Axes:
         inner = self._inner_of(mesh)
-        data_group = hybrid_group
-        if data_group is None and self.dp_outer_dim is None:
+        if hybrid_group is not None:
+            data_group: dist.ProcessGroup | None = hybrid_group
+        elif self.dp_outer_dim is None:
             data_group = inner.get_group()
-        elif data_group is None:
+        else:
             data_group = data_group_of(mesh, self.dp_outer_dim, self.dp_shard_dim)
         return Axes(
             inner=inner,
@@ -187,7 +188,9 @@ class FSDPDistributedIndex:
     def all_groups(self) -> list[dist.ProcessGroup]:
         """Return groups that reach every rank of the mesh if they are used one after the other."""
         data_group = self.dense.data_group
-        groups = [data_group if data_group is not None else dist.group.WORLD]
+        if data_group is None:  # the mesh cannot tell: all ranks of the program
+            data_group = dist.distributed_c10d._get_default_group()
+        groups = [data_group]
         if self.dense.tensor is not None:
             groups.append(self.dense.tensor.get_group())
         return groups

@@ -51,9 +51,10 @@ class ShardingStrategy(IntEnum):
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
-        is_number = isinstance(value, int) and not isinstance(value, bool)
-        if is_number and value in cls._value2member_map_:
-            return cls(value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            for member in cls:
+                if member.value == value:
+                    return member
         names = ", ".join(f"{member.name.lower()}/{member.value}" for member in cls)
         raise ValueError(f"{argument} expects one of {names} but got {value!r}")
 

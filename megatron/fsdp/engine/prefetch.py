@@ -94,7 +94,9 @@ class Prefetcher:
 
     def _reshard_prefetched(self, units: set[Unit]) -> None:
         """Reshard ``units`` in the model's order: a set has another order on every rank."""
-        for unit in self._units if units else ():
+        if not units:
+            return
+        for unit in self._units:
             if unit in units:
                 self._prefetched.discard(unit)
                 if not unit.users:

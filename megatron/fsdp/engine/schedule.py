@@ -17,7 +17,7 @@ from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
-from megatron.fsdp.engine.unit import GRAPH, Call, Unit
+from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
 class Schedule:
@@ -111,7 +111,7 @@ class Schedule:
         if unit.has_all_grads and not unit.awaits_inputs:
             self._finish_unit(unit)
 
-    def inputs_arrived(self, call: Call) -> None:
+    def inputs_arrived(self, call: UnitCall) -> None:
         """Note that the gradients of a call's inputs are complete."""
         unit = call.unit
         unit.end_backward(call)

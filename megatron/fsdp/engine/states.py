@@ -27,7 +27,7 @@ from typing import TypeVar
 
 
 class WeightState(Enum):
-    """What the compute parameters of a group hold."""
+    """What is in the compute parameters of a group."""
 
     SHARDED = auto()
     """Their storage is freed; this rank has the values of its own shard only."""

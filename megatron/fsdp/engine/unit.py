@@ -20,7 +20,7 @@ GRAPH = "graph"
 """A user of a unit's weights: the graph of a backward pass that autograd recorded itself."""
 
 
-class Call:
+class UnitCall:
     """One call of a unit's forward, from there to the end of its backward.
 
     Args:
@@ -72,7 +72,7 @@ class Unit:
         self.state = BackwardState.IDLE
         # Calls that use the weights, and the backward pass in which each began to (or FORWARD).
         self.users: dict[Hashable, int] = {}
-        self._calls_in_backward: list[Call] = []
+        self._calls_in_backward: list[UnitCall] = []
         self._arrived: set[int] = set()  # ids of the parameters that have their gradient
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ class Unit:
 
     # ---- backward
 
-    def begin_backward(self, call: Call) -> None:
+    def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
         if call.awaited_inputs:
             call.change_state(CallState.AWAITING_INPUTS)
@@ -125,7 +125,7 @@ class Unit:
         if self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
 
-    def end_backward(self, call: Call) -> None:
+    def end_backward(self, call: UnitCall) -> None:
         """Note that the gradients of the inputs of ``call`` are complete."""
         if call.has_leaf_inputs:
             call.change_state(CallState.AWAITING_PARAMETERS)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.engine.states import BackwardState, CallState, WeightState, change_state
-from megatron.fsdp.engine.unit import Call, Unit
+from megatron.fsdp.engine.unit import Unit, UnitCall
 
 
 @pytest.mark.parametrize("states", [WeightState, BackwardState, CallState])
@@ -33,7 +33,7 @@ def test_a_wrong_change_names_the_owner_and_both_states() -> None:
 
 def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
     unit = Unit("layer", nn.Linear(2, 2))
-    first, second = Call(unit, []), Call(unit, [])
+    first, second = UnitCall(unit, []), UnitCall(unit, [])
     first.awaited_inputs = 1
     unit.begin_backward(first)
     unit.begin_backward(second)
