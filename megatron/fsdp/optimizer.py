@@ -197,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             has_none = torch_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
-                    slots = initial_state(self, group, parameter, kind)
+                    slots = initial_state(self, kind, group, parameter)
                     if slots or has_none:
                         self.state[parameter] = slots
 

@@ -27,9 +27,9 @@ COUNTERS = ("step", "mu_product", "eta", "mu")
 
 def initial_state(
     optimizer: torch.optim.Optimizer,
+    kind: OptimizerClass,
     group: dict[str, Any],
     parameter: nn.Parameter,
-    kind: OptimizerClass | None = None,
 ) -> Slots:
     """Return the state that the first step would make, before that step: zero moments, step 0.
 
@@ -39,11 +39,11 @@ def initial_state(
 
     Args:
         optimizer: the optimizer; its defaults are read.
+        kind: its class, without what sharding has added.
         group: the param group of ``parameter``.
         parameter: a sharded parameter.
-        kind: the optimizer's class without what sharding has added; None: its class.
     """
-    known = torch_class(type(optimizer) if kind is None else kind)
+    known = torch_class(kind)
     names = state_names(known, group)
     if not names:
         return {}

@@ -32,4 +32,4 @@ def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
         for group in inner.param_groups:
             for parameter in group["params"]:
                 if not inner.state.get(parameter):
-                    inner.state[parameter] = initial_state(inner, group, parameter)
+                    inner.state[parameter] = initial_state(inner, type(inner), group, parameter)
