@@ -296,7 +296,7 @@ def _step(
     for _ in range(STEPS):
         closure()
         try:
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[arg-type]  # closures may return tensors
         except TypeError:  # takes none
             optimizer.step()
     return [weight.detach() for weight in weights]

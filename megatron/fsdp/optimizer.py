@@ -363,7 +363,10 @@ def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) 
 
 def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
     """Return the optimizer's class without what sharding has added."""
-    return next(base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
+    for base in type(optimizer).__mro__:
+        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, ShardedOptimizer):
+            return base
+    raise AssertionError("every optimizer has a class")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
