@@ -43,6 +43,8 @@ NEED_THE_WHOLE = re.compile(r"(?i:adafactor|muon|shampoo|lbfgs|soap)|LAMB|Lamb(?
 STEPS = 3
 LEARNING_RATE = 0.1  # one that moves weights, where a warm-up begins at 0
 
+OptimizerClass = type[torch.optim.Optimizer]
+
 Setting = dict[str, Any]
 """The settings of a param group."""
 
@@ -76,18 +78,19 @@ class OnLocalShards(TorchFunctionMode):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the mode inside, for code that is not the optimizer's: closures."""
-        self.__exit__(None, None, None)
+        # torch has no types for either.
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _local(tensor: DTensor) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def torch_class(kind: type) -> type | None:
+def torch_class(kind: OptimizerClass) -> OptimizerClass | None:
     """Return the element-wise optimizer of torch that ``kind`` is; None for any other.
 
     A subclass counts if it changes the constructor only.
@@ -97,10 +100,12 @@ def torch_class(kind: type) -> type | None:
         return None
     # Where the first optimizer of a class is made, torch wraps its `step`.
     has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
-    return None if has_own_step or kind._init_group is not known._init_group else known
+    # The method that makes the state of a parameter at the first step.
+    makes_own_state = getattr(kind, "_init_group", None) is not getattr(known, "_init_group", None)
+    return None if has_own_step or makes_own_state else known
 
 
-def state_names(kind: type | None, group: Setting) -> list[str]:
+def state_names(kind: OptimizerClass | None, group: Setting) -> list[str]:
     """Return the names of the element-wise state of torch's optimizers, in torch's order.
 
     The list is empty where the state must be left to the first step.
@@ -116,7 +121,7 @@ def state_names(kind: type | None, group: Setting) -> list[str]:
         return ["square_avg", *momentum] + (["grad_avg"] if group["centered"] else [])
     if kind is torch.optim.SGD:
         return ["momentum_buffer"] if group["momentum"] != 0 and group["dampening"] == 0 else []
-    names: dict[type | None, list[str]] = {
+    names: dict[OptimizerClass | None, list[str]] = {
         torch.optim.NAdam: ["exp_avg", "exp_avg_sq"],
         torch.optim.RAdam: ["exp_avg", "exp_avg_sq"],
         torch.optim.Adamax: ["exp_avg", "exp_inf"],
@@ -126,7 +131,9 @@ def state_names(kind: type | None, group: Setting) -> list[str]:
     return names.get(kind, [])
 
 
-def why_not_elementwise(kind: type, defaults: Setting, groups: Sequence[Setting]) -> str | None:
+def why_not_elementwise(
+    kind: OptimizerClass, defaults: Setting, groups: Sequence[Setting]
+) -> str | None:
     """Return the reason why an optimizer cannot step on shards of matrices; None if it can.
 
     A class that is not torch's own is tried. It is built from ``defaults`` and the settings of
@@ -155,7 +162,7 @@ def why_not_elementwise(kind: type, defaults: Setting, groups: Sequence[Setting]
     return None if torch_class(kind) else _try_out(kind, defaults, groups)
 
 
-def _try_out(kind: type, defaults: Setting, groups: Sequence[Setting]) -> str | None:
+def _try_out(kind: OptimizerClass, defaults: Setting, groups: Sequence[Setting]) -> str | None:
     device = _device_of(groups)
     python_state = random.getstate()
     devices = [] if device.type == "cpu" else [device]
@@ -212,7 +219,7 @@ def _shards(whole: list[TrialMatrix]) -> tuple[list[TrialMatrix], list[TrialMatr
 
 
 def _compare(
-    kind: type, defaults: Setting, settings: list[Setting], device: torch.device
+    kind: OptimizerClass, defaults: Setting, settings: list[Setting], device: torch.device
 ) -> str | None:
     """Step on whole matrices and on shards of them, and return how the results differ."""
     generator = torch.Generator().manual_seed(1)  # of its own
@@ -252,7 +259,10 @@ def _compare(
 
 
 def _step(
-    kind: type, defaults: Setting, settings: list[Setting], groups: list[list[TrialMatrix]]
+    kind: OptimizerClass,
+    defaults: Setting,
+    settings: list[Setting],
+    groups: list[list[TrialMatrix]],
 ) -> list[torch.Tensor]:
     """Return the weights after a few steps of a new optimizer.
 
@@ -286,13 +296,13 @@ def _step(
     for _ in range(STEPS):
         closure()
         try:
-            optimizer.step(closure)
+            optimizer.step(closure)  # type: ignore[arg-type]  # closures may return tensors
         except TypeError:  # takes none
             optimizer.step()
     return [weight.detach() for weight in weights]
 
 
-def _accepted(kind: type, defaults: Setting) -> Setting:
+def _accepted(kind: OptimizerClass, defaults: Setting) -> Setting:
     """Return copies of those ``defaults`` that the constructor of an optimizer takes."""
     parameters = inspect.signature(kind).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())

@@ -192,6 +192,10 @@ def fully_shard_model(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
     )
+    # From here on the settings stand for all arguments. The wrapper makes the parts that the
+    # paragraphs above describe, each from the ones before it, in `ShardedModule.__init__`:
+    # settings and mesh, units, groups with their flat buffers, sharded parameters, gradients,
+    # schedule, hooks.
     return MegatronFSDP.from_settings(module, settings)
 
 

@@ -98,7 +98,7 @@ def materialize(
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
     for name in ("reset_parameters", "_reset_parameters"):
-        method = getattr(module, name, None)
+        method: Callable[[], object] | None = getattr(module, name, None)
         if callable(method):
             return method
     return None
@@ -149,7 +149,9 @@ def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         # The object stays: other modules and optimizers may refer to it.
-        torch.utils.swap_tensors(tensor, _parameter_like(tensor, empty))
+        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]  # torch has no types for it
+            tensor, _parameter_like(tensor, empty)
+        )
     else:
         module._buffers[name] = empty
 

@@ -16,7 +16,12 @@ import torch
 from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.elementwise import OnLocalShards, torch_class, why_not_elementwise
+from megatron.fsdp.elementwise import (
+    OnLocalShards,
+    OptimizerClass,
+    torch_class,
+    why_not_elementwise,
+)
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
 from megatron.fsdp.optimizer_state import (
@@ -37,7 +42,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_whole_models: list[MegatronFSDP]  # those of which no other optimizer steps parameters
     _fsdp_checkpoint_ready: bool
 
-    def step(  # type: ignore[override]  # torch has two overloads
+    def step(
         self,
         closure: Callable[[], Any] | None = None,
         *,
@@ -259,7 +264,9 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> No
     _refuse_strangers(_parameters(optimizer), known)
     for group in optimizer.param_groups:
         group["params"] = [replacements.get(each, each) for each in group["params"]]
-    unsharded = [each for each in optimizer.state if each in replacements]
+    unsharded = [
+        each for each in optimizer.state if isinstance(each, nn.Parameter) and each in replacements
+    ]
     names = elementwise_names((sharded_params[each], optimizer.state[each]) for each in unsharded)
     # One by one, so that the memory of a whole state is freed when its shard has been made.
     for compute in unsharded:
@@ -322,7 +329,9 @@ def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _refuse_class(kind: type, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+def _refuse_class(
+    kind: OptimizerClass, defaults: dict[str, Any], groups: list[dict[str, Any]]
+) -> None:
     reason = why_not_elementwise(kind, defaults, groups)
     if reason:
         raise NotImplementedError(
@@ -352,9 +361,12 @@ def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) 
 # ---- parts of optimizers
 
 
-def _user_class(optimizer: torch.optim.Optimizer) -> type:
+def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
     """Return the optimizer's class without what sharding has added."""
-    return next(base for base in type(optimizer).__mro__ if not issubclass(base, ShardedOptimizer))
+    for base in type(optimizer).__mro__:
+        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, ShardedOptimizer):
+            return base
+    raise AssertionError("every optimizer has a class")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.elementwise import state_names, torch_class
+from megatron.fsdp.elementwise import OptimizerClass, state_names, torch_class
 
 Slots = dict[str, Any]
 """The state of one parameter, by name."""
@@ -26,7 +26,10 @@ COUNTERS = ("step", "mu_product", "eta", "mu")
 
 
 def initial_state(
-    optimizer: torch.optim.Optimizer, kind: type, group: dict[str, Any], parameter: nn.Parameter
+    optimizer: torch.optim.Optimizer,
+    kind: OptimizerClass,
+    group: dict[str, Any],
+    parameter: nn.Parameter,
 ) -> Slots:
     """Return the state that the first step would make, before that step: zero moments, step 0.
 

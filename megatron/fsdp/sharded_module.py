@@ -175,7 +175,7 @@ class ShardedModule(nn.Module):
         """
         state: dict[str, Any] = super().state_dict(
             *args,
-            destination=destination,  # type: ignore[type-var]  # None makes one with metadata
+            destination=destination,  # type: ignore[arg-type]  # None makes one with metadata
             prefix=prefix,
             keep_vars=True,
         )
