@@ -11,8 +11,9 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.checkpoint.core.key_rules import VOCABULARY, canonical_name, is_expert
+from megatron.checkpoint.core.key_rules import VOCABULARY, is_expert
 from megatron.checkpoint.core.listing import listed, some
+from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.core.training_state import OptimizerParamGroup
 
 _FIELDS_OF_TORCH = {
