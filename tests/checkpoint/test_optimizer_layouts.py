@@ -19,11 +19,8 @@ from megatron.checkpoint.core import key_rules, spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from megatron.checkpoint.torch_dist.optimizer_layouts import (
-    OptimizerTensors,
-    read_optimizer,
-    reformulated,
-)
+from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
+from megatron.checkpoint.torch_dist.reformulated_tensor import reformulated
 from megatron.pretrain.gpt_model import unwrap
 from tests.checkpoint.written_by_megatron_core import State, write
 from tests.pretrain.parity import (
