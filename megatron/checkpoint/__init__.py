@@ -1,2 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoint formats and key rules; needs no GPU, no model and no Megatron-Core."""
+"""Checkpoints of all formats, read, written and converted without GPU, model or Megatron-Core.
+
+Every format is read into a :class:`~megatron.checkpoint.core.training_state.TrainingState` and
+written from one, with tensors that are read when they are written. The rooms are
+
+- ``core``: what formats share. Read first ``spelling`` and ``key_rules`` (names of parameters),
+  ``lazy_tensor`` and ``training_state``, then ``stored_checkpoint`` (reading) and ``dcp_target``
+  (writing);
+- ``torch_dist``, ``fsdp_dtensor``, ``hugging_face``: a format each, read and written by its
+  ``checkpoint``;
+- ``commands``: conversions, comparisons and checks, and their command line.
+
+The core imports no format, formats do not import each other, and commands import all of them.
+"""

@@ -27,11 +27,13 @@ import torch
 if TYPE_CHECKING:
     # The base classes below are those in Python, not those in C, which typeshed describes.
     class _PythonUnpickler(pickle.Unpickler):
+        dispatch: ClassVar[dict[int, Callable[[Any], None]]]
         stack: list[Any]
 
         def load_build(self) -> None: ...
 
     class _PythonPickler(pickle.Pickler):
+        dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]]
         memo: dict[int, Any]  # type: ignore[assignment]  # typeshed has the memo of the one in C
 
         def write(self, data: bytes) -> None: ...
@@ -233,7 +235,7 @@ class Unpickler(_PythonUnpickler):
             )
         super().load_build()
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+    dispatch: ClassVar = {
         **_PythonUnpickler.dispatch,
         pickle.BUILD[0]: load_build,
     }
@@ -267,7 +269,7 @@ class _Pickler(_PythonPickler):
         else:
             super().save(obj, save_persistent_id)
 
-    dispatch: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
+    dispatch: ClassVar = {
         **_PythonPickler.dispatch,
         type: lambda self, obj: self.save_type(obj),
     }

@@ -185,7 +185,8 @@ class StoredCheckpoint:
         data = self._read_bytes(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
         shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
         rows = data.view(payload.dtype).reshape(shape)
-        return rows[(..., *region[rows_dim + 1 :])].contiguous()
+        columns = [slice(None)] * (rows_dim + 1) + region[rows_dim + 1 :]
+        return rows[tuple(columns)].contiguous()
 
     def _read_bytes(self, payload: TensorPayload, start: int, length: int) -> torch.Tensor:
         """Read some bytes of a storage, after its checksum was compared, as uint8."""

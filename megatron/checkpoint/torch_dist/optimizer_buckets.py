@@ -13,9 +13,9 @@ data-parallel ranks own equal shards of it::
     bucket 0                  c: 0 to 100, gap, b: 128 to 228, padding to 256
     bucket 1                  a: 0 to 60, padding to 128
 
-    |<-------------- bucket 0 -------------->|<----- bucket 1 ----->|
-    | c (100)    | gap | b (100)   | padding | a (60) | padding     |
-    |<-- data rank 0 ->|<--- data rank 1 --->|<- rank 0 ->|<- rank 1 |
+    |<-------------- bucket 0 -------------->|<------ bucket 1 ------>|
+    | c (100)    | gap | b (100)   | padding | a (60) | padding       |
+    |<-- data rank 0 ->|<-- data rank 1 ---->|<- rank 0 ->|<- rank 1 >|
 
 Two layouts of files store them so, without the padding at the ends of buckets:
 

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's tensors in a torch_dist file, which Megatron-Core has written in five layouts.
 
-===========================  ==========================================================  ==========
-layout                       on disk                                                     written by
-===========================  ==========================================================  ==========
-``fully_reshardable``        a tensor per parameter and slot, shaped like the parameter  0.15 on
-``non_distributed``          the same, from optimizers that are not distributed          all
-``fully_sharded_model_space``  the same, cut in blocks of one size                       up to 0.15
-``dp_reshardable``           a tensor per rank, bucket and slot                          0.15 on
-``dp_zero_gather_scatter``   an object per rank with all buckets                         all
-===========================  ==========================================================  ==========
+By parameter, under the key that the model's tensor has:
 
-The first three are by parameter, under the key that the model's tensor has. The last two are by
-rank, in the order in which ranks keep the optimizer's state in memory
-(:mod:`megatron.checkpoint.torch_dist.optimizer_buckets`).
+- ``fully_reshardable``: a tensor for each parameter and slot, in the shape of the parameter;
+- ``non_distributed``: the same, from optimizers that are not distributed;
+- ``fully_sharded_model_space`` (up to 0.15): the same, stored block by block
+  (:mod:`megatron.checkpoint.torch_dist.reformulated_tensor`).
+
+By rank, in the order in which ranks have the optimizer's state in memory
+(:mod:`megatron.checkpoint.torch_dist.optimizer_buckets`):
+
+- ``dp_reshardable``: a tensor for each rank, bucket and slot;
+- ``dp_zero_gather_scatter``: an object for each rank, with all of its buckets.
 """
 
 from __future__ import annotations

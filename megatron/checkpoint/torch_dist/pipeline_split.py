@@ -121,6 +121,8 @@ def _split(
     contents: list[list[ParameterShard]] = []
     remainder = _Remainder(0, bool(model.final_norm), bool(model.prediction))
     for number, buffers_of_ranks in enumerate(pipeline):
+        buffers = buffers_of_ranks[0]  # other tensor-parallel ranks have the same sizes
+        numel_of_buffers = sum(buffer.numel for buffer in buffers.values())
         candidates = _possible_chunks(
             model, remainder, is_first=number == 0, is_last=number + 1 == len(pipeline)
         )
@@ -128,30 +130,21 @@ def _split(
         for chunk in candidates:
             shards = model.shards(chunk, num_stages)
             of_dense = dense_shards(shards, experts_are_apart)
-            # Other tensor-parallel ranks have buffers of the same sizes.
-            reason = _mismatch(model, of_dense, buffers_of_ranks[0])
+            reason = _mismatch(model, of_dense, buffers)
             if reason is None:
                 break
             reasons.append(f"with {len(chunk.layers)} layers, {reason}")
-            if _numel(of_dense) > sum(buffer.numel for buffer in buffers_of_ranks[0].values()):
-                raise _no_chunk_fits(
-                    number, len(pipeline), remainder, reasons
-                )  # nor do larger ones
-        else:
-            raise _no_chunk_fits(number, len(pipeline), remainder, reasons)
+            if sum(shard.numel for shard in of_dense) > numel_of_buffers:
+                break  # larger chunks do not fit either
+        if reason is not None:
+            head = (
+                f"chunk {number} of the pipeline's {len(pipeline)} is to begin with layer"
+                f" {remainder.first_layer}"
+            )
+            raise LayoutMismatchError("; ".join([head, *reasons[-2:]]))
         contents.append(shards)
         remainder = remainder.after(chunk)
     return contents
-
-
-def _no_chunk_fits(
-    number: int, num_chunks: int, remainder: _Remainder, reasons: Sequence[str]
-) -> LayoutMismatchError:
-    head = (
-        f"chunk {number} of the pipeline's {num_chunks} is to begin with layer"
-        f" {remainder.first_layer}"
-    )
-    return LayoutMismatchError("; ".join([head, *reasons[-2:]]))
 
 
 def _mismatch(
@@ -163,10 +156,6 @@ def _mismatch(
     except LayoutMismatchError as error:
         return str(error)
     return None
-
-
-def _numel(shards: Sequence[ParameterShard]) -> int:
-    return sum(shard.numel for shard in shards)
 
 
 def _possible_chunks(

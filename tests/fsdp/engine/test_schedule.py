@@ -266,7 +266,7 @@ def states_after_a_step(overlap: bool) -> set[str]:
 
 def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
     assert ranks(2, states_after_a_step, False) == [{"UNSHARDED"}] * 2
-    assert ranks(2, states_after_a_step, True) == [{"GATHERING"}] * 2
+    assert ranks(2, states_after_a_step, True) == [{"UNSHARDING"}] * 2
 
 
 class Tree(nn.Module):
