@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
-from megatron.checkpoint.core import parameter_shapes
 from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -119,9 +119,9 @@ def _wrong_shapes(state: TrainingState) -> Iterator[str]:
     """Report tensors that do not fit the model which the arguments describe."""
     if state.args is None:
         return
-    sizes = parameter_shapes.Sizes(state.args)
+    sizes = Sizes(state.args)
     for name, tensor in [*state.weights.items(), *state.buffers.items()]:
-        expected = parameter_shapes.expected_shape(name, sizes)
+        expected = expected_shape(name, sizes)
         if expected is not None and not _fits(tensor.shape, expected):
             yield (
                 f"{name} has the shape {tensor.shape}; the arguments of the run make it {expected}"

@@ -306,7 +306,7 @@ DEEPSEEK_V3 = Family(
         same("qk_nope_head_dim", "qk_head_dim"),
         same("qk_rope_head_dim", "qk_pos_emb_head_dim"),
         same("v_head_dim", "v_head_dim"),
-        without_meaning("qk_head_dim", "head_dim"),  # sums of widths above
+        without_meaning("qk_head_dim", "head_dim"),  # follow from the widths above
         same("n_routed_experts num_local_experts", "num_experts"),
         same("num_experts_per_tok", "moe_router_topk"),
         same("moe_intermediate_size", "moe_ffn_hidden_size"),
