@@ -262,7 +262,9 @@ CHECKPOINTS = (
         "--load",
         f"{CHECKPOINTING}test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped",
     ),
-    shown("--save-interval", f"{CHECKPOINTING}test_without_fsdp_a_run_resumes_bitwise"),
+    shown(
+        "--save-interval", "test_torch_dist_checkpoint.py::test_without_fsdp_a_run_resumes_bitwise"
+    ),
     shown(
         "--save-retain-interval",
         f"{CHECKPOINTING}test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest",
@@ -317,7 +319,7 @@ CHECKPOINTS = (
     ),
     shown(
         "--dump-param-to-param-group-map",
-        f"{CHECKPOINTING}test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
+        "test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
     ),
     refused("--verify-integrity", "hashes of checkpoint files are not built yet"),
     refused("--load-main-params-from-ckpt", "main weights are part of the optimizer's state"),
