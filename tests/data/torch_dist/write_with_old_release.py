@@ -33,14 +33,14 @@ numpy.product = numpy.prod  # gone from numpy 2
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import (
     get_default_save_sharded_strategy,
-)  # noqa: E402
+)
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
-)  # noqa: E402
+)
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
