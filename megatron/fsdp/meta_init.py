@@ -149,9 +149,7 @@ def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         # The object stays: other modules and optimizers may refer to it.
-        torch.utils.swap_tensors(  # type: ignore[no-untyped-call]  # torch has no types for it
-            tensor, _parameter_like(tensor, empty)
-        )
+        torch.utils.swap_tensors(tensor, _parameter_like(tensor, empty))
     else:
         module._buffers[name] = empty
 

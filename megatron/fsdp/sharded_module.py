@@ -279,13 +279,13 @@ def _move(module: nn.Module, device: torch.device) -> nn.Module:
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.is_meta else tensor.to(device)
 
-    moved: nn.Module = module._apply(move)  # type: ignore[no-untyped-call]  # torch's own
+    moved: nn.Module = module._apply(move)
     return moved
 
 
 def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:
     """Return what the optimizer steps for each of the module's own parameters."""
-    parameters = {}
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
     for compute, sharded_param in sharded_params.items():
         parameter = sharded_param.parameter
         assert isinstance(parameter, nn.Parameter)

@@ -47,7 +47,7 @@ def settings_that_arrive() -> None:
         ),
         "fsdp_group_ag": (
             other_group,
-            lambda model: model.groups[0]._communicator.gather is other_group,
+            lambda model: model.groups[0]._communicator.all_gather_group is other_group,
         ),
         "disable_bucketing": (True, lambda model: len(model._units) == 1),
         "enable_fine_grained_param_gather": (
@@ -58,8 +58,14 @@ def settings_that_arrive() -> None:
             False,
             lambda model: not model._gradients.sync_each_backward,
         ),
-        "report_nan_in_param_grad": (True, lambda model: model._gradients._report_nonfinite),
-        "check_for_nan_in_grad": (True, lambda model: model._gradients._report_nonfinite),
+        "report_nan_in_param_grad": (
+            True,
+            lambda model: model._gradients._report_nonfinite is not None,
+        ),
+        "check_for_nan_in_grad": (
+            True,
+            lambda model: model._gradients._report_nonfinite is not None,
+        ),
         "preproc_state_dict_for_dcp_ckpt": (False, lambda model: not model.checkpoint_ready),
         "use_decoupled_grad": (True, lambda model: model._gradients._use_decoupled_grad),
         "zero_dp_strategy": ("optim", lambda model: model.strategy == 1),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OutputDirectory of a command: text for people or one JSON object for machines, on the first rank."""
+"""Output of a command, on the first rank: text for people or one JSON object for machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron.checkpoint.core.progress import progress_of
 
 
 class Printer:
-    """OutputDirectory of a command. Other ranks than the first print nothing.
+    """Output of a command. Other ranks than the first print nothing.
 
     Args:
         as_json: print one JSON object instead of text.

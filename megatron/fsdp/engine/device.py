@@ -93,7 +93,7 @@ class CudaStreams:
             collectives: begun in this order; each may use the results of those before it.
         """
         if stream_name not in self._streams:
-            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch's own
+            stream = torch.cuda.Stream(self._device)
             self._streams[stream_name] = stream
         stream = self._streams[stream_name]
         stream.wait_stream(torch.cuda.current_stream(self._device))

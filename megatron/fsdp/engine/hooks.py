@@ -78,7 +78,7 @@ class UnitHooks:
             self._schedule.grad_arrived(unit, parameter)
 
         for parameter in unit.trainable_parameters:
-            parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
+            parameter.register_post_accumulate_grad_hook(arrived)
 
     # ---- forward
 
@@ -170,7 +170,7 @@ class UnitHooks:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(pre_backward)  # type: ignore[no-untyped-call]  # torch's own
+                tensor.register_hook(pre_backward)
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
@@ -194,10 +194,7 @@ class UnitHooks:
 
         # torch's hook on several tensors knows which of them get no gradient, but it refuses leaves
         # in `autograd.grad`; they get a hook each.
-        call.input_hooks = [
-            leaf.register_hook(arrived)  # type: ignore[no-untyped-call]  # torch's own
-            for leaf in leaves
-        ]
+        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
@@ -277,7 +274,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep torch.compile from tracing ``hook``; a decorator with types, unlike torch's."""
-    untraced: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]  # torch's own
+    untraced: Callable[..., None] = torch.compiler.disable(hook)
     return untraced
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the samples beside it with an old release of Megatron-Core, which today's cannot write any more.
+"""Writes the samples beside it with an old release of Megatron-Core; today's cannot do so any more.
 
     pip install --no-deps --target OLD megatron-core==0.15.3
     PYTHONPATH=OLD:. torchrun --nproc-per-node 4 tests/data/torch_dist/write_with_old_release.py
@@ -31,13 +31,13 @@ cpu.install()
 numpy.product = numpy.prod  # gone from numpy 2
 
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.serialization import (
+from megatron.core.dist_checkpointing.serialization import (  # noqa: E402
     get_default_save_sharded_strategy,
 )
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (  # noqa: E402
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.distributed import (
+from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
 )
@@ -52,34 +52,63 @@ from tests.checkpoint.written_by_megatron_core import live_state  # noqa: E402
 
 
 def arguments(kind: str) -> argparse.Namespace:
-    """What Megatron-LM would have called the settings below."""
+    """Return the settings below under the names that Megatron-LM has for them."""
     experts = kind == "experts"
     return argparse.Namespace(
-        num_layers=2, hidden_size=16, num_attention_heads=2, num_query_groups=2, group_query_attention=True, kv_channels=8,
-        ffn_hidden_size=24, moe_ffn_hidden_size=12 if experts else None, num_experts=4 if experts else None,
-        padded_vocab_size=32, max_position_embeddings=16, swiglu=True, multi_latent_attention=False,
-        untie_embeddings_and_output_weights=True, transformer_impl="local",
-        tensor_model_parallel_size=1 if experts else 2, pipeline_model_parallel_size=1,
-        expert_model_parallel_size=2 if experts else 1, expert_tensor_parallel_size=1 if experts else 2,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        num_query_groups=2,
+        group_query_attention=True,
+        kv_channels=8,
+        ffn_hidden_size=24,
+        moe_ffn_hidden_size=12 if experts else None,
+        num_experts=4 if experts else None,
+        padded_vocab_size=32,
+        max_position_embeddings=16,
+        swiglu=True,
+        multi_latent_attention=False,
+        untie_embeddings_and_output_weights=True,
+        transformer_impl="local",
+        tensor_model_parallel_size=1 if experts else 2,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=2 if experts else 1,
+        expert_tensor_parallel_size=1 if experts else 2,
+    )
 
 
 def build_model(args: argparse.Namespace) -> torch.nn.Module:
     experts = {"num_moe_experts": args.num_experts, "moe_ffn_hidden_size": args.moe_ffn_hidden_size}
     config = TransformerConfig(
-        num_layers=args.num_layers, hidden_size=args.hidden_size, num_attention_heads=args.num_attention_heads,
-        num_query_groups=args.num_query_groups, ffn_hidden_size=args.ffn_hidden_size, gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, normalization="RMSNorm", bf16=True,
-        params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=True, persist_layer_norm=False,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        persist_layer_norm=False,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
-        expert_model_parallel_size=args.expert_model_parallel_size, gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, **experts,
-    )  # fmt: skip
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        **experts,
+    )
     spec = get_gpt_layer_local_spec(num_experts=args.num_experts, normalization="RMSNorm")
     model = GPTModel(
-        config, spec, args.padded_vocab_size, args.max_position_embeddings, share_embeddings_and_output_weights=False,
+        config,
+        spec,
+        args.padded_vocab_size,
+        args.max_position_embeddings,
+        share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
-    )  # fmt: skip
+    )
     settings = DistributedDataParallelConfig(
         use_distributed_optimizer=True, grad_reduce_in_fp32=True
     )
