@@ -488,7 +488,7 @@ def settings_that_arrive() -> None:
         ),
         "fsdp_group_ag": (
             other_group,
-            lambda model: model.groups[0]._communicator.gather is other_group,
+            lambda model: model.groups[0]._communicator.all_gather_group is other_group,
         ),
         "disable_bucketing": (True, lambda model: len(model._units) == 1),
         "enable_fine_grained_param_gather": (
