@@ -3,15 +3,15 @@
 
 import pytest
 
-from tests.broken_lines import REPOSITORY, BrokenLine, broken_lines
+from tests.broken_lines import BROKEN_LINES, REPOSITORY, BrokenLine
 
 
 def test_there_are_at_least_twenty_breaks_with_names_of_their_own() -> None:
-    names = [each.name for each in broken_lines()]
+    names = [each.name for each in BROKEN_LINES]
     assert len(names) >= 20 and len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("each", broken_lines(), ids=lambda each: each.name.replace(" ", "_"))
+@pytest.mark.parametrize("each", BROKEN_LINES, ids=lambda each: each.name.replace(" ", "_"))
 def test_a_broken_line_stands_once_in_its_file_and_leaves_it_valid(each: BrokenLine) -> None:
     text = (REPOSITORY / each.file).read_text()
     assert text.count(each.line) == 1 and each.line != each.broken

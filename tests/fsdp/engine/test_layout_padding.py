@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.padding_table import MODELS, Unit, main, shapes_on_one_rank
+from benchmarks.padding_table import MODELS, PlannedUnit, main, shapes_on_one_rank
 from megatron.fsdp.engine.layout import ELEMENTS, PREFER_ROWS, ROWS, plan, row_size
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
 from tests.fsdp.engine.layouts import (
@@ -132,7 +132,7 @@ for _model, _units in MODELS.items():
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_padding_of_known_models_is_at_most_one_percent(unit: Unit) -> None:
+def test_padding_of_known_models_is_at_most_one_percent(unit: PlannedUnit) -> None:
     for world_size in (1, 3, 8, 64, 256, 1024, 4096):
         layout = plan(shapes_on_one_rank(unit, 1), world_size)
         assert layout.padding <= 0.01 * sum(slot.numel for slot in layout.slots)
