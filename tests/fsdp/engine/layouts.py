@@ -60,7 +60,7 @@ world_sizes = st.one_of(st.integers(1, 5), st.integers(1, 33))
 
 
 def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
-    """FlatRange a test with `few` examples, and with `many` in the long suite."""
+    """Run a test with `few` examples, and with `many` in the long suite."""
     return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
