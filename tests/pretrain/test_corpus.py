@@ -127,7 +127,7 @@ def test_an_interrupted_rewrite_keeps_the_old_corpus(
     folder = tmp_path / "out"
     write_corpus([tmp_path / "old.txt"], folder / "corpus", BYTES)
 
-    def interrupt(self, text: str) -> None:
+    def interrupt(self: Any, text: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ByteTokenizer, "tokenize", interrupt)
