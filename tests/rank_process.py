@@ -25,7 +25,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
 
 import psutil
 
@@ -162,7 +161,7 @@ def _share_one_device() -> None:
     device, make = kind.create_default_device(), kind.__init__
 
     def make_on_device(
-        group: dist.ProcessGroupGloo, store: Any, rank: int, size: int, timeout: timedelta
+        group: dist.ProcessGroupGloo, store: object, rank: int, size: int, timeout: timedelta
     ) -> None:
         options = kind._Options()
         options._devices, options._timeout = [device], timeout

@@ -4,11 +4,11 @@
 Jobs for `tests.rank_pool.run_ranks`.
 """
 
+import contextlib
 import functools
 import gc
 import os
 import shlex
-import shutil
 import signal
 import tempfile
 from collections.abc import Callable
@@ -43,7 +43,7 @@ SIZES = (
     " --global-batch-size 8"
 )
 
-CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_tests_{os.getuid()}" / "counting"
+CORPUS = Path(tempfile.gettempdir()) / f"megatron_fsdp_counting_{os.getuid()}" / "counting"
 """Not mock data: its index takes a third of a second to shuffle, as long as some runs."""
 
 SOURCE = f"--data-path {CORPUS} --split 90,5,5 --tokenizer-type NullTokenizer --vocab-size 99"
@@ -56,17 +56,22 @@ SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 
 @functools.cache
 def write_counting_corpus() -> None:
-    """Documents that count, from anywhere, around the vocabulary: easy to learn.
+    """Write documents that count, from anywhere, around the vocabulary: easy to learn.
 
-    The index caches lie beside it.
+    The index caches lie beside them. All test runs of a user share them, also at the same time.
     """
-    shutil.rmtree(CORPUS.parent, ignore_errors=True)
-    CORPUS.parent.mkdir(parents=True)
-    builder = IndexedDatasetBuilder(f"{CORPUS}.bin", dtype=np.uint16)
-    for start in range(200):
-        document = (7 * start + np.arange(150 + start)) % 99
-        builder.add_document(document, [len(document)])
-    builder.finalize(f"{CORPUS}.idx")
+    if CORPUS.parent.is_dir():
+        return
+    with tempfile.TemporaryDirectory(dir=CORPUS.parent.parent) as folder:
+        corpus = Path(folder, "corpus", CORPUS.name)
+        corpus.parent.mkdir()
+        builder = IndexedDatasetBuilder(f"{corpus}.bin", dtype=np.uint16)
+        for start in range(200):
+            document = (7 * start + np.arange(150 + start)) % 99
+            builder.add_document(document, [len(document)])
+        builder.finalize(f"{corpus}.idx")
+        with contextlib.suppress(OSError):  # another run was the first
+            corpus.parent.rename(CORPUS.parent)
 
 
 @dataclass
