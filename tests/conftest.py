@@ -22,9 +22,6 @@ from tests.warm_programs import ROOT, free_port, warm_programs
 def pytest_configure(config: pytest.Config) -> None:
     """No warning of ours may reach the user: here, as in the ranks, it is an error."""
     config.addinivalue_line("filterwarnings", f"error:::{OUR_MODULES}")
-    config.addinivalue_line(
-        "markers", "exhaustive: one more case of a property that a shorter test shows as well"
-    )
     if not config.option.collectonly:
         rank_pool.start_server()
 
