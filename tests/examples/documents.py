@@ -43,8 +43,9 @@ def command_blocks(document: Path) -> list[CommandBlock]:
     Raises:
         ValueError: for quoted output that follows no commands.
     """
+    text = document.read_text()
     found: list[CommandBlock] = []
-    for kind, content in BLOCK.findall(document.read_text()):
+    for kind, content in BLOCK.findall(text):
         if kind != "text":
             found.append(CommandBlock(content, kind == "bash fails", ""))
         elif not found or found[-1].quoted:
