@@ -51,9 +51,9 @@ def zero_twice(command_line: str) -> list[float]:
         with loop.batches(run, data, 0) as batches:
             if abandoned:
                 with run.model[0].no_sync():
-                    loop.ForwardStep(run.args, run.device)(batches, run.model[0])[
-                        0
-                    ].sum().backward()
+                    forward_step = loop.ForwardStep(run.device, 0, check_for_nan=True)
+                    output, _ = forward_step(batches, run.model[0])
+                    output.sum().backward()
         with loop.batches(run, data, 0) as batches:
             for _ in range(2):  # the training loop does, and then the optimizer
                 run.model[0].zero_grad_buffer()

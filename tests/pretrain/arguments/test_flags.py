@@ -60,7 +60,7 @@ def keywords_of(module: Any, name: str, call: Callable[[], Any]) -> dict[str, An
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """Return the keywords with which the program opens its process group."""
-    nothing = {"initialize_model_parallel": lambda args: None, "seed": lambda args: None}
+    nothing = {"initialize_model_parallel": lambda args: None, "seed": lambda *args: None}
     with (
         patch.multiple(ranks, **nothing),
         patch.object(ranks.cpu, "install"),
@@ -71,13 +71,15 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings with which a torch_dist checkpoint is described and read."""
-    seen = torch_dist_checkpoint.content_metadata(args)
+    seen = torch_dist_checkpoint.content_metadata(
+        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
+    )
 
     def load(content: Any, source: str, strict: Any) -> None:
         seen["strict"] = strict.value
         raise KeyError("enough seen")
 
-    inner = {"whole_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
+    inner = {"gathered_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
     inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
     inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
     outer = {"load": load, "load_content_metadata": lambda source: {}}
@@ -191,21 +193,20 @@ READ_BY = {
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
             enable_experimental deprecated_use_mcore_models group_query_attention"""
     ),
-    "tokenizer": (
-        "tokenizer_type tokenizer_model vocab_size make_vocab_size_divisible_by padded_vocab_size"
-    ),
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
         max_position_embeddings untie_embeddings_and_output_weights"""
     ),
     "data": (
-        """seq_length micro_batch_size mock_data data_path train_data_path valid_data_path
-            test_data_path split data_cache_path num_workers mmap_bin_files
+        """seq_length mock_data data_path train_data_path valid_data_path
+            test_data_path split data_cache_path mmap_bin_files
             create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
-            eod_mask_loss dataloader_type eval_iters train_samples"""
+            eod_mask_loss eval_iters train_samples"""
     ),
     "loop": (
-        """global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
+        """tokenizer_type tokenizer_model vocab_size make_vocab_size_divisible_by
+            padded_vocab_size dataloader_type micro_batch_size num_workers
+            global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
             exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc
             manual_gc_interval log_params_norm profile profile_step_start profile_step_end
             profile_ranks"""
