@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the wheel installs, and that the tools of `make lint` are the same everywhere."""
+"""The wheel installs no name of others, and `make lint` has the same tools everywhere."""
 
 import os
 import re

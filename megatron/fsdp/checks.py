@@ -7,15 +7,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.sharded_param import is_linked
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.meta_init import Initialiser, problems_of_initialisation
 
 IS_SHARDED = "_fsdp_is_sharded"
 """Attribute of a wrapper whose parameters are sharded."""
-
-SHARDED_PARAM = "_fsdp_sharded"
-"""Attribute of the parameters of a sharded model: the :class:`ShardedParam` that they belong to."""
 
 
 def parse_outer_strategy(
@@ -103,7 +101,7 @@ def check_module(
         raise ValueError(f"module expects a torch.nn.Module but got {type(module).__name__}")
     # Of a sharded model both are found: the wrapper, and the module inside it by its parameters.
     has_wrapper = any(hasattr(each, IS_SHARDED) for each in module.modules())
-    if has_wrapper or any(hasattr(each, SHARDED_PARAM) for each in module.parameters()):
+    if has_wrapper or any(is_linked(each) for each in module.parameters()):
         raise ValueError("the module is sharded already")
     problems = [] if mesh is None else _problems_of_mesh(module, mesh)
     problems += _problems_of_dtypes(module)

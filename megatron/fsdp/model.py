@@ -97,18 +97,19 @@ class MegatronFSDP(ShardedModule):
         settings = replace(
             of_config,
             fsdp_unit_modules=fsdp_unit_modules,
-            disable_bucketing=disable_bucketing,
+            disable_bucketing=bool(disable_bucketing),
             device=device,
-            calculate_per_token_loss=calculate_per_token_loss,
-            init_model_with_meta_device=init_model_with_meta_device,
-            sync_model_each_microbatch=sync_model_each_microbatch,
-            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
-            nccl_ub=nccl_ub,
-            fsdp_double_buffer=fsdp_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration=disable_symmetric_registration,
+            calculate_per_token_loss=bool(calculate_per_token_loss),
+            init_model_with_meta_device=bool(init_model_with_meta_device),
+            sync_model_each_microbatch=bool(sync_model_each_microbatch),
+            keep_fp8_transpose_cache=bool(keep_fp8_transpose_cache),
+            nccl_ub=bool(nccl_ub),
+            fsdp_double_buffer=bool(fsdp_double_buffer),
+            fsdp_db_use_persist_buf_on_alloc_fail=bool(fsdp_db_use_persist_buf_on_alloc_fail),
+            disable_symmetric_registration=bool(disable_symmetric_registration),
             enable_fine_grained_param_gather=bool(fine_grained),
-            report_nan_in_param_grad=report_nan_in_param_grad or of_config.report_nan_in_param_grad,
+            report_nan_in_param_grad=bool(report_nan_in_param_grad)
+            or of_config.report_nan_in_param_grad,
         )
         super().__init__(module, settings, problems)
         self.ddp_config = config
@@ -249,7 +250,7 @@ class MegatronFSDP(ShardedModule):
             return
         for unit in self._units:
             unit.unshard()
-        if force_sync or not self._overlap.param_gather:
+        if force_sync or not self.ddp_config.overlap_param_gather:
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:

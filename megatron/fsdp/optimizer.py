@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
 from megatron.fsdp.elementwise import (
     OnLocalShards,
     OptimizerClass,
@@ -32,7 +32,6 @@ from megatron.fsdp.optimizer_state import (
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.sharding import sharded_param_of
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -165,9 +164,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if key in sharded_params
         ]
         for parameter, slots in self.state.items():
-            own = sharded_param_of(parameter)
-            if own is not None:
-                states.append((own, slots))
+            if is_linked(parameter):
+                states.append((sharded_param_of(parameter), slots))
         names = elementwise_names(states)
         state = {
             key: shard_slots(sharded_params[key], slots, names) if key in sharded_params else slots
@@ -378,12 +376,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def _sharded_params_of(parameters: Iterable[nn.Parameter]) -> list[ShardedParam]:
-    found = []
-    for parameter in parameters:
-        sharded_param = sharded_param_of(parameter)
-        assert sharded_param is not None, "unsharded parameters have been refused"
-        found.append(sharded_param)
-    return found
+    return [sharded_param_of(parameter) for parameter in parameters]
 
 
 def _names(parameters: Iterable[nn.Parameter]) -> list[str]:

@@ -13,9 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.agreement import check_agreement
-from megatron.fsdp.checks import SHARDED_PARAM
 from megatron.fsdp.config import refuse_unbuilt
-from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import (
+    ShardedParam,
+    is_linked,
+    link,
+    sharded_param_of,
+)
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
@@ -27,7 +31,7 @@ from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.model_state import load_model_state
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
-from megatron.fsdp.sharding import ShardedParams, Sharder, sharded_param_of
+from megatron.fsdp.sharding import ShardedParams, Sharder
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
@@ -64,7 +68,6 @@ class ShardedModule(nn.Module):
         self.strategy = resolved.strategy
         self.checkpoint_ready = resolved.checkpoint_ready
         self._mesh = resolved.mesh
-        self._overlap = resolved.overlap
 
         # Units: modules whose parameters are all-gathered and freed together.
         self._units = find_units(
@@ -112,7 +115,7 @@ class ShardedModule(nn.Module):
                 if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
                     setattr(parameter, name, value)
             setattr(parameter, OWNER, self)
-            setattr(parameter, SHARDED_PARAM, sharded_param)
+            link(parameter, sharded_param)
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: sharded_params[parameter] for name, parameter in named}
 
@@ -231,7 +234,7 @@ class ShardedModule(nn.Module):
         """
         if not isinstance(value, nn.Parameter):
             return None
-        return sharded_param_of(value) or self._sharded_params.get(value)
+        return sharded_param_of(value) if is_linked(value) else self._sharded_params.get(value)
 
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True

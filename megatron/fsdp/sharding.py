@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from megatron.fsdp.checks import SHARDED_PARAM
 from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
@@ -23,12 +22,6 @@ from megatron.fsdp.settings import ResolvedSettings
 
 ShardedParams = dict[nn.Parameter, ShardedParam]
 """Sharded parameters by the module's own parameters."""
-
-
-def sharded_param_of(parameter: object) -> ShardedParam | None:
-    """Return the sharded parameter that an optimizer's parameter belongs to, if it does."""
-    sharded_param: ShardedParam | None = getattr(parameter, SHARDED_PARAM, None)
-    return sharded_param
 
 
 class GroupKey(NamedTuple):

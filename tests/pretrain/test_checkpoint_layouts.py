@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from tests.mcore_adapter.megatron_lm_loop import load_checkpoint, save_checkpoint
 from tests.pretrain.parity import (
     ALLTOALL,
     GPT2,
@@ -29,8 +28,10 @@ from tests.pretrain.training_runs import (
     State,
     assert_close,
     build,
+    load_checkpoint,
     load_state,
     refuse,
+    save_checkpoint,
     train,
 )
 from tests.rank_pool import run_ranks

@@ -18,9 +18,8 @@ from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.pretrain import loop
 from tests.checkpoint import samples
-from tests.mcore_adapter.megatron_lm_loop import load_checkpoint, save_checkpoint
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
-from tests.pretrain.training_runs import build
+from tests.pretrain.training_runs import build, load_checkpoint, save_checkpoint
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 

@@ -14,8 +14,14 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
 from megatron.pretrain import loop
-from tests.mcore_adapter.megatron_lm_loop import load_checkpoint, save_checkpoint
-from tests.pretrain.training_runs import build, load_state, state_of, train
+from tests.pretrain.training_runs import (
+    build,
+    load_checkpoint,
+    load_state,
+    save_checkpoint,
+    state_of,
+    train,
+)
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
 

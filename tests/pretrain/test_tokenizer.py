@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.tokenizer import HuggingFaceTokenizer, build_tokenizer, padded_vocab_size
-from tests.pretrain.tokenizer_arguments import BYTES, namespace
+from megatron.pretrain.tokenizer import HuggingFaceTokenizer
+from tests.pretrain.tokenizer_arguments import BYTES, rows_of_bytes, tokenizer_with
 
 
 @given(st.text())
@@ -22,7 +22,7 @@ def test_byte_tokens_are_the_bytes_of_the_text(text: str) -> None:
 
 
 def test_null_tokens_are_the_numbers_in_the_text_and_eod_comes_last() -> None:
-    tokenizer = build_tokenizer(namespace(vocab_size=100))
+    tokenizer = tokenizer_with(vocab_size=100)
     assert (tokenizer.vocab_size, tokenizer.eod) == (101, 100)
     assert tokenizer.tokenize("3 99\n7").tolist() == [3, 99, 7]
     assert tokenizer.detokenize([3, 99, 100]) == "3 99"
@@ -59,7 +59,7 @@ def test_tokenizer_arguments_that_do_not_fit_are_refused(
     arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_tokenizer(namespace(**arguments))
+        tokenizer_with(**arguments)
 
 
 def test_hugging_face_tokenizer_without_transformers_says_what_to_install(
@@ -80,9 +80,7 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
         tokenizer_object=backend, eos_token="<eos>"
     ).save_pretrained(tmp_path)
 
-    tokenizer = build_tokenizer(
-        namespace(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path))
-    )
+    tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
     assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
     assert tokenizer.detokenize([1, 5, 0]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
@@ -92,17 +90,17 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
     ("arguments", "size"),
     [
         (dict(), 384),
-        (dict(make_vocab_size_divisible_by=1), 257),
-        (dict(tensor_model_parallel_size=4), 512),
+        (dict(divisible_by=1), 257),
+        (dict(tensor_size=4), 512),
         (dict(vocab_size=500), 512),
-        (dict(padded_vocab_size=300), 300),
+        (dict(padded_size=300), 300),
     ],
     ids=["multiple", "exact", "tensor_parallel", "larger_vocab_size", "override"],
 )
 def test_vocabulary_is_rounded_up(arguments: dict[str, Any], size: int) -> None:
-    assert padded_vocab_size(BYTES, namespace(**arguments)) == size
+    assert rows_of_bytes(**arguments) == size
 
 
 def test_a_padded_vocabulary_that_cannot_hold_the_tokenizer_is_refused() -> None:
     with pytest.raises(ValueError, match="at least the 257 ids"):
-        padded_vocab_size(BYTES, namespace(padded_vocab_size=256))
+        rows_of_bytes(padded_size=256)

@@ -1,21 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of tokenizers."""
+"""Tokenizers and padded vocabularies with defaults for what a test does not name."""
 
-import argparse
-from typing import Any
-
-from megatron.pretrain.tokenizer import ByteTokenizer
+from megatron.pretrain.tokenizer import (
+    ByteTokenizer,
+    Tokenizer,
+    build_tokenizer,
+    padded_vocab_size,
+)
 
 BYTES = ByteTokenizer()
 
 
-def namespace(**given_arguments: Any) -> argparse.Namespace:
-    defaults = dict(
-        tokenizer_type="NullTokenizer",
-        tokenizer_model=None,
-        vocab_size=None,
-        padded_vocab_size=None,
-        make_vocab_size_divisible_by=128,
-        tensor_model_parallel_size=1,
+def tokenizer_with(
+    tokenizer_type: str | None = "NullTokenizer",
+    tokenizer_model: str | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    return build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+
+
+def rows_of_bytes(
+    padded_size: int | None = None,
+    vocab_size: int | None = None,
+    divisible_by: int = 128,
+    tensor_size: int = 1,
+) -> int:
+    """Return the rows of the embedding with ByteTokenizer."""
+    return padded_vocab_size(
+        BYTES,
+        padded_size=padded_size,
+        vocab_size=vocab_size,
+        divisible_by=divisible_by,
+        tensor_size=tensor_size,
     )
-    return argparse.Namespace(**{**defaults, **given_arguments})

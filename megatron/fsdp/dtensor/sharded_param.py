@@ -23,7 +23,6 @@ from megatron.fsdp.dtensor.gradient import NormGroup, ShardedGradient
 from megatron.fsdp.dtensor.uneven import AnyDTensor, UnevenDTensor, dtensor_over, wrap_local
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.engine.layout import FlatRange
 from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
 
@@ -127,7 +126,8 @@ class ShardedParam:
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
         if with_chunks:
-            local = self._with_chunks(local, self.flat_range, self.slice)
+            is_flat = not self.flat_range.by_rows
+            local = as_chunked_tensor(local, self.chunks, self.slice.shape, is_flat)
         return self._in_checkpoint(local, self.slice.shape)
 
     def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
@@ -151,16 +151,11 @@ class ShardedParam:
         for flat_range in self.flat_range.parts(count):
             end = begin + flat_range.numel
             local = flat[begin:end].view(flat_range.local_shape)
-            local = self._with_chunks(local, flat_range, slice_)
+            chunks, is_flat = slice_.chunks(flat_range), not flat_range.by_rows
+            local = as_chunked_tensor(local, chunks, slice_.shape, is_flat)
             tensors.append(self._in_checkpoint(local, shape))
             begin = end
         return tensors
-
-    def _with_chunks(
-        self, local: torch.Tensor, flat_range: FlatRange, slice_: TensorSlice
-    ) -> ChunkedTensor:
-        chunks = slice_.chunks(flat_range)
-        return as_chunked_tensor(local, chunks, slice_.shape, is_flat=not flat_range.by_rows)
 
     def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
         replicated: list[Placement] = [Replicate()] * self._mesh.ndim
@@ -191,12 +186,14 @@ class ShardedParam:
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
-        if isinstance(value, UnevenDTensor):
+        if isinstance(value, UnevenDTensor) or (
+            isinstance(value, DTensor) and isinstance(value._local_tensor, ChunkedTensor)
+        ):
             return self._shard_of(value)
         whole = self._whole_slice_of(value).reshape(-1)
         return whole[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
 
-    def _shard_of(self, value: UnevenDTensor) -> torch.Tensor:
+    def _shard_of(self, value: DTensor) -> torch.Tensor:
         local = value._local_tensor
         fits = local.numel() == self.flat_range.numel
         if isinstance(local, ChunkedTensor) and value.shape == self.slice.shape:

@@ -79,6 +79,9 @@ class ParamGroup:
             device,
         )
 
+    def __str__(self) -> str:
+        return f"parameter group {self.names[0]}"
+
     def _make_weights(self, device: torch.device) -> None:
         """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
         partition = self._partition
@@ -191,7 +194,7 @@ class ParamGroup:
             self.install_main_weights()
 
     def _become(self, state: WeightState) -> None:
-        self.state = change_state(f"parameter group {self.names[0]}", self.state, state)
+        self.state = change_state(self, self.state, state)
 
 
 def _copy_overlap(

@@ -67,7 +67,7 @@ _State = TypeVar("_State", WeightState, BackwardState, CallState)
 
 _ALLOWED: dict[Enum, tuple[Enum, ...]] = {
     WeightState.SHARDED: (WeightState.UNSHARDING,),
-    WeightState.STALE: (WeightState.UNSHARDING,),
+    WeightState.STALE: (WeightState.UNSHARDING, WeightState.SHARDED),
     WeightState.UNSHARDING: (WeightState.UNSHARDED,),
     WeightState.UNSHARDED: (WeightState.SHARDED, WeightState.STALE),
     BackwardState.IDLE: (BackwardState.RUNNING, BackwardState.RECOMPUTED),
@@ -80,11 +80,11 @@ _ALLOWED: dict[Enum, tuple[Enum, ...]] = {
 """The states that may follow each state. What stays as it is needs no entry."""
 
 
-def change_state(owner: str, state: _State, new_state: _State) -> _State:
+def change_state(owner: object, state: _State, new_state: _State) -> _State:
     """Return ``new_state`` if it may follow ``state``.
 
     Args:
-        owner: the group or unit, for the message.
+        owner: the group, unit or call; its ``str`` names it in the message.
         state: the state before.
         new_state: the state after; may be the same.
 

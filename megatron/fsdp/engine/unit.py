@@ -38,6 +38,9 @@ class UnitCall:
         # come before those of parameters that are reached by another path.
         self.has_leaf_inputs = False
 
+    def __str__(self) -> str:
+        return f"a call of {self.unit}"
+
     @property
     def used_units(self) -> list[Unit]:
         """The call's own unit and those that it borrows."""
@@ -49,7 +52,7 @@ class UnitCall:
         Raises:
             RuntimeError: if the table of states does not allow it.
         """
-        self.state = change_state(f"a call of {self.unit}", self.state, state)
+        self.state = change_state(self, self.state, state)
 
 
 class Unit:
@@ -117,7 +120,7 @@ class Unit:
 
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
-        if call.awaited_inputs:
+        if call.awaited_inputs > 0:
             call.change_state(CallState.AWAITING_INPUTS)
         else:
             call.change_state(CallState.AWAITING_PARAMETERS)
@@ -184,4 +187,4 @@ class Unit:
         self._change_state(BackwardState.IDLE)
 
     def _change_state(self, state: BackwardState) -> None:
-        self.state = change_state(str(self), self.state, state)
+        self.state = change_state(self, self.state, state)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.commands import command_line
+from megatron.checkpoint.commands import conversion_commands
 from megatron.checkpoint.commands.command_line import main
 from tests.checkpoint import small_models
 from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
@@ -158,7 +158,7 @@ def test_memory_that_runs_out_is_one_message(
     def exhausted(*args: Any, **options: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(command_line.fsdp_dtensor, "target", exhausted)
+    monkeypatch.setattr(conversion_commands.fsdp_dtensor, "target", exhausted)
     assert "memory" in run_json(TO_FSDP, small["torch_dist"], tmp_path / "out", code=1)["error"]
     assert (
         "Traceback"
