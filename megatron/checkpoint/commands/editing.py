@@ -110,7 +110,7 @@ def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
 def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
     """Return a copy of ``stored`` with some of its entries under new names.
 
-    Tensors keep their chunks, and files beside those of DCP stay as they are.
+    Tensors keep their chunks, and files beside those of DCP are not changed.
 
     Args:
         stored: what is copied.

@@ -65,9 +65,9 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``.
 
     Raises:
-        DamagedCheckpointError: where no tensor is there.
-        RefusedPickleError: where the pickle names a class that checkpoints do not hold.
-        NotImplementedError: where the file is encoded.
+        DamagedCheckpointError: if no tensor is there.
+        RefusedPickleError: if the pickle names a class that checkpoints do not hold.
+        NotImplementedError: if the file is encoded.
     """
     if getattr(info, "transform_descriptors", None):
         raise NotImplementedError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, free of any checkpoint format: readers return it, writers take it."""
+"""The state of a run, independent of checkpoint formats: readers return it, writers take it."""
 
 from __future__ import annotations
 

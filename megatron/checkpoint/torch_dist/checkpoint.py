@@ -74,7 +74,7 @@ def read(
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
             contradict each other.
-        DamagedCheckpointError: where files are missing or changed.
+        DamagedCheckpointError: if files are missing or changed.
     """
     common = read_common(stored)
     weights, unknown = _weights(stored)
@@ -176,7 +176,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
         spelling: of the model that will load the checkpoint.
 
     Raises:
-        ValueError: where some layers or experts have a parameter that others lack.
+        ValueError: if some layers or experts have a parameter that others lack.
     """
     names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
     keys = {name: spelling.stacked_key(name) for name in names}
@@ -208,7 +208,7 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     """Return the lengths of the axes of layers and experts of every key.
 
     Raises:
-        ValueError: where a layer or an expert lacks what others have.
+        ValueError: if a layer or an expert lacks what others have.
     """
     indices: dict[str, set[tuple[int, ...]]] = {}
     for key, index in keys.values():

@@ -76,7 +76,7 @@ def decode(
         args: of the run. All values are tried for the ones that they lack.
 
     Raises:
-        ValueError: where no layout fits, or several do and ``args`` do not say which it was. While
+        ValueError: if no layout fits, or several do and ``args`` do not say which it was. While
             a tensor is read, where two pipeline stages have different copies of it.
     """
     model, placement = _find_layout(dense, experts, weights, args)

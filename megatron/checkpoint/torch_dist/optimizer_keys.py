@@ -84,7 +84,7 @@ OptimizerKey = StateKey | BucketKey | RankObjectKey
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Tell whether a key belongs to the optimizer, also where it cannot be taken apart."""
+    """Return True if a key belongs to the optimizer, also where it cannot be taken apart."""
     return _OF_OPTIMIZER.match(key) is not None
 
 

@@ -133,7 +133,7 @@ def _check_forms(stored: StoredCheckpoint, keys: Sequence[str]) -> None:
 
 
 def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
-    """Tell the layout from the keys: files do not all name it, and some name a wrong one."""
+    """Derive the layout from the keys: some files do not name it, and some name a wrong one."""
     layouts = set()
     has_state = False
     for key in keys:
@@ -182,7 +182,7 @@ def _read_by_parameter(
 
 
 def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTensor:
-    """Return the tensor of a key, or what is at ``index`` of its leading axes."""
+    """Return the tensor of a key, or its slice at ``index`` of its leading axes."""
     shape = original_shape(stored, key)
     return stored.lazy(key, index) if shape is None else reformulated(stored, key, shape, index)
 

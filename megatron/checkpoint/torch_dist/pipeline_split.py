@@ -37,7 +37,7 @@ def place_model(
         experts: buffers of each rank of the experts' own optimizer; empty where they have none.
 
     Raises:
-        LayoutMismatchError: where the parameters are not what fills the buffers.
+        LayoutMismatchError: if the parameters are not what fills the buffers.
     """
     num_stages, rest = divmod(len(dense), model.layout.tensor_parallel_size)
     if rest or not num_stages:

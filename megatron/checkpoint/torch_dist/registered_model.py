@@ -178,7 +178,7 @@ class RegisteredModel:
         """Describe the shard that each tensor-parallel rank has of a parameter.
 
         Raises:
-            LayoutMismatchError: where the layout cannot split it.
+            LayoutMismatchError: if the layout cannot split it.
         """
         shape, dim = list(self._weights[name].shape), self.layout.split_dim(name)
         if dim is not None:
@@ -195,7 +195,7 @@ class RegisteredModel:
         return str(self._weights[name].dtype)
 
     def has_halves(self, name: str) -> bool:
-        """Tell whether a parameter is a gate and its counterpart, one after the other in dim 0."""
+        """Return True if dim 0 of a parameter is a gate, then the rows that it multiplies."""
         return key_rules.has_halves(name, self._shapes)
 
 
