@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data: Megatron-Core's GPT datasets, made from what the command line names."""
+"""Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
 
 import argparse
 import logging
@@ -243,7 +243,7 @@ def _drop_or_refuse_empty_splits(source: DataSource) -> None:
     is its default.
 
     Raises:
-        ValueError: listing the datasets that do not exist, or else the splits without documents.
+        ValueError: lists the datasets that do not exist, or else the splits without documents.
     """
     blends = source.blend_per_split or [source.blend] * len(SPLIT_NAMES)
     lengths = _lengths_of_documents(blends, source.bookends)
@@ -280,7 +280,7 @@ def _lengths_of_documents(
     """Return the numbers of tokens of all documents, by the prefix of their dataset.
 
     Raises:
-        ValueError: listing the datasets that do not exist.
+        ValueError: lists the datasets that do not exist.
     """
     prefixes: set[str] = set()
     for blend, ends in zip(blends, bookends):

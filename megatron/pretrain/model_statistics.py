@@ -86,7 +86,7 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Tell whether a lower tensor-parallel rank has the same parameter and counts it."""
+    """Return True if a lower tensor-parallel rank has the same parameter and counts it."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
     if _is_expert(parameter):

@@ -58,7 +58,7 @@ class Check:
         return self.flag_names[dest]
 
     def changed(self, dest: str) -> bool:
-        """Tell whether the command line gave a value other than the default."""
+        """Return True if the command line gave a value other than the default."""
         return dest in self.given and self.given[dest] != self.defaults[dest]
 
     def require(self, condition: object, problem: str) -> None:
