@@ -86,8 +86,7 @@ def fully_shard_model(
 
     Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of
     units (backward begins and ends), and on parameters (a gradient has arrived). They only report
-    to the schedule, which decides what is gathered, freed and reduced, in the same order on every
-    rank.
+    to the schedule, which gathers, frees and reduces in the same order on every rank.
 
     Args:
         module: any initialised module. Ranks take the weights of the first data rank. Its

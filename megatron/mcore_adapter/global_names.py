@@ -20,9 +20,9 @@ class GlobalNames:
     """A translation between the keys of one model chunk's ``state_dict`` and global names.
 
     Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank.
-    Where embedding and output layer are tied but lie in different stages, the last stage has a copy
-    of the first one's weight, and both have the same global name. Leading ``module.``, one for each
-    wrapper, are not changed.
+    If embedding and output layer are tied but in different stages, the last stage has a copy of the
+    first one's weight, and both have the same global name. Leading ``module.`` prefixes, one for
+    each wrapper, are not changed.
     """
 
     def __init__(self, model: nn.Module):

@@ -54,7 +54,7 @@ class LocalNorm:
             norms, and changes nothing here.
     """
 
-    def __new__(  # type: ignore[misc]  # layer specs call this, and take what it returns
+    def __new__(  # type: ignore[misc]  # layer specs call this and use the result
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
     ) -> nn.Module:
         """Make the norm that ``config.normalization`` names."""

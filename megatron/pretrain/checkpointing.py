@@ -125,7 +125,7 @@ def run_state(
     scheduler: OptimizerParamScheduler | None,
     with_rng: bool,
 ) -> dict[str, Any]:
-    """Return the state of a run without weights and optimizer, as both formats structure it.
+    """Return the state of a run without weights and optimizer, in the structure of both formats.
 
     A collective if ``with_rng``.
     """
@@ -188,7 +188,7 @@ def load(
 ) -> Progress:
     """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
-    A collective. Without a checkpoint, and where only weights are loaded, the progress is none.
+    A collective. Without a checkpoint, and if only weights are loaded, the counters are 0.
 
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or it is of another model.
@@ -306,7 +306,7 @@ def _read(
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
     Raises:
-        ValueError: names what is wrong on each rank.
+        ValueError: names the problems of each rank.
     """
     try:
         return FORMATS[args.ckpt_format].load(args, state, model, optimizer, source)

@@ -363,7 +363,7 @@ def _asked_nowhere(keys: list[str], asked: dict[str, Any]) -> list[str]:
 
     Args:
         keys: the same on every rank.
-        asked: what this rank asks for, by key.
+        asked: the entries that this rank asks for, by key.
     """
     # One number a key: the keys themselves, from every rank, would be too many.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

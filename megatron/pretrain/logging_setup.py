@@ -14,7 +14,7 @@ import warnings
 def set_up_logging(level: int | None = None) -> None:
     """Set the log level, and drop messages of libraries that the user cannot act on.
 
-    Dropped are messages about missing GPU packages, where the fallback was chosen on purpose, and
+    Dropped are messages about missing GPU packages, whose fallback was chosen on purpose, and
     about names that torch deprecates inside Megatron-Core.
 
     Args:

@@ -216,7 +216,7 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
     """Return the chunks by their names in the file.
 
-    The name is ``model``, or ``model0``, ``model1`` and so on where there are virtual stages.
+    The name is ``model``, or ``model0``, ``model1`` and so on with virtual stages.
     """
     if len(model) == 1:
         return {"model": model[0]}

@@ -174,7 +174,7 @@ def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
-    """Return everything but tensors, by a name for people."""
+    """Return everything but tensors, by readable names."""
     facts: dict[str, Any] = {
         "iteration": state.iteration,
         "operations": state.operations,

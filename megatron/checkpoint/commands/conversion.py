@@ -58,8 +58,8 @@ def convert(
     number of ranks.
 
     Args:
-        target: what is written, the same on all ranks.
-        output: where it appears.
+        target: the output to write, the same on all ranks.
+        output: the directory of the output.
         identity: the :func:`fingerprint` of the conversion.
         show_progress: show the progress of the first rank's share.
         oom_traceback: print where memory ran out.

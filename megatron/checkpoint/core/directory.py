@@ -25,7 +25,7 @@ def iteration_directory(root: str | Path, iteration: int | str) -> Path:
 
 
 def find(root: str | Path, iteration: int | str) -> Path | None:
-    """Find the directory of a complete iteration; None where there is none.
+    """Find the directory of a complete iteration; None if there is none.
 
     A save that replaces an iteration and is killed between its two renames leaves the old one under
     another name, which is then found.
@@ -149,7 +149,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
 def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
     """Return the directory for a changed copy of ``source``.
 
-    It is of the same iteration, where the name of ``source`` is one.
+    It has the same iteration, if the name of ``source`` is one.
 
     Raises:
         ValueError: if something is there already.

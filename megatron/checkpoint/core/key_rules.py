@@ -234,7 +234,7 @@ def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
-    """Return the names that an fsdp_dtensor file has for a parameter: its own or its halves'.
+    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves.
 
     Args:
         name: of the parameter, in any spelling.

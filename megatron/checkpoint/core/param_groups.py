@@ -139,7 +139,7 @@ def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str
 
     Args:
         fields: of the group.
-        step: number of steps done; None where it is not known.
+        step: number of steps done; None if it is not known.
     """
     complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
     if step is not None:

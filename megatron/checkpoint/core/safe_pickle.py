@@ -159,7 +159,7 @@ class _Member(StandIn):
 def _member(owner: Any, name: Any) -> Any:
     """Stand in for ``getattr``, for members of enums and nothing else."""
     if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
-        return owner[name]  # signals, and what torch says of memory formats
+        return owner[name]  # signals, and torch's memory formats
     if (
         isinstance(owner, type)
         and issubclass(owner, StandIn)

@@ -21,7 +21,7 @@ def choose_spelling(
     """Return the spelling of the parameter names in the model that will load ``state``.
 
     Args:
-        state: what a checkpoint holds.
+        state: the content of a checkpoint.
         transformer_impl: "local" or "transformer_engine", the layers of the model. Default: those
             of the run that wrote the checkpoint, by its names or its arguments.
         rename_mtp: the layer inside a multi-token prediction layer is named as in files. False: it

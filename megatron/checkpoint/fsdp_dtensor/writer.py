@@ -31,7 +31,7 @@ def target(
     A strict load accepts it, with torch's AdamW and with fused ones.
 
     Args:
-        state: what is written.
+        state: the state to write.
         spelling: the parameter names of the run that will load it.
         model_prefix: of the model's keys.
         optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run
@@ -113,7 +113,7 @@ class _EntryList:
     """Entries of the file, and the path of each in the nested dict that a loader fills.
 
     Args:
-        state: what is written.
+        state: the state to write.
         spelling: how the run that will load it names its parameters.
         gated: parameters that are written as two halves.
         model_prefix: ``model.module``.

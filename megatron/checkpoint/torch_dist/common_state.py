@@ -30,7 +30,7 @@ KNOWN_FIELDS = (
     "opt_param_scheduler",
     "content_metadata",
 )
-"""Fields that have a place in :class:`TrainingState`, or that follow from the layout."""
+"""Fields that :class:`TrainingState` has, or that follow from the layout."""
 
 
 def read_common(stored: StoredCheckpoint) -> dict[str, Any]:

@@ -23,7 +23,7 @@ def joined_tensor(
         name: of the parameter.
         slot: such as ``exp_avg``.
         shards: one for each tensor-parallel rank. Of a parameter that is not split they are copies,
-            and the first one is taken.
+            and the first one is used.
 
     Raises:
         ValueError: if there are fewer shards than the layout says.

@@ -21,7 +21,7 @@ def add_optimizer_state(
     main: Mapping[str, LazyTensor],
     moments: Mapping[str, Mapping[str, LazyTensor]],
 ) -> None:
-    """Replace the model's weights by main weights, and add the moments, where both agree.
+    """Replace the model's weights by main weights, and add the moments, if both agree.
 
     Args:
         state: of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes`` get a

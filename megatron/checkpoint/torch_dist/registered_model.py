@@ -50,7 +50,7 @@ class BucketLayout:
 
     Attributes:
         tensor_parallel_size: number of ranks that share a parameter.
-        expert_tensor_parallel_size: the same for parameters of experts.
+        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
         layers: implementation of the model's layers.
     """
 
@@ -109,12 +109,12 @@ class RegisteredModel:
         layout: the supposed layout.
 
     Attributes:
-        layout: the same.
+        layout: the supposed layout.
         embedding: names of the parameters before the decoder.
         decoder: names of the parameters of each layer.
         final_norm: names of the parameters of the norm after the decoder.
         prediction: names of the parameters of multi-token prediction.
-        output: name of the output layer's weight; empty where it is that of the embedding.
+        output: name of the output layer's weight; empty if it is that of the embedding.
         num_experts: number of experts of a layer.
 
     Raises:

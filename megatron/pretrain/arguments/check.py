@@ -67,7 +67,7 @@ class Check:
             self.problems.append(problem)
 
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:
-        """Record a problem unless the value of `dest`, where given, is a multiple of `divisor`."""
+        """Record a problem unless the value of `dest`, if given, is a multiple of `divisor`."""
         value = getattr(self.args, dest)
         self.require(
             not value or value % divisor == 0,
