@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams, events and storage on CUDA and CPU: the only file of the engine that tells them apart.
+"""Streams, events and storage on CUDA and on CPU.
 
 [Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
 the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
