@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of all ranks on what they are about to shard."""
+"""A check that all ranks are about to shard the same model with the same settings."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.settings import ResolvedSettings
 
 _SEPARATOR = "\0"
-"""Stands between a name and its value while both travel as one text; the lowest character."""
+"""Separator of a name and its value in one string; it sorts before all other characters."""
 
 
 def check_agreement(
     settings: ResolvedSettings, parameters_of: dict[Unit, dict[str, nn.Parameter]]
 ) -> None:
-    """Raise ``ValueError`` on every rank where ranks are about to shard different things.
+    """Check that all ranks shard the same parameters with the same settings.
 
-    They would wait for each other forever.
+    Ranks that differ would wait for each other forever.
 
     Args:
-        settings: those that decide what ranks communicate, and when, are compared.
+        settings: those that affect communication are compared.
         parameters_of: the parameters of each unit, by name.
+
+    Raises:
+        ValueError: on every rank, naming up to ten differences.
     """
     values: dict[str, object] = {
         "the sharding strategy": f"{settings.strategy.name}, outer {settings.outer_strategy.name}",
@@ -54,13 +57,13 @@ def check_agreement(
 
 
 def differences(values: dict[str, object], groups: Sequence[dist.ProcessGroup]) -> list[str]:
-    """Return a problem for every value that differs between ranks; the same list on every rank."""
+    """Return a problem for every value that differs between ranks; a collective over ``groups``."""
     given = agree([name + _SEPARATOR + str(value) for name, value in values.items()], groups)
     values_of: dict[str, list[str]] = {name: [] for name in values}
     for each in given:
         name, _, value = each.partition(_SEPARATOR)
-        # A rank with fewer parameters does not compare those that only others have; their numbers
-        # of parameters differ, too.
+        # A rank with fewer parameters ignores those that only other ranks have. The numbers of
+        # parameters then differ too, and are reported.
         if name in values_of:
             values_of[name].append(value)
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a module and of arguments, made before anything happens to the module."""
+"""Checks of a module and of arguments, before the module is changed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def parse_outer_strategy(
         inner: the strategy of the inner axis; None leaves it unchecked.
 
     Raises:
-        ValueError: for any other strategy; for sharded optimizer state without an outer axis, or
-            where the inner axis does not shard parameters.
+        ValueError: for any other strategy, and for sharded optimizer state if there is no outer
+            axis or the inner axis does not shard parameters.
     """
     strategy = ShardingStrategy.parse(value, "outer_dp_sharding_strategy")
     if strategy > ShardingStrategy.OPTIM:
@@ -50,9 +50,10 @@ def parse_outer_strategy(
 
 
 def check_flags(**flags: object) -> None:
-    """Raise ``ValueError`` naming every flag that is neither True nor False.
+    """Check that every flag is True or False: the string "false" would otherwise count as true.
 
-    The text "false" would otherwise count as true.
+    Raises:
+        ValueError: names every other flag.
     """
     wrong = [
         f"{name} expects True or False but got {value!r}"
@@ -67,7 +68,7 @@ def parse_device(device: torch.device | str | None) -> torch.device | None:
     """Return ``device`` as a ``torch.device``; None stays None.
 
     Raises:
-        ValueError: for an unknown device, and for ``meta``, which would lose the weights.
+        ValueError: for an unknown device, and for ``meta``, where weights have no values.
     """
     try:
         found = torch.device(device) if device is not None else None
@@ -89,17 +90,20 @@ def check_module(
     strategy: ShardingStrategy | None,
     initialiser: Initialiser | None,
 ) -> None:
-    """Raise ``ValueError`` listing every reason why a module cannot be sharded.
+    """Check that a module can be sharded.
 
     Args:
-        module: what the user has passed as the module.
+        module: the user's argument, of any type.
         mesh: the mesh; None leaves it unchecked.
         strategy: the strategy of the inner axis; None leaves it unchecked.
-        initialiser: the source of first values for meta parameters; None: there must be none.
+        initialiser: initialises meta parameters; None: there must be no meta parameters.
+
+    Raises:
+        ValueError: lists every reason why the module cannot be sharded.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"module expects a torch.nn.Module but got {type(module).__name__}")
-    # Of a sharded model both are found: the wrapper, and the module inside it by its parameters.
+    # The user may pass the wrapper again, or the module inside it, which its parameters reveal.
     has_wrapper = any(hasattr(each, IS_SHARDED) for each in module.modules())
     if has_wrapper or any(is_linked(each) for each in module.parameters()):
         raise ValueError("the module is sharded already")
@@ -146,7 +150,7 @@ def _problems_of_meta_tensors(module: nn.Module) -> list[str]:
 
 
 def _problems_of_mesh(module: nn.Module, mesh: FSDPDistributedIndex) -> list[str]:
-    """Name parameters whose axis the mesh lacks."""
+    """Return a problem for parameters that need an axis that the mesh does not have."""
     problems = []
     named = dict(module.named_parameters())
     experts = [name for name, each in named.items() if getattr(each, "allreduce", True) is False]
@@ -159,7 +163,7 @@ def _problems_of_mesh(module: nn.Module, mesh: FSDPDistributedIndex) -> list[str
     for name, parameter in named.items():
         problem = _problem_of_tensor_axis(name, parameter, mesh)
         if problem is not None:
-            return [*problems, problem]  # one names them all
+            return [*problems, problem]  # the others have the same problem
     return problems
 
 

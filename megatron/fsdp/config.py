@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration object of the published package, and its fields that are not built yet."""
+"""The configuration object of the published package, and the fields that are not built yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 class DistributedDataParallelConfig:
     """The settings of a sharded model, with the fields of the published package.
 
-    Megatron-Core's class of this name serves as well: fields are read by name, and those that it
-    lacks have the defaults given here.
+    Megatron-Core's class of this name is accepted as well: fields are read by name, and fields that
+    it lacks have the defaults of this class.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
-    a way of communicating that this implementation does not have. They change nothing.
+    a communication scheme that this implementation does not have. They have no effect.
     """
 
     overlap_grad_reduce: bool = False
@@ -57,7 +57,7 @@ class DistributedDataParallelConfig:
 
 
 def precision_of(config: object) -> MixedPrecisionPolicy:
-    """Return the dtypes that a configuration object of either package asks for."""
+    """Return the precision policy of a configuration object of either package."""
     return MixedPrecisionPolicy(
         getattr(config, "megatron_fsdp_main_params_dtype", torch.float32),
         getattr(config, "megatron_fsdp_main_grads_dtype", None),
@@ -77,11 +77,11 @@ UNBUILT_FIELDS = (
     "megatron_fsdp_cuda_graph_mode",
     "megatron_fsdp_max_pool_double_buffer",
 )
-"""Fields that ask for a feature that is not built yet where they are set."""
+"""Fields that request a feature that is not built yet if they are set."""
 
 
 def refuse_unbuilt(**arguments: object) -> None:
-    """Raise ``NotImplementedError`` naming every argument that asks for an unbuilt feature."""
+    """Raise ``NotImplementedError`` naming every argument that requests an unbuilt feature."""
     given = [f"{name}={value!r}" for name, value in arguments.items() if value]
     if given:
         raise NotImplementedError(
@@ -90,5 +90,5 @@ def refuse_unbuilt(**arguments: object) -> None:
 
 
 def refuse_unbuilt_config(config: object) -> None:
-    """Raise ``NotImplementedError`` naming every field that asks for an unbuilt feature."""
+    """Raise ``NotImplementedError`` naming every field that requests an unbuilt feature."""
     refuse_unbuilt(**{name: getattr(config, name, None) for name in UNBUILT_FIELDS})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A test of optimizers: only those with an element-wise update may step on shards of matrices.
+"""A test whether an optimizer is element-wise: only then may it step on shards of matrices.
 
-torch's optimizers are known. Any other is tried out on small tensors, whole and divided; see
-:func:`why_not_elementwise`.
+torch's optimizers are known. Other optimizers are tried out on small tensors, whole and sharded;
+see :func:`why_not_elementwise`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ KNOWN = (
 """Optimizers of torch that are element-wise."""
 
 NEED_THE_WHOLE = re.compile(r"(?i:adafactor|muon|shampoo|lbfgs|soap)|LAMB|Lamb(?!da)|LARS|SAM\b")
-"""Names of optimizers whose updates look at whole rows, matrices or the whole model."""
+"""Names of optimizers whose updates depend on whole rows, matrices or the whole model."""
 
 STEPS = 3
-LEARNING_RATE = 0.1  # one that moves weights, where a warm-up begins at 0
+LEARNING_RATE = 0.1  # the user's own may be 0, at the beginning of a warm-up
 
 OptimizerClass = type[torch.optim.Optimizer]
 
 Setting = dict[str, Any]
-"""The settings of a param group."""
+"""The settings of a param group, by name."""
 
 
 class OnLocalShards(TorchFunctionMode):
-    """A mode in which operations that torch does not define for its DTensors run on local shards.
+    """A mode that runs some operations on local tensors: those that DTensor does not implement.
 
-    They are element-wise, so that the result is the same.
+    The operations are element-wise, so the result is the same.
     """
 
     OPERATIONS = frozenset(
@@ -77,7 +77,7 @@ class OnLocalShards(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the mode inside, for code that is not the optimizer's: closures."""
+        """Leave the mode inside the context, for code other than the optimizer's: closures."""
         # torch has no types for either.
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
@@ -91,16 +91,16 @@ def _local(tensor: DTensor) -> torch.Tensor:
 
 
 def torch_class(kind: OptimizerClass) -> OptimizerClass | None:
-    """Return the element-wise optimizer of torch that ``kind`` is; None for any other.
+    """Return the class in :data:`KNOWN` whose update ``kind`` has; None if there is none.
 
-    A subclass counts if it changes the constructor only.
+    ``kind`` may be a subclass that changes the constructor only.
     """
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:
         return None
-    # Where the first optimizer of a class is made, torch wraps its `step`.
+    # torch wraps the `step` of a class when its first instance is created.
     has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
-    # The method that makes the state of a parameter at the first step.
+    # `_init_group` creates the state of a parameter at the first step.
     makes_own_state = getattr(kind, "_init_group", None) is not getattr(known, "_init_group", None)
     return None if has_own_step or makes_own_state else known
 
@@ -108,7 +108,7 @@ def torch_class(kind: OptimizerClass) -> OptimizerClass | None:
 def state_names(kind: OptimizerClass | None, group: Setting) -> list[str]:
     """Return the names of the element-wise state of torch's optimizers, in torch's order.
 
-    The list is empty where the state must be left to the first step.
+    The list is empty if the first step must create the state.
 
     Args:
         kind: the result of :func:`torch_class`.
@@ -136,15 +136,15 @@ def why_not_elementwise(
 ) -> str | None:
     """Return the reason why an optimizer cannot step on shards of matrices; None if it can.
 
-    A class that is not torch's own is tried. It is built from ``defaults`` and the settings of
+    A class that is not torch's own is tried out. It is built from ``defaults`` and the settings of
     ``groups`` over small plain float64 tensors: once over whole matrices, and twice over their
     shards on two ranks (some rows, a flat range, nothing). After a few steps on the same gradients
     the weights must agree. The user's optimizer, its tensors and all random number generators of
-    torch and Python stay as they are, and nothing is communicated.
+    torch and Python are not changed, and nothing is communicated.
 
-    A class that cannot be built or stepped that way (other arguments than its defaults, kernels for
-    GPUs in another dtype) is believed to be element-wise, unless its name is one of those known to
-    need whole matrices.
+    A class that cannot be built or stepped that way (it needs other arguments than its defaults, or
+    has GPU kernels for another dtype only) is assumed to be element-wise, unless its name is known
+    to need whole matrices.
 
     Args:
         kind: the optimizer's class.
@@ -184,7 +184,7 @@ def _device_of(groups: Sequence[Setting]) -> torch.device:
 
 
 class TrialMatrix(NamedTuple):
-    """A weight and the slope that its gradients are made of, of one shape, float64."""
+    """A float64 weight, and the slope that determines its gradients, of the same shape."""
 
     weight: torch.Tensor
     slope: torch.Tensor
@@ -208,8 +208,8 @@ def _random_matrix(
 def _shards(whole: list[TrialMatrix]) -> tuple[list[TrialMatrix], list[TrialMatrix]]:
     """Return the shards of three matrices on two ranks: rows, a flat range, all or nothing.
 
-    The flat range has as many dims as the matrix, since DTensors keep them. Nothing is cut inside a
-    block of 64 or more elements, for optimizers that quantize their state by blocks.
+    The flat range has two dims, like the matrix, since a DTensor keeps the number of dims. Blocks
+    of 64 or more elements are not cut, for optimizers that quantize their state by blocks.
     """
     by_rows, by_range, small = whole
     flat = by_range.as_column()
@@ -221,13 +221,13 @@ def _shards(whole: list[TrialMatrix]) -> tuple[list[TrialMatrix], list[TrialMatr
 def _compare(
     kind: OptimizerClass, defaults: Setting, settings: list[Setting], device: torch.device
 ) -> str | None:
-    """Step on whole matrices and on shards of them, and return how the results differ."""
-    generator = torch.Generator().manual_seed(1)  # of its own
+    """Step on whole matrices and on their shards; return the difference, or None."""
+    generator = torch.Generator().manual_seed(1)  # the global one is not advanced
     wholes: list[list[TrialMatrix]] = []
     firsts: list[list[TrialMatrix]] = []
     seconds: list[list[TrialMatrix]] = []
     for _ in settings:
-        # All have two dims: some optimizers take nothing else.
+        # All have two dims, because some optimizers accept nothing else.
         shapes = ((136, 128), (9, 7), (5, 1))
         whole = [_random_matrix(shape, generator, device) for shape in shapes]
         first, second = _shards(whole)
@@ -236,7 +236,7 @@ def _compare(
         seconds.append(second)
     try:
         expected = _step(kind, defaults, settings, wholes)
-    except Exception:  # of any kind: it is code that we do not know, and cannot be tried out
+    except Exception:  # unknown code may raise anything: it cannot be tried out
         return None
     try:
         results = zip(
@@ -269,8 +269,8 @@ def _step(
     Args:
         kind: the optimizer's class.
         defaults: its ``defaults``.
-        settings: those of each param group.
-        groups: the samples of each param group.
+        settings: the settings of each param group.
+        groups: the matrices of each param group.
     """
     param_groups: list[dict[str, Any]] = []
     weights: list[nn.Parameter] = []
@@ -303,7 +303,7 @@ def _step(
 
 
 def _accepted(kind: OptimizerClass, defaults: Setting) -> Setting:
-    """Return copies of those ``defaults`` that the constructor of an optimizer takes."""
+    """Return copies of the ``defaults`` that the constructor of an optimizer accepts."""
     parameters = inspect.signature(kind).parameters
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     return {
@@ -314,7 +314,7 @@ def _accepted(kind: OptimizerClass, defaults: Setting) -> Setting:
 
 
 def _different_settings(groups: Sequence[Setting]) -> list[Setting]:
-    """Return the settings of groups, each once, with a learning rate that moves weights."""
+    """Return the distinct settings of groups, with a learning rate that changes weights."""
     found: dict[str, Setting] = {}
     for group in groups:
         setting = {

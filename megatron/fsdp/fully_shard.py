@@ -58,85 +58,85 @@ def fully_shard_model(
 ) -> MegatronFSDP:
     """Shard a model over the data-parallel ranks: ZeRO levels 0 to 3, plain or hybrid.
 
-    Weights, gradients and optimizer state are divided among the ranks of the axis ``dp_shard_dim``,
-    as far as ``zero_dp_strategy`` says. At level 3, the default, each rank keeps its shard of the
-    weights only. Before the forward of a *unit* (one of ``fsdp_unit_modules``, usually a
+    Weights, gradients and optimizer state are sharded over the ranks of the axis ``dp_shard_dim``;
+    ``zero_dp_strategy`` chooses which of them. At level 3, the default, each rank keeps its shard
+    of the weights only. Before the forward of a *unit* (one of ``fsdp_unit_modules``, usually a
     transformer layer) the weights of the unit are all-gathered; after its forward they are freed.
-    The same happens around its backward. While a unit computes, the next one is all-gathered ahead,
-    in the order that the first pass has recorded.
+    The same happens around its backward. While a unit computes, the next one is prefetched, in the
+    order that the last forward has recorded.
 
     The parameters of a unit that share dtype, mesh and trainability form a *group*. A group is one
-    flat buffer in which parameters lie whole and contiguous, so that one all-gather fills it and
-    the module's own parameters are views of it: nothing is copied. Each rank owns one contiguous
-    shard of the buffer. A planner orders and pads parameters so that shards end at rows where that
-    costs little, and at any element otherwise.
+    flat buffer in which each parameter is contiguous. One all-gather fills it, and the module's own
+    parameters are views of it, so nothing is copied. Each rank owns one contiguous shard of the
+    buffer. A planner orders and pads parameters to let shards end between rows if that costs
+    little; otherwise they end between any elements.
 
     In backward, autograd leaves local gradients on the module's own parameters. When a unit's
     backward is over, they are collected in a flat buffer like that of the weights and
-    reduce-scattered (all-reduced at levels 0 and 1) while the next unit computes. The sum over
-    ranks is divided once, by the number of data ranks. With an outer axis, ``dp_outer_dim``, the
-    result is reduced over that axis too, once per step.
+    reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over ranks is
+    divided once, by the number of data ranks. With an outer axis, ``dp_outer_dim``, the result is
+    reduced over that axis too, once per step.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
     ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
-    rank's shard. Their gradients are on ``param.grad`` after backward. Make the optimizer on them
-    and pass it to :func:`fully_shard_optimizer`; after its step the main weights are cast into the
-    weights that the next forward gathers. Everything else (forward, loss, ``backward``, clipping,
-    schedulers, checkpoints) is as without sharding.
+    rank's shard. Their gradients are on ``param.grad`` after backward. Create the optimizer over
+    them and pass it to :func:`fully_shard_optimizer`; after its step the main weights are cast into
+    the weights that the next forward gathers. Everything else (forward, loss, ``backward``,
+    clipping, schedulers, checkpoints) is used as without sharding.
 
     Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of
-    units (backward begins and ends), and on parameters (a gradient is there). They only tell the
-    schedule what happens; the schedule decides what is gathered, freed and reduced, in the same
-    order on every rank.
+    units (backward begins and ends), and on parameters (a gradient has arrived). They only report
+    to the schedule, which gathers, frees and reduces in the same order on every rank.
 
     Args:
-        module: any initialised module; the weights of the first data rank count. Its parameters
-            are replaced in place.
-        device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator there
-            is, else cpu.
-        dp_shard_dim: axis to shard over, also a flattened one; required with a mesh of several
-            axes.
-        dp_outer_dim: outer data axis, whose ranks replicate what the shard axis divides: hybrid
-            sharding.
-        tp_dim: tensor-parallel axis, of a model whose parameters are DTensors or have
+        module: any initialised module. Ranks take the weights of the first data rank. Its
+            parameters are replaced in place.
+        device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
+            there is one, otherwise on the CPU.
+        dp_shard_dim: axis to shard over, which may be a flattened one; required with a mesh of
+            several axes.
+        dp_outer_dim: outer data axis, which replicates the shards: hybrid sharding.
+        tp_dim: tensor-parallel axis, for a model whose parameters are DTensors or have
             Megatron-Core's attributes.
         hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
-        hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived likewise.
+        hybrid_fsdp_expt_group: group over outer x shard of the expert mesh; derived from that mesh
+            if it is not given.
         expt_device_mesh: mesh of expert parameters (``allreduce=False``, or inside a module called
-            ``experts``), with axes of the same names: the ranks that have the same experts.
-        fsdp_group_ag: group of the shard axis' ranks for all-gathers alone, so that they do not
-            queue behind reductions.
-        expt_fsdp_group_ag: group of this sort for the expert mesh.
+            ``experts``), with axes of the same names. Its ranks store the same experts.
+        fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
+            do not queue behind reductions.
+        expt_fsdp_group_ag: ``fsdp_group_ag`` for the expert mesh.
         fsdp_unit_modules: classes, instances or import paths of units. The parameters of a unit
-            must be used inside its forward only, or passed on as arguments. Outside of units, and
-            everywhere without any, each module that owns parameters is a unit by itself: little
-            memory, many small all-gathers.
+            must be used inside its forward only, or passed on as arguments. Outside the named
+            units, each module that owns parameters is a unit by itself: little memory, many small
+            all-gathers.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
-        outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis divides optimizer
+        outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis shards optimizer
             state too.
         device: device that the module is moved to. None: the mesh's. Ignored with meta
             initialisation.
         init_model_with_meta_device: parameters on the meta device get their values unit by unit,
             through ``reset_parameters()`` of the modules that own them, in module order.
         mixed_precision_policy: dtypes of main weights and gradients.
-        overlap_grad_reduce: reduce gradients beside compute.
-        overlap_param_gather: all-gather weights beside compute.
-        sync_model_each_microbatch: after every backward gradients are final on ``param.grad``;
+        overlap_grad_reduce: overlap gradient reductions with compute.
+        overlap_param_gather: overlap all-gathers of weights with compute.
+        sync_model_each_microbatch: after every backward the gradients on ``param.grad`` are final;
             several backward passes before a step add up. False: the optimizer's step, or
             ``finish_grad_sync``, makes them final.
-        preproc_state_dict_for_dcp_ckpt: state dicts are ready for torch.distributed.checkpoint.
-        report_nan_in_param_grad: raise and name parameter and rank of a NaN or Inf gradient.
-        average_in_collective: the process group divides; otherwise its sum is divided.
-        disable_bucketing: the whole model is one unit, with one group per dtype.
-        calculate_per_token_loss: gradients are summed, not averaged.
+        preproc_state_dict_for_dcp_ckpt: make state dicts ready for torch.distributed.checkpoint.
+        report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
+            Inf gradient.
+        average_in_collective: let the process group average; otherwise its sum is divided.
+        disable_bucketing: make the whole model one unit, with one group per dtype.
+        calculate_per_token_loss: sum gradients instead of averaging them.
         keep_fp8_transpose_cache: not built yet.
         nccl_ub: not built yet.
         fsdp_double_buffer: not built yet.
         fsdp_db_use_persist_buf_on_alloc_fail: not built yet.
         disable_symmetric_registration: not built yet.
-        enable_fine_grained_param_gather: inside units too each module that owns parameters is a
-            unit by itself.
-        use_decoupled_grad: gradients go to ``param.decoupled_grad``, in ``main_grads_dtype``, for
+        enable_fine_grained_param_gather: make each module that owns parameters a unit by itself,
+            inside named units too.
+        use_decoupled_grad: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
             optimizers that read it.
         cuda_graph_mode: not built yet.
         maxpool_double_buffer: not built yet.
@@ -148,9 +148,9 @@ def fully_shard_model(
         The wrapper; the user's module is its ``module``.
 
     Raises:
-        ValueError: listing everything that is wrong with the arguments, the same on every rank.
-        NotImplementedError: for arguments that are not built yet, by name.
-        RuntimeError: outside torch.distributed.
+        ValueError: lists every problem with the arguments, the same on every rank.
+        NotImplementedError: names the arguments that are not built yet.
+        RuntimeError: if the program was not started for torch.distributed.
 
     Sources:
         ZeRO: Rajbhandari et al., arXiv:1910.02054. FSDP: Zhao et al., arXiv:2304.11277.
@@ -192,29 +192,30 @@ def fully_shard_model(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
     )
-    # From here on the settings stand for all arguments. The wrapper makes the parts that the
-    # paragraphs above describe, each from the ones before it, in `ShardedModule.__init__`:
-    # settings and mesh, units, groups with their flat buffers, sharded parameters, gradients,
-    # schedule, hooks.
+    # From here on the settings stand for all arguments. `ShardedModule.__init__` builds what the
+    # paragraphs above describe, in this order: settings and mesh, units, groups with their flat
+    # buffers, sharded parameters, gradients, schedule, hooks.
     return MegatronFSDP.from_settings(module, settings)
 
 
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
 ) -> torch.optim.Optimizer:
-    """Shard an optimizer made on the ``parameters()`` of a sharded model, in place, and return it.
+    """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
 
     Its ``step(closure=None, *, sync_grad_before_optimizer_step=True,
-    install_optimized_model_weights=True)`` finishes reductions, updates the main weights and puts
+    install_optimized_model_weights=True)`` finishes reductions, updates the main weights and casts
     them into the compute weights. Its ``zero_grad(set_to_none=True, *, zero_grad_buffer=True)``
-    also clears the accumulation buffers. Its state exists at once (moments zero, step 0).
+    also clears the accumulation buffers. The state of torch's optimizers is created at once
+    (moments zero, step 0).
 
     Args:
         optimizer: an element-wise torch optimizer.
-        preproc_state_dict_for_dcp_ckpt: ``state_dict()`` is ready for torch.distributed.checkpoint.
+        preproc_state_dict_for_dcp_ckpt: make ``state_dict()`` ready for
+            torch.distributed.checkpoint.
 
     Raises:
-        ValueError: where a parameter belongs to no sharded model.
+        ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
         NotImplementedError: for optimizers that need whole matrices.
     """
     return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
@@ -265,15 +266,15 @@ def fully_shard(
     ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
     training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
 
-    Args after the first two, and what they mean, are those of :func:`fully_shard_model`; the
-    returned optimizer is that of :func:`fully_shard_optimizer`.
+    All arguments after the first two are those of :func:`fully_shard_model`. The returned optimizer
+    is that of :func:`fully_shard_optimizer`. After an error, the model and the optimizer are
+    unchanged.
 
     Raises:
-        ValueError: listing everything that is wrong, the same on every rank; the model and the
-            optimizer are as before then. This holds for the other errors too.
-        NotImplementedError: for arguments that are not built yet, by name, and for optimizers that
-            need whole matrices.
-        RuntimeError: outside torch.distributed.
+        ValueError: lists every problem, the same on every rank.
+        NotImplementedError: names the arguments that are not built yet, or the optimizer if it
+            needs whole matrices.
+        RuntimeError: if the program was not started for torch.distributed.
     """
     settings = ShardingSettings(
         device_mesh=device_mesh,

@@ -2,14 +2,14 @@
 """The life cycle of gradients between the end of a backward pass and the optimizer's step.
 
 [Note: the life cycle of gradients]
-    backward ends     the schedule has begun to reduce some groups; if every microbatch is
+    backward ends     the schedule has started to reduce some groups; if every microbatch is
                       synchronised, the rest of the cycle follows at once
-    start             the reduction of everything that has accumulated begins
-    wait              every reduction is in the gradient shards of its group
-    attach            the shards are on ``param.grad``, as DTensors
-    clear             the user has forgotten the gradients (``zero_grad``)
+    start             the reduction of all accumulated gradients starts
+    wait              the results of all reductions are in the gradient shards
+    attach            the shards are put on ``param.grad``, as DTensors
+    clear             all gradients are dropped (``zero_grad``)
 A plain ``optimizer.zero_grad()`` of torch clears ``param.grad`` and nothing else. The next backward
-pass finds out, and clears the gradient shards behind it too.
+pass notices that, and clears the gradient shards too.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class GradientSync:
     Args:
         sharded_params: all parameters of the model.
         sync_each_backward: make gradients final at the end of every backward pass.
-        use_decoupled_grad: put gradients on ``param.decoupled_grad``, in the dtype they accumulate
-            in, instead of on ``param.grad``, in the dtype of the parameter.
+        use_decoupled_grad: put gradients on ``param.decoupled_grad``, in the dtype in which they
+            accumulate, instead of on ``param.grad``, in the dtype of the parameter.
         report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
-            this rank, which may be none; raises where any rank has one. None: do not look.
+            this rank, which may be none. It raises if any rank has one. None: gradients are not
+            checked.
 
     Attributes:
-        sync_each_backward: as above; may be changed at any time.
+        sync_each_backward: the argument; may be changed at any time.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class GradientSync:
                 self._frozen.append(sharded_param)
 
     def connect(self, schedule: Schedule) -> None:
-        """Take the schedule whose backward passes call this object."""
+        """Set the schedule whose backward passes call this object."""
         self._schedule = schedule
 
     # ---- backward passes
@@ -77,7 +78,7 @@ class GradientSync:
     def begin_backward(self) -> None:
         """Clear the gradient shards of parameters whose gradient the user has cleared.
 
-        They would otherwise be added to the gradients of this pass.
+        The gradients of this pass would otherwise be added to them.
         """
         if not self._is_attached:
             return
@@ -99,15 +100,15 @@ class GradientSync:
     # ---- reductions
 
     def start(self) -> None:
-        """Begin to reduce everything that has accumulated."""
+        """Start to reduce all gradients that have accumulated."""
         self._own_schedule.reduce_pending()
 
     def wait(self) -> None:
-        """Wait for the reductions that have begun."""
+        """Wait for the reductions that have started."""
         self._own_schedule.wait_for_reductions()
 
     def finish(self) -> None:
-        """Reduce what is left, wait, and attach the gradients; return at once where all is done."""
+        """Reduce the remaining gradients, wait, and attach; do nothing if that is already done."""
         if self._is_final and self._is_attached:
             return
         self.start()
@@ -117,12 +118,11 @@ class GradientSync:
     def attach(self) -> None:
         """Put the reduced gradients on the parameters.
 
-        Their local part is empty where this rank owns nothing of a parameter.
+        The local tensor is empty if this rank owns nothing of a parameter.
 
         Raises:
-            GradientError: for a NaN or Inf, if they are to be reported.
-            RuntimeError: for a parameter that was frozen when it was sharded
-                and is not any more.
+            GradientError: for a NaN or Inf gradient, if they are reported.
+            RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
         self._refuse_thawed()
         for group, members in self._trainable.items():
@@ -145,7 +145,7 @@ class GradientSync:
             group.gradients.scale(factor)
 
     def clear(self) -> None:
-        """Forget all gradients: accumulated, reduced, and attached."""
+        """Drop all gradients: accumulated, reduced, and attached."""
         for group, members in self._trainable.items():
             group.gradients.clear()
             for sharded_param in members:
@@ -184,7 +184,7 @@ class GradientSync:
         """Return the parameters whose gradient is NaN or Inf on this rank."""
         found = []
         for group, members in self._trainable.items():
-            # One look at each group; at its parameters only where that shows something.
+            # One check per group; its parameters are checked only if that finds something.
             if torch.isfinite(group.gradients.shard.sum(dtype=torch.float32)):
                 continue
             for sharded_param in members:

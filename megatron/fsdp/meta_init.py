@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initialisation of modules that were built on the meta device, part by part.
 
-The whole model never exists on one rank. A part is a unit, or outside of units a module that owns
-parameters with everything inside it. A module that contains units is a part without its children.
-In a part children come before their parents, as their constructors would have run.
+The whole model never exists on one rank. A part is a unit or, outside units, a module that owns
+parameters, with everything inside it. A module that contains units is a part without its children.
+In a part children come before their parents, the order in which constructors finish.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class Initialiser:
     """
 
     def knows(self, module: nn.Module) -> bool:
-        """Return whether there is a way to initialise ``module``."""
+        """Return True if ``module`` can be initialised."""
         return _reset_method(module) is not None
 
     def initialise(self, module: nn.Module) -> None:
         """Give the parameters and buffers of ``module`` their first values, in place.
 
         Raises:
-            ValueError: for a module that :meth:`knows` denies.
+            ValueError: for a module for which :meth:`knows` returns False.
         """
         reset = _reset_method(module)
         if reset is None:
@@ -39,7 +39,7 @@ class Initialiser:
 
 
 def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
-    """Name the modules with parameters or buffers on the meta device that nothing initialises."""
+    """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
     for name, each in module.named_modules():
         on_meta = [key for key, _ in _own_meta_tensors(each)]
@@ -54,7 +54,7 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> l
 
 
 def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Divide the modules of ``root`` into parts, each of which must be whole at one time.
+    """Divide the modules of ``root`` into parts; all modules of a part are initialised together.
 
     Args:
         root: the model.
@@ -82,7 +82,7 @@ def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterato
 def materialize(
     modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
 ) -> None:
-    """Move the meta tensors that ``modules`` own themselves to ``device``, with first values."""
+    """Move the meta tensors that ``modules`` own directly to ``device``, and initialise them."""
     names_of: dict[nn.Module, set[str]] = {}
     for module in modules:
         names = {name for name, _ in _own_meta_tensors(module)}
@@ -112,11 +112,11 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def _protected(module: nn.Module, names: set[str], device: torch.device) -> Iterator[None]:
-    """Replace everything that ``module`` owns, except for ``names``, by stand-ins inside.
+    """Replace the tensors that ``module`` owns, except ``names``, by stand-ins inside the context.
 
     Tensors that have values keep them: a parameter tied to one of an earlier module, which may be
-    sharded already, or a tensor that the user has set. The initialiser still draws as many random
-    numbers as ever.
+    sharded already, or a tensor that the user has set. The initialiser still draws the same number
+    of random numbers.
     """
     others = {name: tensor for name, tensor in _own_tensors(module) if name not in names}
     for name, tensor in others.items():
@@ -145,7 +145,7 @@ def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
-    """Give a meta tensor that ``module`` owns as ``name`` storage on ``device``."""
+    """Allocate storage on ``device`` for the meta tensor that ``module`` owns as ``name``."""
     empty = torch.empty_like(tensor, device=device)
     if isinstance(tensor, nn.Parameter):
         # The object stays: other modules and optimizers may refer to it.

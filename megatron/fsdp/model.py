@@ -26,40 +26,42 @@ from megatron.fsdp.sharded_module import OWNER, ShardedModule
 class MegatronFSDP(ShardedModule):
     """The published wrapper: a sharded module and the controls of its communication.
 
-    :func:`megatron.fsdp.fully_shard.fully_shard_model` makes it from all its arguments, by
+    :func:`megatron.fsdp.fully_shard.fully_shard_model` creates it from keyword arguments, by
     :meth:`from_settings`. This constructor takes the mesh and a configuration object instead, as
-    the published package does.
+    in the published package.
 
     Args:
-        module: initialised on every rank; the weights of the first data rank count.
+        module: the module, initialised on every rank. Ranks take the weights of the first data
+            rank.
         dist_index: the mesh.
-        ddp_config: strategy and overlap; of this package or Megatron-Core's. None: level 3 with
-            overlap.
-        mixed_precision_policy: dtypes of main weights and gradients; the default takes those of
-            ``ddp_config``.
+        ddp_config: strategy and overlap, an object of this package or Megatron-Core's. None: level
+            3 with overlap.
+        mixed_precision_policy: dtypes of main weights and gradients; the default policy takes them
+            from ``ddp_config``.
         fsdp_unit_modules: classes, instances or import paths of the modules that are units.
-            Outside of them every module that owns parameters is a unit by itself.
-        disable_bucketing: the whole model is one unit, with one group per dtype.
+            Outside them, every module that owns parameters is a unit by itself.
+        disable_bucketing: make the whole model one unit, with one group per dtype.
         device: the device that the module is moved to; None: the mesh's.
-        calculate_per_token_loss: gradients are summed, not averaged.
+        calculate_per_token_loss: sum gradients instead of averaging them.
         init_model_with_meta_device: parameters on the meta device get their values unit by unit, by
             ``reset_parameters``.
-        sync_model_each_microbatch: every backward outside ``no_sync`` ends with final gradients on
+        sync_model_each_microbatch: end every backward outside ``no_sync`` with final gradients on
             ``param.grad``.
         keep_fp8_transpose_cache: not built yet.
         nccl_ub: not built yet.
         fsdp_double_buffer: not built yet.
         fsdp_db_use_persist_buf_on_alloc_fail: not built yet.
         disable_symmetric_registration: not built yet.
-        enable_fine_grained_param_gather_hook: together with the next one: inside units too every
-            module that owns parameters is gathered and freed by itself.
-        enable_fine_grained_param_gather_backward_hook: see the one before.
+        enable_fine_grained_param_gather_hook: together with the next argument: every module that
+            owns parameters is gathered and freed by itself, inside units too.
+        enable_fine_grained_param_gather_backward_hook: see the previous argument.
         fine_grained_recurse_module_types: not built yet.
-        report_nan_in_param_grad: raise and name the parameter and rank of a NaN or Inf gradient.
+        report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
+            Inf gradient.
 
     Raises:
         NotImplementedError: for arguments of the published interface that are not built yet.
-        ValueError: listing everything that is wrong with the arguments, the same on every rank.
+        ValueError: lists every problem with the arguments, the same on every rank.
     """
 
     def __init__(
@@ -118,14 +120,14 @@ class MegatronFSDP(ShardedModule):
     def from_settings(
         cls, module: nn.Module, settings: ShardingSettings, problems: Problems | None = None
     ) -> MegatronFSDP:
-        """Shard a module as ``settings`` say; see :class:`ShardedModule` for what is raised.
+        """Shard a module with ``settings``; see :class:`ShardedModule` for the errors raised.
 
         Args:
             module: the module to shard.
-            settings: everything that decides how it is sharded.
+            settings: all settings of the sharded model.
             problems: problems that the caller has found, which are raised together with others.
         """
-        model = cls.__new__(cls)  # the other constructor takes the published arguments
+        model = cls.__new__(cls)  # `__init__` takes the published arguments
         ShardedModule.__init__(model, module, settings, problems)
         model.ddp_config = settings.as_config()
         return model
@@ -134,7 +136,7 @@ class MegatronFSDP(ShardedModule):
 
     @property
     def is_last_microbatch(self) -> bool:
-        """Whether the next backward is the last one of the step; may be assigned."""
+        """True if the next backward is the last one of the step; may be assigned."""
         return self._schedule.is_last_microbatch
 
     @is_last_microbatch.setter
@@ -143,7 +145,7 @@ class MegatronFSDP(ShardedModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make the microbatches inside the context not the last one of the step."""
+        """Mark the microbatches inside the context as not the last one of the step."""
         before, self.is_last_microbatch = self.is_last_microbatch, False
         try:
             yield
@@ -167,22 +169,22 @@ class MegatronFSDP(ShardedModule):
     # ---- gradients
 
     def start_grad_sync(self, *unused: object) -> None:
-        """Begin to reduce everything that has accumulated."""
+        """Start to reduce all gradients that have accumulated; arguments are ignored."""
         self._gradients.start()
 
     def synchronize_gradient_reduce(self) -> None:
-        """Wait for the reductions that have begun."""
+        """Wait for the reductions that have started."""
         self._gradients.wait()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Reduce what is left, wait, and put the final gradients on ``param.grad``.
+        """Reduce the remaining gradients, wait, and put the final ones on ``param.grad``.
 
         Args:
-            force_all_reduce: whole gradients on every rank, which no strategy here needs.
+            force_all_reduce: request whole gradients on every rank, which only level 0 has.
 
         Raises:
             NotImplementedError: for ``force_all_reduce`` at level 1 and above.
-            GradientError: for a NaN or Inf, if they are to be reported.
+            GradientError: for a NaN or Inf gradient, if they are reported.
         """
         if force_all_reduce and self.strategy.shards_optimizer:
             raise NotImplementedError(
@@ -191,12 +193,11 @@ class MegatronFSDP(ShardedModule):
         self._gradients.finish()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Put the reduced gradients on the parameters; empty where this rank owns nothing.
+        """Put the reduced gradients on the parameters; empty if this rank owns nothing of one.
 
         Raises:
-            GradientError: for a NaN or Inf, if they are to be reported.
-            RuntimeError: for a parameter that was frozen when it was sharded
-                and is not any more.
+            GradientError: for a NaN or Inf gradient, if they are reported.
+            RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
         self._gradients.attach()
 
@@ -205,14 +206,14 @@ class MegatronFSDP(ShardedModule):
         self._gradients.scale(factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients: accumulated, reduced, and those on parameters."""
+        """Drop all gradients: accumulated, reduced, and those on parameters."""
         self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients as :meth:`zero_grad_buffer` does.
+        """Drop all gradients, like :meth:`zero_grad_buffer`.
 
         Args:
-            set_to_none: False puts zeros on the parameters.
+            set_to_none: False leaves gradients of zeros on the parameters.
         """
         super().zero_grad(set_to_none)
         self.zero_grad_buffer()
@@ -224,12 +225,12 @@ class MegatronFSDP(ShardedModule):
     def install_optimized_model_weights(
         self, only_shared: bool = False, only_trainable: bool = False
     ) -> None:
-        """Put main weights into compute weights; the next forward uses them.
+        """Cast main weights into compute weights; the next forward uses them.
 
         Args:
-            only_shared: leave compute weights of another dtype alone. The others share storage with
-                the main weights, so that what other ranks have gathered of them is out of date.
-            only_trainable: leave those alone that no optimizer updates.
+            only_shared: skip groups whose compute weights have another dtype. In the others,
+                compute and main weights share storage, so weights gathered before are stale.
+            only_trainable: skip groups that no optimizer updates.
         """
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
@@ -239,11 +240,11 @@ class MegatronFSDP(ShardedModule):
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Begin to all-gather weights that stay gathered, at levels 1 and 2.
+        """Start the all-gathers of the weights that stay unsharded, at levels 1 and 2.
 
         Args:
             *unused: accepted for Megatron-Core's schedules, which pass modules or nothing.
-            force_sync: wait for the gathers.
+            force_sync: wait for the all-gathers.
             force_dispatch: gather at level 3 too, which otherwise gathers unit by unit in forward.
         """
         if self.strategy.shards_parameters and not force_dispatch:
@@ -254,19 +255,19 @@ class MegatronFSDP(ShardedModule):
             self.synchronize_param_gather()
 
     def synchronize_param_gather(self) -> None:
-        """Wait for the all-gathers that have begun."""
+        """Wait for the all-gathers that have started."""
         for unit in self._units:
             unit.wait_for_unshard()
 
     def broadcast_params(self) -> None:
-        """Take the weights of the first rank of every axis that replicates them."""
+        """Broadcast main weights from the first rank of every axis that replicates them."""
         for group in self.groups:
             group.broadcast()
 
     # ---- communication
 
     def stop_communication(self) -> None:
-        """Wait for everything that has begun."""
+        """Wait for all reductions and all-gathers that have started."""
         self.synchronize_gradient_reduce()
         self.synchronize_param_gather()
 
@@ -303,14 +304,14 @@ def owner_of(parameter: torch.Tensor) -> MegatronFSDP:
     """Return the model that a sharded parameter belongs to.
 
     Raises:
-        AttributeError: for any other tensor; :func:`is_owned` tells.
+        AttributeError: for any other tensor; see :func:`is_owned`.
     """
     model: MegatronFSDP = getattr(parameter, OWNER)
     return model
 
 
 def is_owned(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter belongs to a sharded model."""
+    """Return True if a parameter belongs to a sharded model."""
     return hasattr(parameter, OWNER)
 
 
@@ -320,16 +321,16 @@ def _settings_of(
     policy: MixedPrecisionPolicy,
     problems: Problems,
 ) -> ShardingSettings:
-    """Read the settings that a configuration object has, of this package or Megatron-Core's.
+    """Read the settings of a configuration object, of this package or Megatron-Core's.
 
     Args:
-        config: fields that it lacks have their defaults.
+        config: the object; fields that it lacks have their defaults.
         dist_index: the mesh.
-        policy: the dtypes that count unless they are the default ones.
-        problems: gets what is wrong with fields.
+        policy: takes precedence over the dtypes of ``config`` unless it is the default policy.
+        problems: problems of fields are added to it.
 
     Raises:
-        ValueError: where the mesh or the configuration is something else.
+        ValueError: if the mesh or the configuration is an object of another class.
     """
     if not isinstance(dist_index, FSDPDistributedIndex):
         raise ValueError(
@@ -346,7 +347,7 @@ def _settings_of(
     precision = problems.check(precision_of, config) if policy == DEFAULT_PRECISION else policy
     return ShardingSettings(
         dist_index=dist_index,
-        # A wrong value is among the problems, which are raised before this one counts.
+        # An invalid strategy is among the problems, which are raised before this value is used.
         zero_dp_strategy=ShardingStrategy.OPTIM_GRADS_PARAMS if strategy is None else strategy,
         mixed_precision_policy=DEFAULT_PRECISION if precision is None else precision,
         outer_dp_sharding_strategy=getattr(config, "outer_dp_sharding_strategy", 0),
@@ -364,11 +365,11 @@ def _settings_of(
 def _parse_fine_grained(
     of_config: bool, forward: bool, backward: bool, module_types: Sequence[type] | None
 ) -> bool:
-    """Return whether modules inside units are gathered by themselves.
+    """Return True if modules inside units are gathered by themselves.
 
     Raises:
-        NotImplementedError: where that is asked for in forward or in backward only, or for some
-            types of modules.
+        NotImplementedError: if that is requested in forward or in backward only, or for some types
+            of modules.
     """
     is_wanted = of_config or (forward and backward)
     refuse_unbuilt(

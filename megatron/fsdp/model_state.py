@@ -20,7 +20,7 @@ def load_model_state(
     state: Mapping[str, Any],
     strict: bool,
 ) -> _IncompatibleKeys:
-    """Copy ``state`` into main weights and buffers; where anything does not fit, nothing changes.
+    """Copy ``state`` into main weights and buffers, unless anything does not fit.
 
     Args:
         module: the wrapped module.
@@ -30,10 +30,11 @@ def load_model_state(
         strict: treat missing and unexpected keys as errors.
 
     Returns:
-        Missing and unexpected keys, as torch does.
+        Missing and unexpected keys, like ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        RuntimeError: listing wrong shapes and, if ``strict``, missing and unexpected keys.
+        RuntimeError: lists wrong shapes and, if ``strict``, missing and unexpected keys. Nothing
+            has been changed then.
     """
     own = _without_wrapper_prefix(names, state)
     weights = {name: own.pop(name) for name in list(own) if name in sharded_params}
@@ -70,7 +71,7 @@ def load_model_state(
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``state`` by the wrapped module's names, without the wrapper's ``module.``."""
+    """Return ``state`` under the wrapped module's names, without the wrapper's ``module.``."""
     all_prefixed = bool(state) and all(key.startswith("module.") for key in state)
     if all_prefixed and not any(key in names for key in state):
         return {key.removeprefix("module."): value for key, value in state.items()}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers over sharded parameters: any torch optimizer with an element-wise update, unchanged.
 
-[Note: the sharded optimizer] A sharded optimizer is the user's object. Its class becomes a subclass
-of what it was, with :class:`ShardedOptimizer` in front: the step finishes reductions first and
-installs the new main weights afterwards, and state dicts show DTensors.
+[Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
+subclass of :class:`ShardedOptimizer` and the original class: the step finishes reductions first and
+installs the new main weights afterwards, and state dicts contain DTensors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
 
     _fsdp_models: list[MegatronFSDP]
-    _fsdp_whole_models: list[MegatronFSDP]  # those of which no other optimizer steps parameters
+    _fsdp_whole_models: list[MegatronFSDP]  # those whose parameters no other optimizer steps
     _fsdp_checkpoint_ready: bool
 
     def step(
@@ -48,14 +48,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         sync_grad_before_optimizer_step: bool = True,
         install_optimized_model_weights: bool = True,
     ) -> Any:
-        """Finish reductions, update the main weights, put them into the compute weights.
+        """Finish reductions, update the main weights, and cast them into the compute weights.
 
         Args:
             closure: as in torch; its gradients are reduced too.
-            sync_grad_before_optimizer_step: reduce what is not reduced yet.
-            install_optimized_model_weights: False leaves compute weights of another dtype as they
-                are until ``model.install_optimized_model_weights()``. Where the dtypes agree they
-                are the same tensors.
+            sync_grad_before_optimizer_step: reduce gradients that are not reduced yet.
+            install_optimized_model_weights: False keeps the old compute weights until
+                ``model.install_optimized_model_weights()``, if their dtype differs from that of the
+                main weights. Otherwise they share storage with the main weights.
         """
         on_local_shards = OnLocalShards()
 
@@ -83,11 +83,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
-        """Clear gradients; those of parameters that other optimizers step stay, as in torch.
+        """Clear the gradients of the parameters that this optimizer steps, as in torch.
 
         Args:
-            set_to_none: False puts zeros on the parameters.
-            zero_grad_buffer: clear the accumulation buffers behind ``param.grad``, too.
+            set_to_none: False leaves gradients of zeros on the parameters.
+            zero_grad_buffer: clear the accumulation buffers behind ``param.grad`` too.
         """
         if zero_grad_buffer:
             for model in self._fsdp_models:
@@ -101,19 +101,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     model.attach_grad_to_optimizer_state()  # zeros
 
     def _clear_own_shards(self, model: MegatronFSDP) -> None:
-        """Clear the gradients of those parameters of a model that this optimizer steps."""
+        """Clear the gradients of the parameters of a model that this optimizer steps."""
         model.finish_grad_sync()  # gradients that are not reduced yet would be added later
         for sharded_param in self._sharded_params():
             if owner_of(sharded_param.parameter) is model:
                 clear_gradient_shard(sharded_param)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters of sharded models; their state exists at once.
+        """Add a group of parameters of sharded models, and create their state.
 
         Raises:
-            ValueError: where a parameter belongs to no sharded model.
-            NotImplementedError: where the group's settings make the update one that is not
-                element-wise.
+            ValueError: if a parameter belongs to no sharded model.
+            NotImplementedError: if the update is not element-wise with the group's settings.
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
@@ -129,7 +128,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's structure, with ``param_names`` in every group.
 
-        Tensors are DTensors that torch's checkpoint takes.
+        Element-wise state is in DTensors, ready for torch.distributed.checkpoint if the optimizer
+        was sharded with ``preproc_state_dict_for_dcp_ckpt``.
         """
         state = super().state_dict()
         if self._fsdp_checkpoint_ready:
@@ -143,17 +143,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of an optimizer over parameters of the same names.
 
-        With names in it, groups and parameters may come in another order. Without, positions count,
-        as in torch.
+        With ``param_names`` in the state dict, groups and parameters may be in another order.
+        Without names they are matched by position, as in torch.
 
         Args:
             state_dict: torch's structure, with full tensors or DTensors.
 
         Raises:
-            ValueError: where names, groups or shapes do not agree; nothing is changed then.
+            ValueError: if names, groups or shapes do not agree; nothing is changed then.
         """
         groups = match_groups(self.param_groups, state_dict["param_groups"])
-        # Numbers, or the names that torch's `set_state_dict` replaces them by.
+        # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
         keys: list[Any] = []
         for group in groups:
             keys += group["params"]
@@ -172,7 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for key, slots in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
-        self._make_missing_state()  # where the saved optimizer had not stepped yet
+        self._make_missing_state()  # the saved optimizer may not have stepped yet
 
     def _sharded_params(self) -> list[ShardedParam]:
         return _sharded_params_of(_parameters(self))
@@ -190,8 +190,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _make_missing_state(self) -> None:
         kind = _user_class(self)
         for group in self.param_groups:
-            # An entry without state says that there is none: torch's `get_state_dict` would take a
-            # step to see.
+            # An empty entry shows that there is no state; torch's `get_state_dict` would otherwise
+            # take a step to create it.
             has_none = torch_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
@@ -201,8 +201,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
-            # An all-gather that has begun, for another optimizer's step or for an unused unit,
-            # would write the old weights over the new ones.
+            # An all-gather under way, for another optimizer's step or for an unused unit, would
+            # overwrite the new weights with the old ones.
             model.synchronize_param_gather()
             if reduce:
                 model.finish_grad_sync()
@@ -213,8 +213,8 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
-    The state of torch's optimizers exists at once, so that a checkpoint can be loaded into it; see
-    :func:`~megatron.fsdp.optimizer_state.initial_state` for those that make theirs at the first
+    The state of torch's optimizers is created at once, so a checkpoint can be loaded into it; see
+    :func:`~megatron.fsdp.optimizer_state.initial_state` for optimizers that create it at the first
     step.
 
     Args:
@@ -222,8 +222,7 @@ def shard_optimizer(
         checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
 
     Raises:
-        ValueError: where a parameter belongs to no sharded model, or the optimizer is sharded
-            already.
+        ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
         NotImplementedError: for optimizers whose update is not element-wise.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -253,7 +252,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> No
     """Replace the module's parameters in an optimizer by the sharded ones, with groups and state.
 
     Raises:
-        ValueError: where a parameter of the optimizer is none of the module's; nothing is changed
+        ValueError: if the optimizer has a parameter that is not the module's; nothing is changed
             then.
     """
     sharded_params = {each.compute: each for each in model.sharded_params}
@@ -266,7 +265,7 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> No
         each for each in optimizer.state if isinstance(each, nn.Parameter) and each in replacements
     ]
     names = elementwise_names((sharded_params[each], optimizer.state[each]) for each in unsharded)
-    # One by one, so that the memory of a whole state is freed when its shard has been made.
+    # One parameter at a time: its whole state is freed before the next one is sharded.
     for compute in unsharded:
         slots = optimizer.state.pop(compute)
         optimizer.state[replacements[compute]] = shard_slots(sharded_params[compute], slots, names)
@@ -284,9 +283,9 @@ def check_optimizer(
     """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
 
     Args:
-        problems: the list.
-        optimizer: what the user has passed as the optimizer.
-        module: what the user has passed as the module, not sharded yet.
+        problems: the list to add to.
+        optimizer: the user's argument, of any type.
+        module: the user's argument, of any type, before sharding.
         use_decoupled_grad: the user's argument of this name.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -294,7 +293,7 @@ def check_optimizer(
             f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
         )
         return
-    if isinstance(module, nn.Module):  # the check of the module says so otherwise
+    if isinstance(module, nn.Module):  # otherwise the check of the module reports it
         known = set(module.parameters())
         unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
         if unknown:
@@ -315,9 +314,9 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ``ValueError`` where the ``step`` of an instance has been replaced.
+    """Raise ``ValueError`` if ``step`` has been replaced on the instance.
 
-    A learning-rate scheduler may have done so.
+    Learning-rate schedulers are allowed to do so.
     """
     own = vars(optimizer).get("step")
     if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
@@ -360,7 +359,7 @@ def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) 
 
 
 def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
-    """Return the optimizer's class without what sharding has added."""
+    """Return the user's class of an optimizer, which may be sharded."""
     for base in type(optimizer).__mro__:
         if issubclass(base, torch.optim.Optimizer) and not issubclass(base, ShardedOptimizer):
             return base
@@ -385,9 +384,9 @@ def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
 
 
 def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
-    """Make a learning-rate scheduler that was made before sharding see the steps of the new class.
+    """Let a learning-rate scheduler from before sharding see the steps of the new class.
 
-    It has wrapped the old class' step and put the result on the instance.
+    It has wrapped the step of the old class and put the result on the instance.
     """
     if "step" not in vars(optimizer):
         return

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of an optimizer over sharded parameters: first values, sharding, and state dicts.
 
-A *slot* is an entry of the state of one parameter. It is element-wise (a moment, one value for each
-element of the parameter, sharded like it) or a value for the whole parameter (a step count).
+A *slot* is an entry of the state of one parameter. It is element-wise (a moment: one value for each
+element of the parameter, sharded like it) or one value for the whole parameter (a step count).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Slots = dict[str, Any]
 """The state of one parameter, by name."""
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
-"""Slots that are never element-wise, for optimizers whose parameters all have one element."""
+"""Slots that are not element-wise; shapes do not show it if all parameters have one element."""
 
 
 def initial_state(
@@ -31,15 +31,15 @@ def initial_state(
     group: dict[str, Any],
     parameter: nn.Parameter,
 ) -> Slots:
-    """Return the state that the first step would make, before that step: zero moments, step 0.
+    """Return the state that the first step would create, before that step: zero moments, step 0.
 
-    It is empty for optimizers that make theirs at the first step: SGD with dampening, whose first
-    step differs from one that finds state; ASGD and Rprop, which keep the learning rate of the
-    first step; and optimizers that are not torch's.
+    It is empty for optimizers that must create it at the first step: SGD with dampening, whose
+    first step differs from one that finds state; ASGD and Rprop, which keep the learning rate of
+    the first step; and optimizers that are not torch's.
 
     Args:
         optimizer: the optimizer; its defaults are read.
-        kind: its class, without what sharding has added.
+        kind: the user's class, before sharding.
         group: the param group of ``parameter``.
         parameter: a sharded parameter.
     """
@@ -63,9 +63,9 @@ def initial_state(
 
 
 def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
-    """Return the names of element-wise slots, as the shapes of the tensors in them tell.
+    """Return the names of the slots whose tensors have the shapes of their parameters.
 
-    Parameters of one element are left out: of them every tensor has the shape.
+    Parameters of one element are left out, because step counts may have the same shape.
     """
     names = set()
     for sharded_param, slots in states:
@@ -88,7 +88,7 @@ def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> S
         names: the result of :func:`elementwise_names` for all parameters of the optimizer.
 
     Raises:
-        ValueError: where the shape of a tensor is not the parameter's.
+        ValueError: if the shape of a tensor is not the parameter's.
     """
     return {
         name: sharded_param.sharded_like(value)
@@ -119,10 +119,10 @@ def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
 def match_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return saved param groups, and the parameters in each, in the order of ``groups``, by name.
 
-    Without names in ``saved`` they stay as they are: positions count then, as in torch.
+    Without names in ``saved`` they are returned unchanged, and matched by position, as in torch.
 
     Raises:
-        ValueError: where a group is not over the same parameters.
+        ValueError: if a group does not have the same parameters.
     """
     if any(group.get("param_names") is None for group in saved):
         return saved
@@ -152,12 +152,12 @@ def _all_names(names_of_groups: list[list[str]]) -> set[str]:
 
 
 def _names_with_prefix(group: dict[str, Any], own: set[str]) -> list[str]:
-    """Return a saved group's names as the wrapper has them.
+    """Return a saved group's names with the wrapper's prefix ``module.``.
 
-    An optimizer over the unsharded model has saved them without the wrapper's ``module.``.
+    An optimizer over the unsharded model has saved them without it.
     """
-    # torch's `set_state_dict` replaces numbers by names, in the order of our group, and leaves
-    # `param_names`.
+    # torch's `set_state_dict` replaces numbers by names, in the order of our group, and does not
+    # change `param_names`.
     is_by_name = group["params"] and all(isinstance(key, str) for key in group["params"])
     names = group["params"] if is_by_name else group["param_names"]
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collection of everything that is wrong with a call, raised together and alike on every rank."""
+"""A collection of the problems of a call, which are raised together, as one error on every rank."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron.fsdp.engine.collectives import agree
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Marks in front of a problem, which travel between ranks with it. Sorting puts wrong ones first.
+# Prefixes of problems, which are exchanged between ranks with them. Errors sort first.
 _WRONG, _UNBUILT = "0", "1"
 
 
 class Problems:
-    """A list of problems that checks add to, raised as one error."""
+    """A list that checks add problems to, raised as one error."""
 
     def __init__(self) -> None:
-        self._found: dict[str, None] = {}  # marked texts in order, each once
+        self._found: dict[str, None] = {}  # prefixed texts in order, each once
 
     def add(self, text: str) -> None:
-        """Add something that is wrong."""
+        """Add the text of a problem, which becomes part of a ``ValueError``."""
         self._found[_WRONG + text] = None
 
     def check(
@@ -35,8 +35,8 @@ class Problems:
     ) -> Result | None:
         """Call ``function`` and return its result.
 
-        A ``ValueError`` or ``NotImplementedError`` that it raises becomes a problem, and the result
-        is None then.
+        If it raises ``ValueError`` or ``NotImplementedError``, the error becomes a problem and the
+        result is None.
         """
         try:
             return function(*args, **kwargs)
@@ -47,15 +47,15 @@ class Problems:
         return None
 
     def raise_everywhere(self, groups: Sequence[dist.ProcessGroup | None] = (None,)) -> None:
-        """Raise the problems of all ranks on every rank; return where there are none.
+        """Raise the problems of all ranks on every rank; do nothing if there are none.
 
         Args:
-            groups: process groups that together reach every rank, one after the other. None: the
-                group of all ranks.
+            groups: process groups that reach every rank if they are used one after the other. None:
+                the group of all ranks.
 
         Raises:
-            ValueError: listing everything that is wrong.
-            NotImplementedError: where nothing is wrong, but something is not built yet.
+            ValueError: lists all problems.
+            NotImplementedError: if every problem is a feature that is not built yet.
         """
         found = list(self._found)
         if dist.is_initialized():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a sharded model: as the user gives them, and parsed and checked."""
+"""The settings of a sharded model: the user's arguments, and the parsed and checked settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.problems import Problems
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()
-"""The policy of a user who has given none. Only with this object the older keywords count alone."""
+"""The default policy. If the user passes no other, the older keywords may replace it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class ShardingSettings:
     """The arguments of :func:`megatron.fsdp.fully_shard.fully_shard_model`, which explains them.
 
     Args:
-        dist_index: the mesh, where there is one already. The arguments that describe a mesh
-            (``device_mesh`` to ``expt_fsdp_group_ag``) are not read then.
+        dist_index: the mesh, if it exists already. The arguments that describe a mesh
+            (``device_mesh`` to ``expt_fsdp_group_ag``) are then ignored.
     """
 
     dist_index: FSDPDistributedIndex | None = None
@@ -77,17 +77,17 @@ class ShardingSettings:
     def resolve(
         self, module: nn.Module, initialiser: Initialiser, problems: Problems
     ) -> ResolvedSettings:
-        """Make the mesh, parse every setting, and check all of them and the module.
+        """Create the mesh, parse every setting, and check all of them and the module.
 
         Args:
-            module: the module that is to be sharded.
-            initialiser: the source of first values with ``init_model_with_meta_device``.
+            module: the module to shard.
+            initialiser: initialises meta parameters with ``init_model_with_meta_device``.
             problems: problems that the caller has found, which are raised together with others.
 
         Raises:
-            ValueError: listing everything that is wrong on any rank, the same on every rank.
-            NotImplementedError: where nothing is wrong, but a setting is not built yet.
-            RuntimeError: outside torch.distributed.
+            ValueError: lists the problems of all ranks, the same on every rank.
+            NotImplementedError: if every problem is a setting that is not built yet.
+            RuntimeError: if the program was not started for torch.distributed.
         """
         self._check_plain_values(problems)
         mesh = problems.check(self._make_mesh)
@@ -160,10 +160,10 @@ class ShardingSettings:
         )
 
     def _reach(self) -> Sequence[dist.ProcessGroup | None]:
-        """Return groups that together reach every rank of the mesh, one after the other.
+        """Return groups that reach every rank of the mesh if they are used one after the other.
 
-        They are those of the mesh as it was given, which may be wrong; without one, the group of
-        all ranks.
+        They are the groups of the mesh that the user passed, which may be invalid; without one, the
+        group of all ranks.
         """
         if self.dist_index is not None:
             return self.dist_index.all_groups()
@@ -177,7 +177,7 @@ class ShardingSettings:
         return self.report_nan_in_param_grad if older is None else older
 
     def as_config(self) -> DistributedDataParallelConfig:
-        """Return the same settings as the published configuration object, as far as it has them."""
+        """Return the published configuration object with the settings that it has fields for."""
         return DistributedDataParallelConfig(
             data_parallel_sharding_strategy=self.zero_dp_strategy,
             outer_dp_sharding_strategy=self.outer_dp_sharding_strategy,
@@ -195,16 +195,16 @@ class ResolvedSettings:
 
     Args:
         mesh: the mesh and the names of its axes.
-        strategy: what the inner axis shards.
-        outer_strategy: what the outer axis shards: nothing, or optimizer state.
+        strategy: the ZeRO level of the inner axis.
+        outer_strategy: the strategy of the outer axis: replication, or sharded optimizer state.
         precision: dtypes of main weights and gradients.
-        gradients: how gradients of the ranks are combined.
-        overlap: how communication overlaps compute.
+        gradients: the reduction of gradients: a mean or a sum.
+        overlap: the overlap of communication with compute.
         unit_modules: classes and instances of the modules that are units.
         root_only: the whole model is one unit.
-        fine_grained: inside units too every module that owns parameters is a unit.
+        fine_grained: every module that owns parameters is a unit, inside named units too.
         device: the device of the parameters.
-        initialiser: the source of first values of meta parameters; None: there are none.
+        initialiser: initialises meta parameters; None: there are none.
         sync_each_microbatch: gradients are final after every backward.
         report_nan: NaN or Inf gradients raise an error.
         use_decoupled_grad: gradients go to ``param.decoupled_grad`` instead of ``param.grad``.
@@ -233,7 +233,7 @@ def precision_policy(
     grad_reduce_in_fp32: bool | None,
     preserve_fp32_weights: bool | None,
 ) -> MixedPrecisionPolicy:
-    """Return the policy that the new or the older spelling asks for.
+    """Return the policy given by ``mixed_precision_policy`` or by the older keywords.
 
     Args:
         policy: ``mixed_precision_policy``. None or :data:`DEFAULT_PRECISION`: not given.
@@ -241,7 +241,7 @@ def precision_policy(
         preserve_fp32_weights: the older keyword; None: not given.
 
     Raises:
-        ValueError: where both spellings are given and contradict each other.
+        ValueError: if both are given and contradict each other.
     """
     old = MixedPrecisionPolicy(
         main_params_dtype=None if preserve_fp32_weights is False else torch.float32,

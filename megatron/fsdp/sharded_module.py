@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wrapper as a ``torch.nn.Module``: how it is put together, its parameters and state dicts."""
+"""The wrapper as a ``torch.nn.Module``: its construction, parameters and state dicts."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ OWNER = "_fsdp_model"
 
 
 class ShardedModule(nn.Module):
-    """A module whose parameters, gradients and optimizer state are divided among ranks.
+    """A module whose parameters, gradients and optimizer state are sharded.
 
-    ``parameters()`` yields the main weights as DTensors, the same objects at every call; they are
-    what an optimizer steps. The user's module is ``module``. Its own parameters have values only
-    while a unit computes.
+    ``parameters()`` yields the main weights, which an optimizer steps, as DTensors, the same
+    objects at every call. The user's module is ``module``. At level 3, its own parameters have
+    values only while a unit is in use.
 
     Args:
         module: the module to shard; its parameters are replaced in place.
-        settings: everything that decides how it is sharded.
+        settings: all settings of the sharded model.
         problems: problems that the caller has found, which are raised together with others.
 
     Raises:
-        ValueError: listing everything that is wrong, the same on every rank.
+        ValueError: lists every problem, the same on every rank.
         NotImplementedError: for settings that are not built yet.
     """
 
     initialiser = Initialiser()
-    """The source of first values for modules that were built on the meta device."""
+    """Initialises modules that were built on the meta device."""
 
     _fsdp_is_sharded = True
 
@@ -100,14 +100,14 @@ class ShardedModule(nn.Module):
         )
         self._gradients.connect(self._schedule)
 
-        # Hooks on modules and tensors, which tell the schedule what happens.
+        # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
 
     def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
         """Return sharded parameters by name, in the module's own order, with all tied names.
 
-        Every one of them is marked as this wrapper's, and gets the attributes that others have put
-        on the module's parameter.
+        Each of them is marked as this wrapper's, and gets the attributes that user code has set on
+        the module's parameter.
         """
         for compute, sharded_param in sharded_params.items():
             parameter = sharded_param.parameter
@@ -151,9 +151,9 @@ class ShardedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield names, as of any wrapper with a ``module``, and main weights as DTensors.
+        """Yield names, which begin with ``module.``, and main weights as DTensors.
 
-        They are the wrapper's own parameters, whether ``recurse`` or not: torch's
+        They are the wrapper's own parameters, whatever ``recurse`` is, because torch's
         ``set_state_dict`` asks module by module.
         """
         seen: set[ShardedParam] = set()
@@ -172,7 +172,7 @@ class ShardedModule(nn.Module):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """Return main weights as DTensors of full shape, and buffers as they are.
+        """Return main weights as DTensors of full shape, and buffers unchanged.
 
         The DTensors are ready for torch.distributed.checkpoint if ``checkpoint_ready``.
         """
@@ -194,18 +194,18 @@ class ShardedModule(nn.Module):
         Args:
             state_dict: values under the wrapper's names or the module's own.
             strict: treat missing and unexpected keys as errors.
-            assign: not supported: the weights lie in buffers that many views share.
+            assign: not supported, because the weights are views of flat buffers.
 
         Raises:
             NotImplementedError: for ``assign``.
-            RuntimeError: listing everything that does not fit, as any module does.
+            RuntimeError: lists everything that does not fit, like any module.
             TypeError: for anything but a mapping.
         """
         refuse_unbuilt(assign=assign)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
-        # Wrappers inside (Float16Module) name keys as they like: ask the module, not its
-        # parameters' paths.
+        # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's
+        # state dict, not the paths of its parameters.
         own = self.module.state_dict(keep_vars=True)
         sharded_params = {}
         for key, value in own.items():
@@ -227,10 +227,9 @@ class ShardedModule(nn.Module):
         return sharded_param.checkpoint_tensor(with_chunks=self.checkpoint_ready)
 
     def _sharded_param_of(self, value: Any) -> ShardedParam | None:
-        """Return the sharded parameter of an entry of the module's state, which may show either.
+        """Return the sharded parameter of an entry of the module's state dict, if it has one.
 
-        Entries are the module's own parameters while their weights are gathered, and sharded ones
-        otherwise.
+        The entry is the module's own parameter while it is unsharded, otherwise the sharded one.
         """
         if not isinstance(value, nn.Parameter):
             return None
@@ -260,7 +259,7 @@ class ShardedModule(nn.Module):
     # ---- errors of gradients
 
     def _report_nonfinite(self, found: list[ShardedParam]) -> None:
-        """Raise :class:`GradientError` on every rank where any rank has found a NaN or Inf."""
+        """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""
         names = ", ".join(self._shown_name(sharded_param) for sharded_param in found)
         own = [f"rank {dist.get_rank()}: NaN or Inf in the gradient of {names}"] if found else []
         everywhere = agree(own, self._groups_that_end_together())
@@ -287,7 +286,7 @@ def _move(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:
-    """Return what the optimizer steps for each of the module's own parameters."""
+    """Return the parameter that the optimizer steps for each of the module's own parameters."""
     parameters: dict[nn.Parameter, nn.Parameter] = {}
     for compute, sharded_param in sharded_params.items():
         parameter = sharded_param.parameter

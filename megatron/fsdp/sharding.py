@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way from the parameters of units to groups with flat buffers and to sharded parameters."""
+"""The construction of groups with flat buffers, and of sharded parameters, for all units."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class GroupKey(NamedTuple):
 
 
 class Sharder:
-    """Divides the parameters of units among the ranks of the mesh.
+    """Shards the parameters of units over the ranks of the mesh.
 
     Args:
         settings: the mesh, the strategies and the precision.
@@ -48,11 +48,11 @@ class Sharder:
         self._parameter_meshes: dict[bool, ParameterMesh] = {}
 
     def shard(self, parameters_of: dict[Unit, dict[str, nn.Parameter]]) -> ShardedParams:
-        """Give every unit its groups, and every parameter its place in the flat buffer of one.
+        """Create the groups of every unit, and move every parameter into the buffer of its group.
 
-        The values of a parameter move into the buffer as soon as the buffer exists, so that a
-        module on the device of the shards never needs twice its memory. Parameters on the meta
-        device are filled by :meth:`initialise`.
+        The values of a parameter move into the buffer as soon as the buffer exists, so a module on
+        the device of the shards never needs twice its memory. Parameters on the meta device are
+        filled by :meth:`initialise`.
 
         Args:
             parameters_of: the parameters of each unit, by name.
@@ -73,11 +73,11 @@ class Sharder:
         return sharded_params
 
     def initialise(self, units: list[Unit], sharded_params: ShardedParams) -> None:
-        """Give the parameters that are on the meta device their first values, and shard them.
+        """Initialise the parameters on the meta device, and shard them.
 
         Args:
             units: all units, the root first.
-            sharded_params: those of all parameters.
+            sharded_params: the sharded parameters of all parameters.
         """
         initialiser, root = self._settings.initialiser, units[0].module
         if initialiser is None or root is None:
@@ -91,7 +91,7 @@ class Sharder:
                 sharded_param.group.shard_parameter(sharded_param.index)
 
     def _names_of_groups(self, parameters: dict[str, nn.Parameter]) -> dict[GroupKey, list[str]]:
-        """Return the names of the parameters that can lie in one flat buffer."""
+        """Return the names of the parameters of each group."""
         names: dict[GroupKey, list[str]] = defaultdict(list)
         has_expert_mesh = self._settings.mesh.expert is not None
         for name, parameter in parameters.items():
@@ -99,8 +99,8 @@ class Sharder:
                 parameter.dtype,
                 parameter.requires_grad,
                 has_expert_mesh and is_expert_parameter(name, parameter),
-                # A weight that pipeline stages share is divided alike on all of them, whatever else
-                # is in their units.
+                # A weight that pipeline stages share must be sharded alike on all of them,
+                # whatever else is in their units.
                 name if getattr(parameter, "shared_embedding", False) else None,
             )
             names[key].append(name)
@@ -143,7 +143,7 @@ class Sharder:
         return self._parameter_meshes[is_expert]
 
     def _norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """Return the norm groups of dense parameters that the tensor axis divides, and copies."""
+        """Return the norm groups of dense parameters: tensor-parallel slices, and copies."""
         groups = [axes.inner.get_group()] if self._settings.strategy.shards_optimizer else []
         if self._settings.outer_strategy.shards_optimizer and axes.outer is not None:
             groups.append(axes.outer.get_group())
@@ -151,9 +151,9 @@ class Sharder:
         return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
 
     def _expert_norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
-        """Return the norm groups of expert parameters that the tensor axis divides, and copies.
+        """Return the norm groups of expert parameters: tensor-parallel slices, and copies.
 
-        Other ranks own other experts of the same name: their norm is over all of them.
+        Other ranks own other experts of the same name; the norm is over all of them.
         """
         dense = self._settings.mesh.dense
         groups = [dense.inner.get_group()]
@@ -167,7 +167,7 @@ class Sharder:
 
 
 def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
-    """Return the parameters on the meta device that ``modules`` own themselves, each once."""
+    """Return the parameters on the meta device that ``modules`` own directly, each once."""
     found: dict[nn.Parameter, None] = {}
     for module in modules:
         for parameter in module.parameters(recurse=False):

@@ -29,18 +29,18 @@ def mesh_axes(
     outer_is_sharded: bool,
     own_gather_group: bool,
 ) -> FSDPDistributedIndex:
-    """Make the axes of dense and of expert parameters; a collective.
+    """Create the mesh axes of dense and of expert parameters; a collective.
 
     Dense parameters are sharded over data x context ranks, experts over the ranks that have the
     same experts.
 
     Args:
-        groups: of this rank.
-        pg_collection: where they came from; None: ``parallel_state``.
-        device: of the model; None: the accelerator there is, else cpu.
-        has_experts: the model has parameters that expert parallelism divides.
-        outer_is_sharded: the outer axis of hybrid sharding divides optimizer state.
-        own_gather_group: all-gathers have a communicator of their own, ``parallel_state``'s.
+        groups: the process groups of this rank.
+        pg_collection: the source of ``groups``; None: ``parallel_state``.
+        device: of the model; None: the accelerator if there is one, otherwise the CPU.
+        has_experts: the model has expert-parallel parameters.
+        outer_is_sharded: the outer axis of hybrid sharding shards optimizer state.
+        own_gather_group: use the separate group for all-gathers of ``parallel_state``.
     """
     device_type = _device_type(device)
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
@@ -97,7 +97,7 @@ def _mesh(
     inner: dist.ProcessGroup | None,
     outer: dist.ProcessGroup | None,
 ) -> DeviceMesh:
-    """Make a mesh of the axes that there are, in the order tensor, inner, outer; a collective."""
+    """Create a mesh of the axes that are not None: tensor, inner, outer; a collective."""
     axes = {TENSOR_AXIS: tensor, SHARD_AXIS: inner, OUTER_AXIS: outer}
     groups = {name: group for name, group in axes.items() if group is not None}
     if len(groups) == 1:

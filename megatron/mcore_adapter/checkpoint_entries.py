@@ -2,8 +2,8 @@
 """Entries of fsdp_dtensor checkpoints, made of a live model and its optimizer.
 
 Training with this project's own loop and with Megatron-LM's loop save and load the same entries:
-:mod:`megatron.checkpoint.fsdp_dtensor.checkpoint` describes the format. Tensors share storage with
-the model and the optimizer, so that torch.distributed.checkpoint loads in place.
+:mod:`megatron.checkpoint.fsdp_dtensor.keys` describes the format. Tensors share storage with the
+model and the optimizer, so torch.distributed.checkpoint loads in place.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, without_layout
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 
 Settings = dict[str, Any]
-"""What a param group says about its parameters: learning rate, weight decay and so on."""
+"""The settings of a param group: learning rate, weight decay and so on."""
 
 
 def same_name(name: str) -> str:
-    """Return the name: the file has it as it is."""
+    """Return the name unchanged, for files that use the same names."""
     return name
 
 
@@ -55,8 +55,8 @@ def entries_of(
         name: of the whole value in the file, with or without wrappers.
         value: a DTensor of the parameter's shape, or anything else (a buffer, a step counter),
             which is the same for both halves.
-        sharded: the parameter that the value belongs to; None for a value that is stored as it is.
-        gated: the MLPs of the model are gated, and files have the halves of their weights.
+        sharded: the parameter that the value belongs to; None for a value that is stored unchanged.
+        gated: the MLPs of the model are gated, and files store the halves of their weights.
 
     Raises:
         ValueError: for a gated weight without a parameter.
@@ -99,7 +99,7 @@ class GroupSettings(NamedTuple):
     """The settings that a file has for the parameters of one param group.
 
     Attributes:
-        settings: those of the first parameter that the file knows; empty if it knows none.
+        settings: the settings of the first parameter that the file has; empty if it has none.
         first: the name of that parameter.
         different: the names of parameters with other settings.
     """
@@ -127,9 +127,9 @@ def settings_of_group(names: Iterable[str], saved: Mapping[str, Settings]) -> Gr
 def drop_absent_settings(
     asked: dict[str, Settings], keys: Container[str], name_in_file: Callable[[str], str] = same_name
 ) -> None:
-    """Leave parameters that the file does not know out of what a partial load asks for, in place.
+    """Remove parameters that the file does not have from the settings to load, in place.
 
-    They take the settings of those that the file knows, which they must not contradict.
+    In a partial load they get the settings of the other parameters of their group.
 
     Args:
         asked: settings by the names of parameters.
@@ -143,5 +143,5 @@ def drop_absent_settings(
 
 
 def has_loss_scaler(keys: Iterable[str]) -> bool:
-    """Tell whether a file with these keys has the state of a loss scaler."""
+    """Return True if a file with these keys has the state of a loss scaler."""
     return any(key.startswith("grad_scaler.") for key in keys)

@@ -4,8 +4,8 @@
 Nothing here is active on a GPU.
 
 Megatron-Core 0.16 names the device "cuda" in a few dozen places, all of which go through the
-functions below, which it looks up at call time. Beside them a run needs the settings of a CPU
-(local layers, no fusions that need a kernel), which the arguments choose.
+functions below, which it looks up at call time. A run also needs settings that work on a CPU (local
+layers, no fused kernels), which the rules of the arguments choose.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _installed = False
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine; calling it twice is fine.
+    """Make Megatron-Core run on this machine; further calls do nothing.
 
     Returns:
-        Whether anything had to be replaced: False on a machine with CUDA.
+        True if anything had to be replaced; False on a machine with CUDA.
     """
     global _installed
     if torch.cuda.is_available():
@@ -59,7 +59,7 @@ def _replace_device() -> None:
         memory_allocated=lambda device=None: 0,  # logs
         max_memory_allocated=lambda device=None: 0,
     )
-    # Losses and masks are moved to where they are already.
+    # Losses and masks are already on the right device.
     _replace(torch.Tensor, cuda=lambda self, *args, **kwargs: self)
 
 
@@ -129,7 +129,7 @@ def _replace_random_state() -> None:
 
 
 class InertStream:
-    """A stream whose work has always finished; all streams are equal, as work is done in order."""
+    """A stream whose work has always finished; all are equal, because work is done in order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -175,7 +175,7 @@ class InertEvent:
 
 
 def _replace_streams() -> None:
-    """Replace streams and events, by which token dispatchers and shared experts order work."""
+    """Replace streams and events, which token dispatchers and shared experts use to order work."""
     _replace(
         torch.cuda,
         Stream=InertStream,
@@ -187,9 +187,9 @@ def _replace_streams() -> None:
 
 
 def _replace_uneven_collectives() -> None:
-    """Pad what ranks gather and scatter to one size: gloo takes equal sizes only.
+    """Pad the operands of all-gather and reduce-scatter, since gloo needs equal sizes.
 
-    Where tensor ranks divide experts, each rank has another number of tokens.
+    If tensor-parallel ranks divide experts, their numbers of tokens differ.
     """
     from megatron.core.tensor_parallel import mappings
 

@@ -37,10 +37,11 @@ class CoreEngine(MegatronFSDP):
     ``named_parameters()`` and state dicts.
 
     Args:
-        module: the model, also inside Float16Module.
+        module: the model, which may be inside Float16Module.
         args: further arguments of :class:`MegatronFSDP`.
-        use_cpu_initialization: as :class:`MegatronCoreInitialiser` takes it.
-        pipeline: group of the ranks of all stages, which end together; None: there is one stage.
+        use_cpu_initialization: see :class:`MegatronCoreInitialiser`.
+        pipeline: group of the ranks of all stages; an error on one stage is raised on all of them.
+            None: there is one stage.
         settings: keyword arguments of :class:`MegatronFSDP`.
     """
 
@@ -98,7 +99,7 @@ class CoreEngine(MegatronFSDP):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict to programs that have unwrapped the model."""
+        """Return :meth:`state_dict`, for programs that have unwrapped the model."""
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
 
@@ -115,16 +116,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
             and reduces in fp32, ``preserve_fp32_weights`` keeps fp32 main weights. The fields
             ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` of newer releases take
             precedence where present.
-        module: the model, also inside Float16Module; on the meta device with
+        module: the model, which may be inside Float16Module; on the meta device with
             ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the
             embedding, the output layer.
-        disable_bucketing: one group per dtype instead of per unit.
-        device: where the model goes first. None: the accelerator there is, else cpu.
+        disable_bucketing: make the whole model one unit, with one group per dtype.
+        device: the device to move the model to. None: the accelerator if there is one, otherwise
+            the CPU.
         pg_collection: process groups. None: those of ``parallel_state``.
 
     Raises:
-        ValueError: for configurations that Megatron-Core would train wrongly without a word.
+        ValueError: for configurations with which Megatron-Core would train wrongly, and silently.
         NotImplementedError: for options that are not built yet.
     """
 
@@ -178,7 +180,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield main weights as DTensors by their global names behind ``module.``."""
+        """Yield main weights as DTensors, by ``module.`` and their global names."""
         prefix = f"{prefix}.module" if prefix else "module"
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
@@ -188,21 +190,21 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def no_sync(self) -> Iterator[None]:
         """Mark the microbatches inside as not the last one of the step.
 
-        This is a generator on purpose: pipeline schedules drop it without leaving it after an
-        evaluation.
+        This is a generator on purpose: after an evaluation, pipeline schedules drop it without
+        leaving the context.
         """
         with self.module.no_sync():
             yield
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Begin to reduce the gradients that are complete."""
+        """Start to reduce all gradients that have accumulated; arguments are ignored."""
         self.module.start_grad_sync()
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Put final gradients on the ``.grad`` of every parameter that the optimizer steps.
 
         Args:
-            force_all_reduce: as the engine takes it.
+            force_all_reduce: see :meth:`MegatronFSDP.finish_grad_sync`.
         """
         self.module.finish_grad_sync(force_all_reduce)
         for sharded in self._tied_across_stages:
@@ -224,17 +226,17 @@ class FullyShardedDataParallel(_BaseDataParallel):
     def start_param_sync(
         self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Begin to all-gather the weights that the next forward needs first.
+        """Start the all-gathers of weights; see :meth:`MegatronFSDP.start_param_sync`.
 
         Args:
-            unused: of Megatron-Core's call: the engine's hooks gather other units later.
+            unused: arguments of Megatron-Core's call, which are ignored.
             force_sync: wait for the all-gathers.
-            force_dispatch: begin them even if all-gathers do not overlap with computation.
+            force_dispatch: gather at level 3 too.
         """
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 
     def broadcast_params(self) -> None:
-        """Give all data-parallel ranks the weights of the first one."""
+        """Broadcast the weights of the first data-parallel rank to the others."""
         self.module.broadcast_params()
 
     def stop_communication(self) -> None:
@@ -260,7 +262,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             torch's missing and unexpected keys.
 
         Raises:
-            RuntimeError: listing everything that does not fit.
+            RuntimeError: lists everything that does not fit.
         """
         return self.module.load_state_dict(state_dict, strict=strict)
 
@@ -277,7 +279,7 @@ class MainWeights:
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
-    """List transformer layers, the embedding, and the output layer, which has no own class."""
+    """List transformer layers, the embedding, and the output layer, which is found by its name."""
     outputs = [
         child for name, child in module.named_modules() if name.rpartition(".")[2] == "output_layer"
     ]
@@ -287,8 +289,8 @@ def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
 def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisionPolicy:
     """Return the policy of a configuration.
 
-    Main weights are fp32 unless told otherwise. Gradients are fp32 where those of Megatron-Core's
-    own wrapper are.
+    Main weights are fp32 by default. Gradients are fp32 if those of Megatron-Core's own wrapper
+    would be.
     """
     main_params = torch.float32 if ddp_config.preserve_fp32_weights else None
     grads = torch.float32 if ddp_config.grad_reduce_in_fp32 else None

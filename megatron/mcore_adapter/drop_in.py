@@ -5,14 +5,14 @@
 
     drop_in.install()  # best as the first line of the program
 
-From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. What
-was imported before is found and replaced too. Only what a program keeps elsewhere than in a module
-(in a default argument or a list) stays as it was.
+From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. Names
+that were imported before are replaced too, in every module. References elsewhere (in a default
+argument or a list) are not.
 
 [Note: replacements] The loop knows Megatron-Core's class and some functions on its state dicts by
-name. Each of them is replaced by an object that exists for this purpose only, in every loaded
-module, so that the way back is the same exchange in the other direction. Modules that are imported
-later find the replacements where they look for the originals, and every new wrapper looks again. A
+name. Each of them is replaced, in every loaded module, by an object that exists for this purpose
+only. Restoring is therefore the same exchange in the other direction. Modules that are imported
+later find the replacements in place of the originals, and every new wrapper repeats the exchange. A
 class or function of the replaced files that this module does not know is an error.
 """
 
@@ -50,7 +50,7 @@ def install() -> AbstractContextManager[object]:
     """Replace Megatron-Core's classes by those of this project; a second call changes nothing.
 
     Returns:
-        A context that undoes the changes of this call when it is left. It need not be used as one.
+        A context manager that undoes the changes of this call on exit. Using it is optional.
 
     Raises:
         RuntimeError: for another release of Megatron-Core, and if a loaded program uses parts of
@@ -104,7 +104,7 @@ class Installation:
         """Replace every name of Megatron-Core's objects in loaded modules.
 
         Raises:
-            RuntimeError: naming the objects of the replaced files that are not known here. Nothing
+            RuntimeError: names the objects of the replaced files that are not known here. Nothing
                 is replaced then.
         """
         known = {id(theirs) for theirs, _ in self._pairs}
@@ -157,7 +157,7 @@ def _pairs_of_names() -> list[tuple[object, object]]:
     """Pair the objects of Megatron-Core's files, which it has loaded, with their replacements.
 
     Raises:
-        RuntimeError: naming those that this release does not have.
+        RuntimeError: names those that this release does not have.
     """
     functions = (
         loop_state_dicts.print_diff_in_state_dicts,
@@ -192,8 +192,8 @@ def _pairs_of_names() -> list[tuple[object, object]]:
 def _forwarder(name: str) -> Callable[..., Any]:
     """Make a function that calls one of ours.
 
-    Programs of this project have ours in their modules, where :meth:`Installation.restore` would
-    take it for a replacement.
+    The modules of this project contain our functions themselves, which
+    :meth:`Installation.restore` would mistake for replacements.
     """
     function = getattr(uneven_dtensor, name)
 
@@ -223,7 +223,7 @@ def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
 
 
 def _unknown_names(known: set[int]) -> Iterator[str]:
-    """Yield names, outside of Megatron-Core, of what the replaced files define and nobody replaces.
+    """Yield names outside Megatron-Core of objects of the replaced files that are not replaced.
 
     Classes derived from a replaced one are among them.
 
@@ -265,7 +265,7 @@ def _is_within(name: Any, packages: tuple[str, ...]) -> bool:
 
 
 class DropInDataParallel(FullyShardedDataParallel):
-    """The class under the name of Megatron-Core's; arguments and members are those of its base.
+    """The replacement of Megatron-Core's class; arguments and members are those of its base.
 
     ``disable_bucketing`` is not passed on: the loop sets it for every virtual pipeline stage but
     the first, where buckets would gain nothing. Units bound the memory on all of them.
@@ -278,10 +278,10 @@ class DropInDataParallel(FullyShardedDataParallel):
         self._refused: tuple[Any, Exception] | None = None
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
-        """Load as the base class does, but nothing of a state dict that has been refused.
+        """Load as the base class does, but reject a state dict again that has been rejected before.
 
-        After an error the loop calls again with ``strict=False``, and would train on with what
-        fits. A partial load that is meant says so in its first call.
+        After an error the loop calls again with ``strict=False``, and would continue with the
+        entries that fit. An intended partial load passes ``strict=False`` in its first call.
 
         Returns:
             torch's missing and unexpected keys.

@@ -29,7 +29,7 @@ class FileDifferences:
     def between(
         cls, asked: Mapping[str, Any], stored: Mapping[str, STORAGE_TYPES], here: str
     ) -> FileDifferences:
-        """Compare what this rank asks for with what a file has.
+        """Compare the entries that this rank asks for with those of a file.
 
         Args:
             asked: flattened: the value to load into, by key.
@@ -52,7 +52,7 @@ class FileDifferences:
         return FileDifferences(self.shapes, [])
 
     def problems(self) -> list[str]:
-        """Word the differences in at most one line about shapes and one about missing keys."""
+        """Describe the differences in at most one line about shapes and one about missing keys."""
         lines = []
         if self.shapes:
             lines.append(f"other shapes: {some(self.shapes)}")
@@ -62,5 +62,5 @@ class FileDifferences:
 
     @property
     def concern_random_state(self) -> bool:
-        """Some of the entries are the state of random generators."""
+        """True if some of the entries are states of random generators."""
         return any(entry.startswith("rng_state") for entry in self.shapes + self.missing)

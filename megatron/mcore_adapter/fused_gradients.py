@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight gradients that layers write themselves (``gradient_accumulation_fusion``), for autograd.
 
-A layer asks the weight for a buffer by ``get_main_grad()``, writes its product there or adds it,
-and says so by ``grad_added_to_main_grad``. To autograd it returns a gradient of the right shape
-whose values mean nothing. Here every call gets a buffer of its own, so that a weight that is used
-twice in one backward (tied embeddings, multi-token prediction) keeps both products.
+A layer gets a buffer from the weight by ``get_main_grad()``, writes its product there or adds it,
+and sets ``grad_added_to_main_grad``. To autograd it returns a dummy gradient of the right shape.
+Here every call gets a buffer of its own, so a weight that is used twice in one backward (tied
+embeddings, multi-token prediction) keeps both products.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 
 def accept_fused_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Give parameters what fused kernels look for, and autograd their products.
+    """Set the attributes that fused kernels look for, and pass their products to autograd.
 
     Args:
-        parameters: those that the layers compute with.
+        parameters: the compute parameters of the layers.
     """
     for parameter in parameters:
         products: list[torch.Tensor] = []

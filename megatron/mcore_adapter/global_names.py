@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of parameters that are the same under every layout.
+"""Names of parameters that are the same under every parallel layout.
 
 Layers are numbered across pipeline stages, and experts across expert ranks.
 """
@@ -20,9 +20,9 @@ class GlobalNames:
     """A translation between the keys of one model chunk's ``state_dict`` and global names.
 
     Megatron-Core numbers layers from 0 in every pipeline stage, and experts on every expert rank.
-    Where embedding and output layer are tied but lie in different stages, the last stage has a copy
-    of the first one's weight, and both have the same global name. Leading ``module.``, one for each
-    wrapper, stay as they are.
+    If embedding and output layer are tied but in different stages, the last stage has a copy of the
+    first one's weight, and both have the same global name. Leading ``module.`` prefixes, one for
+    each wrapper, are not changed.
     """
 
     def __init__(self, model: nn.Module):
@@ -65,7 +65,7 @@ class GlobalNames:
         return self._translate(key, self._global_key, self._global_path, to_global=True)
 
     def to_local(self, key: str) -> str:
-        """Return the key in this chunk of a global name; a name of another chunk stays as it is."""
+        """Return the key in this chunk of a global name; a name of another chunk is not changed."""
         return self._translate(key, self._local_key, self._local_path, to_global=False)
 
     def _translate(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norm and overflow of gradients where several optimizer instances have different shards of them.
+"""Norm and overflow of gradients whose shards are spread over several optimizer instances.
 
 Megatron-Core reduces gradient statistics over the ranks of one optimizer instance, because its
-instances are replicas. Where the outer data axis divides optimizer state, an instance has a part of
-the gradient only, its norm is too small, and clipping would leave gradients too large.
+instances are replicas. If the outer data axis shards optimizer state, an instance has only a part
+of the gradient: its norm would be too small, and clipping would leave gradients too large.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _original = DistributedOptimizer.get_grad_stats_parallel_group
 
 
 def count_over_all_instances() -> None:
-    """Let optimizers of models whose outer data axis divides optimizer state reduce over all ranks.
+    """Let optimizers reduce over all ranks if the outer data axis shards their state.
 
     Optimizers of other models are not affected.
     """

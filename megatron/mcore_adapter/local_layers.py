@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers for models without Transformer Engine, where Megatron-Core's own lack something.
+"""Layers for models without Transformer Engine, for features that Megatron-Core's own layers lack.
 
-Its plain norm refuses sequence parallelism, its plain attention refuses context parallelism and
+Its plain norm rejects sequence parallelism, its plain attention rejects context parallelism and
 heads of two widths, and its latent attention with plain layers loses gradients under tensor
 parallelism. The layers here have the same results, parameter names and initial weights, so a
 checkpoint is the same with either.
@@ -54,7 +54,7 @@ class LocalNorm:
             norms, and changes nothing here.
     """
 
-    def __new__(  # type: ignore[misc]  # layer specs call this, and take what it returns
+    def __new__(  # type: ignore[misc]  # layer specs call this and use the result
         cls, config: TransformerConfig, hidden_size: int, eps: float | None = None
     ) -> nn.Module:
         """Make the norm that ``config.normalization`` names."""
@@ -93,12 +93,12 @@ class LocalAttention(MegatronModule):
         attn_mask_type: causal, or another type with an explicit mask (or none at all).
         attention_type: "self".
         attention_dropout: default ``config.attention_dropout``.
-        softmax_scale: what the scores are multiplied by; default 1 / sqrt(width of a key).
-        k_channels: width of a key's head, default ``config.kv_channels``. That of values
-            (`v_channels`) may be another.
-        v_channels: of Megatron-Core's call, without effect: the shape of the values tells it.
-        cp_comm_type: of Megatron-Core's call, without effect: Transformer Engine's way to
-            communicate does not change results.
+        softmax_scale: the factor of the scores; default 1 / sqrt(width of a key).
+        k_channels: width of a key's head, default ``config.kv_channels``. The width of values may
+            differ.
+        v_channels: accepted for Megatron-Core's call and ignored: it follows from the values.
+        cp_comm_type: accepted for Megatron-Core's call and ignored: Transformer Engine's choice of
+            communication does not change results.
         pg_collection: with the group ``cp``; default Megatron-Core's global groups.
 
     Raises:
@@ -129,7 +129,7 @@ class LocalAttention(MegatronModule):
             if softmax_scale is None
             else softmax_scale
         )
-        # The scores of deep layers are large: they are computed small, and scaled back in float32.
+        # Scores of deep layers are large: they are scaled down first, and scaled back in float32.
         self.score_scale = max(1, layer_number) if config.apply_query_key_layer_scaling else 1
         self.attention_dropout = nn.Dropout(
             config.attention_dropout if attention_dropout is None else attention_dropout
@@ -173,8 +173,8 @@ class LocalAttention(MegatronModule):
                 sequence / CP, sequence]: rows are this rank's queries, columns all keys in the
                 order of the sequence. None: causal if that is the type that the layer was built
                 with, else nothing is hidden.
-            attn_mask_type: without effect, as in Megatron-Core's own attention: the type is that of
-                the constructor.
+            attn_mask_type: ignored, as in Megatron-Core's own attention: the type is that of the
+                constructor.
             attention_bias: must be None.
             packed_seq_params: must be None.
 
@@ -245,7 +245,7 @@ class LocalAttention(MegatronModule):
         return positions > mine[:, None]
 
     def _dropped(self, probabilities: Tensor) -> Tensor:
-        if self.config.sequence_parallel:  # the layers run in a fork of the random state already
+        if self.config.sequence_parallel:  # the layers already run in a fork of the random state
             return self.attention_dropout(probabilities)
         # Heads of other tensor-parallel ranks must lose other values.
         with get_cuda_rng_tracker().fork():
@@ -253,13 +253,13 @@ class LocalAttention(MegatronModule):
 
 
 class LocalLatentAttention(MLASelfAttention):
-    """Megatron-Core's latent attention, with plain linears right under tensor parallelism.
+    """Megatron-Core's latent attention, corrected for plain linear layers under tensor parallelism.
 
     The projection down to the latents is divided by columns, and its output is gathered. The
-    backward of that gather gives each rank the gradient of its own columns, in the belief that all
-    ranks computed the same gradient. For the part of the keys with positions that is not so: each
-    rank has the gradient from its own heads only, and these must be summed. The norm of the
-    compressed queries has the opposite fault: its gradients are whole on each rank, but
+    backward of that gather returns to each rank the gradient of its own columns, which is correct
+    only if all ranks computed the same gradient. For the part of the keys with positions they did
+    not: each rank has the gradient from its own heads only, and these must be summed. The norm of
+    the compressed queries has the opposite fault: its gradients are whole on each rank, but
     Megatron-Core sums them by name at the end of a step.
     """
 

@@ -2,7 +2,7 @@
 """State of Megatron-Core's DistributedOptimizer in Megatron-LM's loop, over models of this project.
 
 Both functions take a method of the optimizer's class and return its replacement, which calls the
-original one for models of others.
+original one for other models.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., An
     ) -> dict[str, Any]:
         """Return Megatron-Core's state dict with all state and the loss scaler.
 
-        It has the state of parameters of which this rank owns nothing too. No weight is changed.
+        It includes the state of parameters of which this rank owns nothing. No weight is changed.
         """
         is_ours = _is_over_our_models(optimizer)
         if is_ours:
             make_optimizer_state(optimizer)
-            # Megatron-Core would take a step to make state. There is all of it.
+            # Megatron-Core would take a step to create state, but all state exists already.
             is_loading = False
         content = original(optimizer, model_sharded_state_dict, is_loading, sharding_type, metadata)
         return _for_checkpoint(optimizer, content) if is_ours else content
@@ -50,7 +50,7 @@ def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _for_checkpoint(optimizer: DistributedOptimizer, content: dict[str, Any]) -> dict[str, Any]:
-    """Make what Megatron-Core's ``sharded_state_dict`` returned ready for torch's checkpoint."""
+    """Make the result of Megatron-Core's ``sharded_state_dict`` ready for torch's checkpoint."""
     parameters = _parameters(optimizer)
     state = {}
     for name, slots in content["state"].items():
@@ -76,13 +76,13 @@ def replace_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_state_dict(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
-        """Take over what ``sharded_state_dict`` returned and a load has filled.
+        """Load the result of ``sharded_state_dict`` after a checkpoint was loaded into it.
 
-        Parameters that are not in it stay as they are.
+        Parameters that are not in it are not changed.
 
         Raises:
-            ValueError: if parameters, shapes or groups do not fit. Nothing is changed then, but
-                what was read in place.
+            ValueError: if parameters, shapes or groups do not fit. Only tensors that were read in
+                place have changed then.
         """
         if _is_over_our_models(optimizer) and "param_to_group_meta" in state_dict:
             _load(optimizer, state_dict)

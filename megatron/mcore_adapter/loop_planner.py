@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of Megatron-LM's state dicts with a file, while torch plans to load it.
 
-What a file has is known for the first time when the load planner is set up. There the keys that are
-asked for are compared with it. Both functions take a method of torch's planner and return its
-replacement, which calls the original one, and does no more for the state dicts of others.
+The content of a file is first known when the load planner is set up. The requested keys are
+compared with it there. Both functions take a method of torch's planner and return its replacement,
+which calls the original one, and does no more for other state dicts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def replace_set_up_planner(original: Callable[..., None]) -> Callable[..., None]
         """Compare a state dict of the loop with the file, and set torch's planner up.
 
         Raises:
-            ValueError: listing all that does not fit; torch finds no more than the first missing
-                key.
+            ValueError: lists everything that does not fit; torch reports the first missing key
+                only.
         """
         if metadata is not None and isinstance(state_dict.get("model"), ModelEntries):
             stored = metadata.state_dict_metadata
@@ -59,7 +59,7 @@ def replace_create_global_plan(
     def create_global_plan(
         planner: DefaultLoadPlanner, global_plan: list[LoadPlan]
     ) -> list[LoadPlan]:
-        """Plan as torch does, on the one rank that knows what all ranks ask for.
+        """Plan as torch does, and check that some rank asks for each entry of the model.
 
         Raises:
             ValueError: for entries of the model or its optimizer that no rank asks for.
@@ -99,10 +99,10 @@ def _asked_by_none(metadata: Metadata, asked: set[str], starts: tuple[str, ...])
 def _ask_as_the_file_does(
     state_dict: dict[str, Any], stored: Mapping[str, Any], is_partial: bool
 ) -> None:
-    """Adapt the keys that are asked for to the file, in place.
+    """Adapt the requested keys to the file, in place.
 
-    What older files do not have is left out. Wrappers in names are counted as in the run that wrote
-    the file.
+    Entries that older files do not have are left out. Names get as many wrapper prefixes as in the
+    run that wrote the file.
     """
     if "grad_scaler" in state_dict and not has_loss_scaler(stored):
         state_dict["grad_scaler"] = {}  # it has no keys, but torch looks for its name
@@ -124,7 +124,7 @@ def _ask_as_the_file_does(
 
 
 def _check(state_dict: Mapping[str, Any], stored: Mapping[str, Any], is_partial: bool) -> None:
-    """Refuse what does not fit, before anything is overwritten."""
+    """Raise an error for entries that do not fit, before anything is overwritten."""
     asked, _ = flatten_state_dict(dict(state_dict))
     differences = FileDifferences.between(asked, stored, "here")
     if is_partial:

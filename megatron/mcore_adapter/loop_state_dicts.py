@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that Megatron-LM's loop calls on its state dicts, for files in the fsdp_dtensor format.
 
-The loop builds nested dicts over the live tensors, has them rewritten by the functions below, and
-gives them to torch.distributed.checkpoint, which loads in place. The functions have the names and
-arguments of those in Megatron-Core that they replace.
+The loop builds nested dicts over the live tensors, rewrites them with the functions below, and
+passes them to torch.distributed.checkpoint, which loads in place. The functions have the names and
+arguments of the Megatron-Core functions that they replace.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ModelEntries(dict[str, Any]):
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Make every DTensor ready for torch's checkpoint, and move the loss scaler to its place.
+    """Make every DTensor ready for torch's checkpoint, and move the loss scaler to its key.
 
     Args:
         state_dict: of the loop, or any nested dicts; changed in place and returned.
@@ -103,7 +103,7 @@ def print_diff_in_state_dicts(
     load_state_dict: Mapping[str, Any],
     limit: int = 100,
 ) -> None:
-    """Print on rank 0 how a file and what is asked for differ.
+    """Print on rank 0 the differences between a file and the entries to load.
 
     Args:
         state_dict_metadata: of the file.

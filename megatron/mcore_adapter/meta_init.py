@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Initial weights for Megatron-Core's local layers that were built on the meta device.
 
-They initialise themselves in their constructors and have no ``reset_parameters``. What a
-constructor does follows from the config and from the position of a layer in the model;
+They initialise themselves in their constructors and have no ``reset_parameters``. A constructor's
+initialisation follows from the config and from the position of a layer in the model.
 :class:`MegatronCoreInitialiser` repeats it, draw for draw: the weights are those of a model built
 on a real device from the same seeds.
 """
@@ -40,12 +40,11 @@ class MegatronCoreInitialiser(Initialiser):
     """The initialiser of the layers of one model.
 
     Args:
-        model: with layers on the meta device. Modules that it does not find in there are
-            initialised by ``reset_parameters``, as Transformer Engine's are.
-        use_cpu_initialization: as in the config of the model, which is the default. Only with it do
-            Megatron-Core's constructors leave the device to torch. So a model for a GPU is built on
-            meta with True, and the user's own choice is given here, or is in the config again by
-            now.
+        model: a model with layers on the meta device. Modules that are not in it are initialised by
+            ``reset_parameters``, like Transformer Engine's.
+        use_cpu_initialization: the user's choice; default: that of the model's config. Only with
+            True do Megatron-Core's constructors leave the device to torch, so a model for a GPU has
+            been built on meta with True in its config.
 
     Raises:
         ValueError: for an embedding that two pipeline stages share.
@@ -71,7 +70,7 @@ class MegatronCoreInitialiser(Initialiser):
                 self._replaced_widths[module.linear_proj] = width
 
     def knows(self, module: nn.Module) -> bool:
-        """Tell whether the module's own parameters can be initialised."""
+        """Return True if the module's own parameters can be initialised."""
         return self._method_for(module) is not None or super().knows(module)
 
     def initialise(self, module: nn.Module) -> None:
@@ -155,8 +154,8 @@ class MegatronCoreInitialiser(Initialiser):
             return  # a checkpoint will
         module = split.module
         if config.use_cpu_initialization if self._on_cpu is None else self._on_cpu:
-            # Every rank draws the whole weight and takes its part, so that the weights do not
-            # depend on their number.
+            # Every rank draws the whole weight and keeps its own slice, so the weights do not
+            # depend on the number of ranks.
             _initialize_affine_weight_cpu(
                 weight,
                 *split.shape,
@@ -177,7 +176,7 @@ class MegatronCoreInitialiser(Initialiser):
 
 
 class SplitWeight(NamedTuple):
-    """How tensor parallelism divides a weight.
+    """A weight that tensor parallelism divides.
 
     Attributes:
         module: Megatron-Core's layer with the weight.
@@ -193,7 +192,7 @@ class SplitWeight(NamedTuple):
 
 
 def _refuse_shared_embedding(model: nn.Module) -> None:
-    """Refuse an embedding that two pipeline stages share, on all of them.
+    """Reject an embedding that two pipeline stages share, on both stages.
 
     Constructors copy its values from the first stage to the last, but there are none yet.
     """

@@ -10,11 +10,11 @@ from megatron.fsdp.optimizer_state import initial_state
 
 
 def make_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state that the first step would make: moments zero, step 0.
+    """Create the state that the first step would create: moments zero, step 0.
 
     Parameters of which this rank owns nothing get state too. Checkpoints then have the same keys on
-    every rank, and loading needs no step, which would move weights. Fused optimizers (Transformer
-    Engine's and Apex's) know how to make their own state, and count steps per group.
+    every rank, and loading needs no step, which would change weights. Fused optimizers (Transformer
+    Engine's and Apex's) can create their own state, and count steps per group.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = getattr(part, "optimizer", None)

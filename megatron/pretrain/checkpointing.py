@@ -39,7 +39,7 @@ Say = Callable[[str], None]
 def check_save_directory(save: str | None) -> None:
     """Check before training that the directory ``save`` can be written to; writes nothing.
 
-    A collective.
+    This is a collective.
 
     Raises:
         ValueError: on every rank.
@@ -70,10 +70,10 @@ def save(
 ) -> None:
     """Write the state of the run into a new checkpoint under ``args.save`` and publish it.
 
-    A collective.
+    This is a collective.
 
     Raises:
-        RunError: on every rank, where any rank could not write; nothing is left behind then.
+        RunError: on every rank, if any rank could not write; nothing is left behind then.
     """
     root, iteration = args.save, progress.iteration
     if args.no_save_optim:
@@ -111,7 +111,7 @@ def _write(
     try:
         FORMATS[args.ckpt_format].save(args, state, model, optimizer, target)
     except CheckpointException as error:
-        # Raised on every rank, and no Exception: each rank tells its own part.
+        # This is raised on every rank, and is no Exception: each rank reports its own problem.
         problem = _cause(error, dist.get_rank())
     except Exception as error:
         # A full disk, a missing permission, a broken file system: the other ranks wait.
@@ -125,7 +125,7 @@ def run_state(
     scheduler: OptimizerParamScheduler | None,
     with_rng: bool,
 ) -> dict[str, Any]:
-    """Return the state of a run without weights and optimizer, as both formats structure it.
+    """Return the state of a run without weights and optimizer, in the structure of both formats.
 
     A collective if ``with_rng``.
     """
@@ -164,7 +164,7 @@ def _append_progress(root: str, progress: Progress) -> None:
 
 
 def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
-    """Run ``action`` on the first rank, and raise what goes wrong there on every rank."""
+    """Run ``action`` on the first rank, and raise its error on every rank."""
     trouble = None
     if dist.get_rank() == 0:
         try:
@@ -186,12 +186,12 @@ def load(
     scheduler: OptimizerParamScheduler | None,
     say: Say,
 ) -> Progress:
-    """Load what ``--load`` (or ``--pretrained-checkpoint``) asks for, and return its progress.
+    """Load the checkpoint of ``--load`` or ``--pretrained-checkpoint``, and return its progress.
 
-    A collective. Without a checkpoint, and where only weights are loaded, the progress is none.
+    A collective. Without a checkpoint, and if only weights are loaded, the counters are 0.
 
     Raises:
-        ValueError: on every rank, where there is no such checkpoint, or it is one of another model.
+        ValueError: on every rank, if there is no such checkpoint, or it is of another model.
     """
     source = _find(
         args.load,
@@ -306,7 +306,7 @@ def _read(
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
     Raises:
-        ValueError: naming what is wrong on each rank.
+        ValueError: names the problems of each rank.
     """
     try:
         return FORMATS[args.ckpt_format].load(args, state, model, optimizer, source)
@@ -319,7 +319,7 @@ def _read(
 
 
 def _cause(error: CheckpointException, rank: int) -> str | None:
-    """Return what went wrong on ``rank`` without its traceback, None if nothing did."""
+    """Return the error of ``rank`` without its traceback, None if it had none."""
     if rank not in error.failures:
         return None
     cause = error.failures[rank][0]
@@ -327,7 +327,7 @@ def _cause(error: CheckpointException, rank: int) -> str | None:
 
 
 def _load_random_state(states: list[dict[str, Any]] | None, source: Path, say: Say) -> None:
-    """Set the generators of every rank, or of none where the file has no state for some."""
+    """Set the generators of every rank, or of none if the file has no state for some rank."""
     if agree(["no random state"] if states is None else []):
         say(
             f"{source} has no random state for some of this run's ranks: their generators begin"
@@ -340,7 +340,7 @@ def _load_random_state(states: list[dict[str, Any]] | None, source: Path, say: S
 def _compare_vocabulary(
     saved_args: argparse.Namespace, padded_vocab_size: int, source: Path, say: Say
 ) -> None:
-    """Say so where the run that wrote ``source`` had another number of rows of vocabulary."""
+    """Print a line if the run that wrote ``source`` had another number of vocabulary rows."""
     rows = getattr(saved_args, "padded_vocab_size", None)
     if rows is not None and rows != padded_vocab_size:
         say(
@@ -364,7 +364,7 @@ def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
 def _load_schedule(
     scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]
 ) -> None:
-    """Set the schedule to where the saved one was.
+    """Set the schedule to the step of the saved one.
 
     Args:
         scheduler: of this run. The param groups of its optimizer have the file's rates already.
@@ -372,7 +372,7 @@ def _load_schedule(
         rates: the highest and lowest rates of this run's groups before the load.
 
     Raises:
-        ValueError: listing the settings that differ, unless a flag says which ones count.
+        ValueError: lists the settings that differ, unless a flag says which ones count.
     """
     if scheduler.override_opt_param_scheduler:
         for group, own in zip(scheduler.optimizer.param_groups, rates):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data: Megatron-Core's GPT datasets, made from what the command line names."""
+"""Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
 
 import argparse
 import logging
@@ -51,7 +51,7 @@ def build_datasets(
     """Build the training, validation and test datasets.
 
     A collective that returns the same datasets on every rank, and None for a split that is not
-    wanted or has no documents. Rank 0 checks the data, writes the default corpus where no data is
+    wanted or has no documents. Rank 0 checks the data, writes the default corpus if no data is
     named, and builds the index caches that the other ranks then read. All ranks must see the same
     file system.
 
@@ -113,7 +113,7 @@ def wanted_samples(
     """Return how many samples the run takes from the training, validation and test data.
 
     Args:
-        train_samples: length of the run in samples; None where `train_iters` gives it.
+        train_samples: length of the run in samples; None if `train_iters` gives it.
         train_iters: length of the run in iterations.
         global_batch_size: samples in an iteration.
         eval_iters: global batches in an evaluation.
@@ -130,7 +130,7 @@ def parse_blend(values: Sequence[str]) -> Blend:
     """Read a data path: prefixes, or pairs of weight and prefix.
 
     Returns:
-        The prefixes and their weights, None where no weights are given.
+        The prefixes and their weights, None if no weights are given.
 
     Raises:
         ValueError: weights on some prefixes only, or a weight that is not positive.
@@ -170,7 +170,7 @@ def _on_rank_zero(action: Callable[[], Result]) -> Result:
 def _find_source(
     args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sequence[int]
 ) -> DataSource:
-    """Return the checked source of the data, writing the default corpus where none is named."""
+    """Return the checked source of the data, writing the default corpus if none is named."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     problems = _source_problems(args, per_split)
     if problems:
@@ -243,7 +243,7 @@ def _drop_or_refuse_empty_splits(source: DataSource) -> None:
     is its default.
 
     Raises:
-        ValueError: listing the datasets that do not exist, or else the splits without documents.
+        ValueError: lists the datasets that do not exist, or else the splits without documents.
     """
     blends = source.blend_per_split or [source.blend] * len(SPLIT_NAMES)
     lengths = _lengths_of_documents(blends, source.bookends)
@@ -280,7 +280,7 @@ def _lengths_of_documents(
     """Return the numbers of tokens of all documents, by the prefix of their dataset.
 
     Raises:
-        ValueError: listing the datasets that do not exist.
+        ValueError: lists the datasets that do not exist.
     """
     prefixes: set[str] = set()
     for blend, ends in zip(blends, bookends):

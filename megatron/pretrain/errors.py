@@ -3,4 +3,4 @@
 
 
 class RunError(RuntimeError):
-    """A condition that the user can mend: reported as one message, without a traceback."""
+    """A condition that the user can fix: reported as one message, without a traceback."""

@@ -49,7 +49,7 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
 def layers_with_experts(
     num_layers: int, num_experts: int | None, moe_layer_freq: int | list[int]
 ) -> list[bool]:
-    """Tell for every layer whether it has experts.
+    """Return for every layer True if it has experts.
 
     Args:
         num_layers: number of layers of the model.

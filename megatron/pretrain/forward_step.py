@@ -15,7 +15,7 @@ from megatron.pretrain.errors import RunError
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
 """Microbatches of one rank, see :func:`megatron.pretrain.microbatches.build_iterator`."""
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
-"""Sum of losses, number of tokens, and what the schedule hands on for the report."""
+"""Sum of losses, number of tokens, and the values that the schedule returns for the report."""
 
 
 class ForwardStep:
@@ -24,7 +24,7 @@ class ForwardStep:
     Args:
         device: the device of the model.
         iteration: the training steps done so far, for error messages.
-        check_for_nan: raise an error where a loss is NaN or infinite.
+        check_for_nan: raise an error if a loss is NaN or infinite.
     """
 
     def __init__(self, device: torch.device, iteration: int, check_for_nan: bool):

@@ -90,7 +90,7 @@ def load(
 ) -> dict[str, Any]:
     """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
 
-    A collective.
+    This is a collective.
 
     Args:
         args: of the run.
@@ -123,7 +123,7 @@ def load(
     if optimizer is not None:
         drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
     _read(content, source)
-    # Weights and moments were read in place. What remains is what others derive from them.
+    # Weights and moments were read in place. Values derived from them remain to be updated.
     for chunk in model:
         chunk.load_state_dict(chunk.state_dict())
     if optimizer is not None:
@@ -144,10 +144,10 @@ class EntryNames:
     """The names under which a file has the parameters of a model.
 
     Args:
-        gated: the MLPs are gated, and the file has the halves of their weights.
+        gated: the MLPs are gated, and the file stores the halves of their weights.
         is_tied: the output layer has the weight of the embedding, and none of its own in the file.
         in_file: canonical name -> name in the file. Transformer Engine's layers call some
-            parameters otherwise than local ones.
+            parameters by other names than local ones.
     """
 
     gated: bool
@@ -160,7 +160,7 @@ class EntryNames:
         return self.in_file.get(canonical_name(plain), plain)
 
     def is_stored(self, own: str) -> bool:
-        """Tell whether the file has the parameter or buffer that the model calls ``own``.
+        """Return True if the file has the parameter or buffer that the model calls ``own``.
 
         A last stage that predicts several tokens has the embedding, and Megatron-Core makes a
         weight of the output layer beside it that nothing uses. Other layouts do not have it.
@@ -267,15 +267,15 @@ def _with_rng_by_stage(state: dict[str, Any]) -> dict[str, Any]:
 def _with_rng_of_file(state: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Copy ``state`` with as many random states as the file has for this rank.
 
-    It has none if the file's layout gave none to this rank. A run whose data ranks differ takes no
-    fewer and no more than it has itself.
+    It has none if the file has none for this rank, or if the states of data ranks differ and the
+    file has another number of them than this run.
     """
     start = f"rng_state.{_rng_key()}."
     own = {key.removeprefix(start) for key in stored if key.startswith(start)}
     ranks = {key.split(".")[0] for key in own}
     file_has_any = any(key.startswith("rng_state.") for key in stored)
     if "rng_state" not in state or not file_has_any:
-        return _with_rng_by_stage(state)  # the check tells what is missing
+        return _with_rng_by_stage(state)  # the check reports missing entries
     if not ranks or len(state["rng_state"]) not in (1, len(ranks)):
         return {key: value for key, value in state.items() if key != "rng_state"}
     first = state["rng_state"][0]
@@ -304,7 +304,7 @@ def _read_metadata(source: Path) -> dict[str, STORAGE_TYPES]:
 
 
 def _read(content: dict[str, Any], source: Path) -> None:
-    """Fill ``content`` with what the file has of it; a collective."""
+    """Read the entries of ``content`` from the file, in place; a collective."""
     reader, planner = SafeReader(source), SafePlanner(allow_partial_load=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
@@ -321,10 +321,10 @@ def _read_args(source: Path) -> argparse.Namespace | None:
 def _check(
     content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, is_partial: bool
 ) -> None:
-    """Compare what any rank asks for with what the file has; a collective.
+    """Compare the entries that all ranks ask for with those of the file; a collective.
 
     Raises:
-        ValueError: on every rank, listing what does not fit.
+        ValueError: on every rank, listing the entries that do not fit.
     """
     asked, _ = flatten_state_dict(content)
     own = FileDifferences.between(asked, stored, "in the model")
@@ -345,7 +345,7 @@ def _check(
 
 
 def _hints(differences: FileDifferences) -> str:
-    """Name the flags that leave out what does not fit."""
+    """Name the flags that leave out the entries that do not fit."""
     hints = ""
     if differences.concern_random_state:
         hints += "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
@@ -363,7 +363,7 @@ def _asked_nowhere(keys: list[str], asked: dict[str, Any]) -> list[str]:
 
     Args:
         keys: the same on every rank.
-        asked: what this rank asks for, by key.
+        asked: the entries that this rank asks for, by key.
     """
     # One number a key: the keys themselves, from every rank, would be too many.
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"

@@ -28,7 +28,7 @@ def build_model(
     Args:
         args: the completed arguments.
         padded_vocab_size: rows of the embedding.
-        device: where the model is to be, in the dtype of the run.
+        device: the device of the model.
 
     Returns:
         One chunk, or one for each virtual stage.

@@ -32,10 +32,10 @@ def layer_spec(
     """Return the decoder's layers on this pipeline stage, for GPTModel's second argument.
 
     Args:
-        config: says what the layers are: ``transformer_impl`` ("transformer_engine", or "local" for
+        config: determines the layers: ``transformer_impl`` ("transformer_engine", or "local" for
             layers in plain PyTorch), number of experts, latent attention, norms. Its pipeline sizes
-            and this rank's stage decide which of them are here.
-        vp_stage: the virtual stage, where there are any.
+            and this rank's stage determine which layers this stage has.
+        vp_stage: the virtual stage; None without virtual stages.
     """
     with_engine = _with_engine(config)
     spec = get_gpt_decoder_block_spec(

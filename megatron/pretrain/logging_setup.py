@@ -12,9 +12,9 @@ import warnings
 
 
 def set_up_logging(level: int | None = None) -> None:
-    """Set the log level, and drop messages of libraries that the user can do nothing about.
+    """Set the log level, and drop messages of libraries that the user cannot act on.
 
-    Dropped are messages about missing GPU packages, where the fallback was chosen on purpose, and
+    Dropped are messages about missing GPU packages, whose fallback was chosen on purpose, and
     about names that torch deprecates inside Megatron-Core.
 
     Args:
@@ -31,6 +31,6 @@ def set_up_logging(level: int | None = None) -> None:
     )
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\b.*")
     # The first warns that a CPU has only one random generator to fork, the second that mock data
-    # has no index files. Both are as they should be.
+    # has no index files. Both are expected.
     for name in ("megatron.core.tensor_parallel.random", "megatron.core.datasets.gpt_dataset"):
         logging.getLogger(name).setLevel(logging.ERROR)

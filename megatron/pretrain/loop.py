@@ -68,7 +68,7 @@ class TrainingRun:
 
 
 def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
-    """Build everything, load, train, evaluate, save; return how far the run has come.
+    """Build everything, load, train, evaluate and save; return the progress of the run.
 
     Raises:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
@@ -224,8 +224,8 @@ def forward_backward(
     """Run the pipeline schedule over the microbatches.
 
     Returns:
-        For every microbatch what :meth:`ForwardStep.loss` hands on; nothing before the last
-        pipeline stage.
+        The dict that :meth:`ForwardStep.loss` returns, for every microbatch; an empty list before
+        the last pipeline stage.
     """
     forward_step = ForwardStep(
         run.device, run.progress.iteration, run.args.check_for_nan_in_loss_and_grad
@@ -257,7 +257,7 @@ def sum_of(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> torch.Ten
     """Return the sum of losses and the number of tokens, ``[2]``.
 
     Both are zero before the last pipeline stage. All tensor-parallel ranks have the same losses, so
-    that sums over all ranks make both too large by the same factor.
+    sums over all ranks make both too large by the same factor.
     """
     return sum((entry["lm loss"] for entry in losses), torch.zeros(2, device=run.device))
 
@@ -324,7 +324,7 @@ def batches(
 
 
 def one_or_list(items: list[Any]) -> Any:
-    """Return the only item or the list of several, which is how schedules take model chunks."""
+    """Return the only item, or the list of several, as schedules expect model chunks."""
     return items[0] if len(items) == 1 else items
 
 
@@ -337,7 +337,7 @@ def save(run: TrainingRun) -> None:
 
 
 def should_stop(run: TrainingRun) -> bool:
-    """Tell whether to leave the loop; the same on every rank."""
+    """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
     if run.stop.agreed:
         run.report.say(f"stopping at iteration {iteration}: signal or time limit")

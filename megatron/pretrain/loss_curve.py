@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The picture of a run: training and validation loss over iterations."""
+"""The plot of a run: training and validation loss over iterations."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ def draw_loss_curves(path: str | Path, train: Points, valid: Points) -> bool:
         valid: (iteration, validation loss in nats per token); may be empty.
 
     Returns:
-        True if a picture was written; False without matplotlib, or without any point.
+        True if a plot was written; False without matplotlib, or without any point.
 
     Raises:
         OSError: the file cannot be written.

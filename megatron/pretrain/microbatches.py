@@ -41,9 +41,9 @@ def build_iterator(
 
     Returns:
         Dictionaries of `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), each
-        of shape `[micro_batch_size, seq_length]`, and, where the dataset makes it, `attention_mask`
+        of shape `[micro_batch_size, seq_length]`, and, if the dataset has it, `attention_mask`
         (bool, `[micro_batch_size, 1, seq_length, seq_length]`, True where attention is forbidden).
-        They are in pinned memory where there is CUDA. A single pass ends in a RunError.
+        With CUDA they are in pinned memory. A single pass ends in a RunError.
 
     Raises:
         ValueError: a number is out of range, the dataset is empty, or the `dataloader_type` is

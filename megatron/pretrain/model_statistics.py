@@ -27,7 +27,7 @@ def number_of_parameters(model: list[MegatronModule]) -> int:
 def params_norm(model: list[MegatronModule]) -> float:
     """Return the L2 norm of the weights that the optimizer updates.
 
-    These are the fp32 main weights, where there are any.
+    These are the fp32 main weights if there are any.
     """
     with gathered_weights(model):
         return _sum_over_ranks([_square(shard) for _, shard in owned_shards(model)]) ** 0.5
@@ -56,7 +56,7 @@ def owned_shards(model: list[MegatronModule]) -> Iterator[tuple[nn.Parameter, to
 
 
 def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the elements of a parameter that this rank counts, None where other data ranks do."""
+    """Return the elements of a parameter that this rank counts, None if others count them."""
     is_first_instance = (
         not _is_hybrid()
         or parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0
@@ -86,7 +86,7 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
-    """Tell whether a lower tensor-parallel rank has the same parameter and counts it."""
+    """Return True if a lower tensor-parallel rank has the same parameter and counts it."""
     if getattr(parameter, "tensor_model_parallel", False):
         return False
     if _is_expert(parameter):

@@ -57,5 +57,5 @@ class Progress:
         self.num_floating_point_operations_so_far += flops
 
     def is_multiple_of(self, interval: int | None) -> bool:
-        """Tell whether the iteration is a multiple of ``interval``; never of 0 or None."""
+        """Return True if the iteration is a multiple of ``interval``; never of 0 or None."""
         return interval is not None and interval > 0 and self.iteration % interval == 0

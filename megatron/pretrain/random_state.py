@@ -13,7 +13,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 
 def gather_random_state(*, differs_between_data_ranks: bool) -> list[dict[str, Any]]:
-    """Return the generators' states on this rank, or those on all data ranks where they differ.
+    """Return the generators' states on this rank, or those of all data ranks if they differ.
 
     A collective over the data-parallel group if ``differs_between_data_ranks``.
     """

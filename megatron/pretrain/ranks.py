@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of a run: process groups, devices, seeds, and which one prints."""
+"""The ranks of a run: process groups, devices, seeds, and printing on the first rank."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def say(message: str) -> None:
 
 
 def start(args: argparse.Namespace) -> torch.device:
-    """Make the process groups, choose this rank's device, seed every generator.
+    """Create the process groups, choose this rank's device, and seed every generator.
 
     Returns:
-        The device that the model is to live on.
+        The device of the model.
     """
     cpu.install()
     device = torch.device("cpu")
@@ -61,7 +61,7 @@ def start(args: argparse.Namespace) -> torch.device:
 
 
 def initialize_model_parallel(args: argparse.Namespace) -> None:
-    """Make Megatron-Core's process groups, for every axis of parallelism."""
+    """Create Megatron-Core's process groups, for every axis of parallelism."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -50,7 +50,7 @@ class Report:
         self._skipped_since_line = 0
 
     def begin(self, progress: Progress) -> None:
-        """Begin to report training, or go on at ``progress`` with the history of the run before."""
+        """Begin to report training, or continue at ``progress`` with the history of the run."""
         if not self._speaks:
             return
         if self._args.save and progress.iteration:
@@ -163,7 +163,7 @@ class Report:
                 self._writer.add_scalar(f"lm loss {name} ppl", perplexity, iteration)
 
     def keep(self) -> None:
-        """Write the history of losses and the picture of it beside the checkpoints."""
+        """Write the history of losses and its plot beside the checkpoints."""
         if not (self._speaks and self._args.save):
             return
         directory = Path(self._args.save)

@@ -16,7 +16,7 @@ class StopRequest:
     exit_duration_in_mins: int | None = None
     """Minutes after which this rank asks to stop; None for no limit."""
     started: float = field(default_factory=time.monotonic)
-    """When the run began, in seconds of ``time.monotonic``."""
+    """Start of the run, in seconds of ``time.monotonic``."""
     terminated: bool = False
     """This rank was sent SIGTERM."""
     agreed: bool = False
@@ -32,7 +32,7 @@ class StopRequest:
 
     @property
     def asked_here(self) -> bool:
-        """A reason to stop that this rank has and others may not have."""
+        """True if this rank has a reason to stop, which others may not have."""
         if self.terminated or not self.exit_duration_in_mins:
             return self.terminated
         return time.monotonic() - self.started > self.exit_duration_in_mins * 60

@@ -24,7 +24,7 @@ class Tokenizer(ABC):
         name: short, fit for a file name.
         vocab_size: number of token ids, special ones included; ids are `0 .. vocab_size - 1`.
         eod: id that ends a document.
-        pad: id of padding, -1 where the vocabulary has none (an id that no data can hold).
+        pad: id of padding, -1 if the vocabulary has none (an id that no data can hold).
     """
 
     name: str
@@ -210,7 +210,7 @@ def padded_vocab_size(
 ) -> int:
     """Return the number of rows of the embedding, which tensor parallelism can divide.
 
-    This is `padded_size` where it is given. Otherwise it is the next multiple of `divisible_by *
+    This is `padded_size` if it is given. Otherwise it is the next multiple of `divisible_by *
     tensor_size` that covers the tokenizer's vocabulary and `vocab_size`.
 
     Args:

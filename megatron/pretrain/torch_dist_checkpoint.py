@@ -95,9 +95,9 @@ def load(
 
 
 def _refuse_code(source: Path) -> None:
-    """Read everything in the file as data first, because Megatron-Core unpickles whatever is in it.
+    """Read everything in the file as data first, because Megatron-Core unpickles any content.
 
-    A collective.
+    This is a collective.
 
     Raises:
         ValueError: a file is damaged, or names what checkpoints do not hold.
@@ -117,7 +117,7 @@ def _refuse_code(source: Path) -> None:
 
 
 def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
-    """Ask for no random state on any rank where the file has none for some; a collective.
+    """Request no random state on any rank if the file has none for some rank; a collective.
 
     It has none for some ranks where it was written under another layout, which the caller reports.
     """
@@ -168,8 +168,8 @@ def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> di
     """Return the model chunks in Megatron-Core's sharded form; a collective.
 
     Raises:
-        ValueError: on every rank, where Megatron-Core cannot do it for the chunks of some stage;
-            the others must not wait for that stage in a collective.
+        ValueError: on every rank, if Megatron-Core fails for the chunks of some stage. The other
+            stages must not wait for it in a collective.
     """
     models: dict[str, Any] = {}
     problems: list[str] = []
@@ -216,7 +216,7 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
 def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
     """Return the chunks by their names in the file.
 
-    The name is ``model``, or ``model0``, ``model1`` and so on where there are virtual stages.
+    The name is ``model``, or ``model0``, ``model1`` and so on with virtual stages.
     """
     if len(model) == 1:
         return {"model": model[0]}
@@ -266,10 +266,9 @@ def _keeping_step(
 
 @contextmanager
 def gathered_weights(model: list[MegatronModule]) -> Iterator[None]:
-    """Make the weights of all ranks up to date inside the context.
+    """Bring the weights of all ranks up to date inside the context.
 
-    With overlapped gathers they otherwise are only after the all-gather that the next forward
-    begins.
+    With overlapped all-gathers they are otherwise stale until the next forward gathers them.
     """
     overlapped = [
         chunk

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows beyond the vocabulary, of which a file may have another number than the model.
+"""Padding rows of the vocabulary, whose number may differ between a file and the model.
 
 Embedding and output layer have one row for each token of the vocabulary, and rows of padding that
 make their number divisible. Runs with other layouts or another divisor have other numbers of them.
@@ -22,7 +22,7 @@ from megatron.fsdp.engine.collectives import agree
 
 
 class VocabularyEntry(NamedTuple):
-    """An entry with one row a token, and how many rows the model and the file have.
+    """An entry with one row per token, and the numbers of rows in the model and in the file.
 
     Attributes:
         entries: the dict that has the entry's tensor.
@@ -46,7 +46,7 @@ def fit_padding(
     """Give entries of ``content`` the number of rows of the file, if only the padding differs.
 
     What they ask for are still the rows of this rank. Rows that the file does not have are not
-    read, and stay as they are. A collective.
+    read, and are not changed. A collective.
 
     Args:
         args: of this run.

@@ -106,7 +106,7 @@ def diff(
 
 
 def _report(found: comparison.Comparison, printer: Printer, rows: int) -> NoReturn:
-    """Print what differs and end, with exit code 1 if anything does."""
+    """Print the differences and exit, with exit code 1 if there are any."""
     printer.result(found.as_dict())
     for title, lines in (
         ("only in the first", found.only_first),

@@ -30,7 +30,7 @@ allow_unknown_keys = click.option(
 
 
 def command(function: Callable[..., None]) -> click.Command:
-    """Make a command of a function, named like it, with the options that all commands have.
+    """Turn a function into a command of the same name, with the options that all commands have.
 
     The function gets a :class:`Printer` as ``printer``. It runs on every rank of torchrun. An error
     on any rank ends all of them with one message and exit code 1.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of two checkpoints: entry by entry, or by content whatever their formats are."""
+"""Comparison of two checkpoints: entry by entry, or by content, across formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TensorDifference:
         name: of the tensor.
         count: how many elements differ.
         total: how many there are.
-        absolute: the largest difference; NaN where only one side is a number.
+        absolute: the largest difference; NaN if an element is NaN on one side only.
         relative: the largest difference over the larger magnitude.
     """
 
@@ -63,7 +63,8 @@ class Comparison:
     Attributes:
         only_first: names that only the first has.
         only_second: names that only the second has.
-        kinds: names with another shape or dtype, or of a tensor and an object, with both.
+        kinds: names whose shapes or dtypes differ, or that are a tensor on one side and an object
+            on the other; with both descriptions.
         values: tensors with other values, the largest difference first.
         objects: all other names that differ, with both values.
         equal: how many names are the same.
@@ -132,7 +133,7 @@ def compare_states(
 ) -> Comparison:
     """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
-    Tensors that one side has in another dtype are compared in that with less precision.
+    Tensors of different dtypes are compared in the less precise one.
 
     Args:
         first: read from any format.
@@ -173,7 +174,7 @@ def _tensors(state: TrainingState, weights_only: bool) -> dict[str, LazyTensor]:
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:
-    """Return everything but tensors, by a name for people."""
+    """Return everything but tensors, by readable names."""
     facts: dict[str, Any] = {
         "iteration": state.iteration,
         "operations": state.operations,
@@ -190,8 +191,8 @@ def _facts(state: TrainingState) -> dict[str, Any]:
         facts[f"random state of {position}"] = generators
     for group in state.groups or []:
         for name in group.names:
-            # Moments that a reader had to drop begin at step 0. Which ones is known by now, because
-            # all tensors have been read.
+            # Moments that a reader had to drop begin at step 0. They are known by now, because all
+            # tensors have been read.
             is_fresh = name in state.is_fresh and state.is_fresh[name]()
             facts[f"{name}: step"] = 0.0 if is_fresh else state.step_of(name)
             for key, value in group.fields.items():
@@ -272,7 +273,7 @@ def _compare_values(found: Comparison, name: str, first: Any, second: Any) -> No
 
 
 def same(first: Any, second: Any) -> bool:
-    """Tell whether two nests of plain objects, tensors and arrays have the same values.
+    """Return True if two nests of plain objects, tensors and arrays have the same values.
 
     NaN is the same as NaN.
     """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions carried out: ranks share the parts, and the output appears when it is complete.
+"""Execution of conversions: ranks share the parts, and the output appears when it is complete.
 
-A conversion that was interrupted is continued by the next one that is asked for the same.
+An interrupted conversion is continued by the next conversion with the same arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.fsdp.engine.collectives import agree
 Result = TypeVar("Result")
 
 _JOURNAL = ".conversion"
-"""Folder in the staging directory with one file per finished part: what writing it returned."""
+"""Folder in the staging directory with one file per finished part: the result of writing it."""
 
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
@@ -37,10 +37,10 @@ class ConversionError(RuntimeError):
 
 
 def fingerprint(*facts: Any) -> str:
-    """Return a digest that tells one conversion from another.
+    """Return a digest that identifies a conversion.
 
     Args:
-        *facts: the source, as its files are on disk, and everything that was asked for.
+        *facts: the files of the source, and all arguments of the conversion.
     """
     return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
 
@@ -58,8 +58,8 @@ def convert(
     number of ranks.
 
     Args:
-        target: what is written, the same on all ranks.
-        output: where it appears.
+        target: the output to write, the same on all ranks.
+        output: the directory of the output.
         identity: the :func:`fingerprint` of the conversion.
         show_progress: show the progress of the first rank's share.
         oom_traceback: print where memory ran out.
@@ -68,12 +68,12 @@ def convert(
         On the first rank, the notes of all parts.
 
     Raises:
-        ConversionError: on every rank, with what went wrong on any. What was written is removed.
+        ConversionError: on every rank, with the errors of all ranks. The output is removed.
     """
     journal = output.staging / _JOURNAL
     # Another release of this program may cut the same output into parts of other sizes.
     identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
-    # If this fails, what an interrupted conversion has left stays for the next attempt.
+    # If this fails, the parts of an interrupted conversion are kept for the next attempt.
     removed_on_error = None if output.staging.exists() else output.staging
     _on_first_rank(lambda: _prepare(output.staging, identity), removed_on_error)
     unfinished = _from_first_rank(
@@ -116,7 +116,7 @@ def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
 
 
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
-    """Write what needs all parts, publish the output and return the notes of all parts."""
+    """Write the files that depend on all parts, publish the output, and return all notes."""
     journal = output.staging / _JOURNAL
     results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)
@@ -157,7 +157,7 @@ def _note(path: Path, result: Any) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory ran out. Torch's allocator raises no MemoryError."""
+    """Return True if memory ran out. Torch's allocator raises no MemoryError."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )

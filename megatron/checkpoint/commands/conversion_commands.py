@@ -66,12 +66,12 @@ def _convert(
     """Carry out a conversion and report it.
 
     Args:
-        opened: what is converted.
-        target: what is written.
-        output: where it appears.
+        opened: the checkpoint to convert.
+        target: the output to write.
+        output: the directory of the output.
         printer: of the command.
         report: ``lines`` for people, ``notes``, and more for machines.
-        options: what was asked for. An interrupted conversion with others is not continued.
+        options: of the command. An interrupted conversion with other options is not continued.
     """
     if output.final.resolve().is_relative_to(opened.directory.resolve()):
         raise ValueError(
@@ -96,7 +96,7 @@ def _convert(
 
 
 def _report(state: TrainingState) -> dict[str, Any]:
-    """Return what every conversion of a training state reports."""
+    """Return the report of a conversion of a training state."""
     return {
         "lines": [_summary(state)],
         "parameters": len(state.weights),

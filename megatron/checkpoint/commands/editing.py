@@ -110,10 +110,10 @@ def new_keys(keys: Sequence[str], rules: Sequence[EditRule]) -> dict[str, str]:
 def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
     """Return a copy of ``stored`` with some of its entries under new names.
 
-    Tensors keep their chunks, and files beside those of DCP stay as they are.
+    Tensors keep their chunks, and files beside those of DCP are copied.
 
     Args:
-        stored: what is copied.
+        stored: the checkpoint to copy.
         renamed: old key -> new key of the entries that are copied.
     """
     entries: list[Entry] = []

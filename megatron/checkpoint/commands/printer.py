@@ -72,7 +72,7 @@ def _as_json(value: Any) -> Any:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of cells as lines, with columns as wide as they need to be."""
+    """Return rows of cells as lines with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for row in rows:

@@ -24,16 +24,16 @@ _BLOCK_BYTES = 64 << 20
 def find_problems(
     opened: Opened, progress: Progress = ignore_progress, notes: list[str] | None = None
 ) -> list[str]:
-    """Find everything that is wrong with a checkpoint.
+    """Find all problems of a checkpoint.
 
-    Checked are files, checksums, chunks, and that objects can be read safely. If a training run has
-    written it, also the keys, the shapes that its arguments promise, main weights against those of
-    the model, the optimizer's state, and values that are NaN or infinite.
+    The checks cover files, checksums, chunks, and safe reading of objects. In a checkpoint of a
+    training run they also cover the keys, the shapes that its arguments imply, main weights against
+    those of the model, the optimizer's state, and values that are NaN or infinite.
 
     Args:
         opened: the checkpoint.
         progress: called with numbers of bytes that were read.
-        notes: takes entries that are no fault but mean nothing to training.
+        notes: a list to which harmless entries without meaning to training are added.
 
     Returns:
         The problems in words; none for a good checkpoint.
@@ -75,7 +75,7 @@ def total_bytes(opened: Opened) -> int:
 
 
 def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
-    """Report tensors whose chunks overlap, stick out of the shape or leave elements out."""
+    """Report tensors whose chunks overlap, reach beyond the shape or leave elements out."""
     for key, entry in stored.tensors.items():
         volume = 0
         chunks = []
@@ -155,7 +155,7 @@ def _incomplete_state(state: TrainingState) -> Iterator[str]:
 
 
 def _is_fault(is_fresh: Callable[[], bool]) -> bool:
-    """Tell whether the main weight of a parameter contradicts the model's.
+    """Return True if the main weight of a parameter contradicts the model's.
 
     A damaged one has been reported when it was read.
     """

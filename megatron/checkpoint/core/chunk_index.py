@@ -78,7 +78,7 @@ def _ranges_overlap(one: _Range, other: _Range) -> bool:
 
 
 def chunks_overlap(chunks: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
-    """Tell whether two of some chunks have an element in common.
+    """Return True if any two of the chunks have an element in common.
 
     Chunks are visited in the order of their offset along dim 0, and compared with those before them
     that have not ended there.

@@ -134,7 +134,7 @@ class DcpTarget:
 
         Args:
             staging: the directory.
-            results: what the parts returned, by name.
+            results: the results of the parts, by name.
         """
         written: list[WriteResult] = []
         for part in self.parts:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Takes the part of an iteration for weights to begin with, converted from elsewhere."""
+"""Stands for the iteration of initial weights that were converted from another program."""
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 
@@ -25,7 +25,7 @@ def iteration_directory(root: str | Path, iteration: int | str) -> Path:
 
 
 def find(root: str | Path, iteration: int | str) -> Path | None:
-    """Find the directory of a complete iteration; None where there is none.
+    """Find the directory of a complete iteration; None if there is none.
 
     A save that replaces an iteration and is killed between its two renames leaves the old one under
     another name, which is then found.
@@ -53,7 +53,7 @@ def read_tracker(root: str | Path) -> int | str | None:
     """Read the newest complete iteration, or ``RELEASE``; None without a tracker file.
 
     Raises:
-        ValueError: where the tracker names no iteration.
+        ValueError: if the tracker names no iteration.
     """
     path = Path(root) / TRACKER
     if not path.is_file():
@@ -70,7 +70,7 @@ def locate(path: str | Path) -> Path:
     """Return the directory of one iteration: ``path``, or the one that its tracker names.
 
     Raises:
-        ValueError: where there is no checkpoint, with what there is instead.
+        ValueError: if there is no checkpoint; the message describes the directory.
     """
     path = Path(path)
     if not path.is_dir():
@@ -131,7 +131,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
     It is in the directory ``path``, or ``path`` itself if that is the name of an iteration.
 
     Raises:
-        ValueError: where something is there already.
+        ValueError: if something is there already.
     """
     path = Path(path)
     if not (_ITERATION.match(path.name) or path.name == RELEASE):
@@ -149,10 +149,10 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
 def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
     """Return the directory for a changed copy of ``source``.
 
-    It is of the same iteration, where the name of ``source`` is one.
+    It has the same iteration, if the name of ``source`` is one.
 
     Raises:
-        ValueError: where something is there already.
+        ValueError: if something is there already.
     """
     number = _ITERATION.match(source.name)
     if number is None and source.name != RELEASE:
@@ -164,7 +164,7 @@ def new_directory(path: str | Path) -> OutputDirectory:
     """Return a new directory without iterations.
 
     Raises:
-        ValueError: where something is there already.
+        ValueError: if something is there already.
     """
     _refuse_existing(Path(path))
     return OutputDirectory(Path(os.path.abspath(path)))

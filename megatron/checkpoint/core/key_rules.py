@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one table of the parameters that models have, which all checkpoint formats go by.
+"""The table of the parameters that models have, which all checkpoint formats use.
 
-The rules of ``MODEL`` and ``LAYER`` say which parameters there are, in the order in which a
-GPTModel registers them, by canonical name (:mod:`megatron.checkpoint.core.spelling`). Layers with
-other parameters are a few more rules.
+The rules of ``MODEL`` and ``LAYER`` list the parameters, in the order in which a GPTModel registers
+them, by canonical name (:mod:`megatron.checkpoint.core.spelling`). Supporting layers with other
+parameters takes a few more rules.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class ParameterRule:
         dims: of the weight, by their names in :mod:`megatron.checkpoint.core.parameter_shapes`.
         split_dim: dim of the weight that tensor parallelism splits; None for no split. Biases are
             split with dim 0 only.
-        gated: dim 0 is a gate and what it multiplies, one after the other, where the model's MLPs
-            are gated.
+        gated: if the model's MLPs are gated, dim 0 is the gate, followed by the rows that it
+            multiplies.
         leaves: names of the parameters that the module has.
-        is_buffer: it is no parameter: stored in its own dtype, without optimizer state.
+        is_buffer: a buffer, not a parameter: stored in its own dtype, without optimizer state.
     """
 
     module: str
@@ -186,18 +186,18 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
 
 
 def is_expert(name: str) -> bool:
-    """Tell whether a parameter is one of the experts that expert parallelism divides."""
+    """Return True if a parameter belongs to an expert of an expert-parallel layer."""
     return ".mlp.experts." in name
 
 
 def is_buffer(name: str) -> bool:
-    """Tell whether a model stores a tensor beside its parameters."""
+    """Return True if a tensor of a model is a buffer, not a parameter."""
     rule = rule_of(name)
     return rule is not None and rule.is_buffer
 
 
 def has_extra_state(name: str, transformer_engine: bool) -> bool:
-    """Tell whether the module of a weight has an ``_extra_state`` in torch_dist files.
+    """Return True if the module of a weight has an ``_extra_state`` in torch_dist files.
 
     Linear layers have one, and so do Transformer Engine's norms.
     """
@@ -210,7 +210,7 @@ def has_extra_state(name: str, transformer_engine: bool) -> bool:
 
 
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
-    """Tell whether fsdp_dtensor files have the parameter's halves apart.
+    """Return True if fsdp_dtensor files store the two halves of the parameter separately.
 
     Args:
         name: of the parameter, in any spelling.
@@ -221,9 +221,9 @@ def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
 
 
 def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Tell whether a parameter is a gate and what it multiplies, one after the other in dim 0.
+    """Return True if dim 0 of a parameter is a gate, followed by the rows that it multiplies.
 
-    It then has twice as many rows as the linear layer after it has columns.
+    It then has twice as many rows as the next linear layer has columns.
 
     Args:
         name: canonical name.
@@ -234,7 +234,7 @@ def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
-    """Return the names that an fsdp_dtensor file has for a parameter: its own or its halves'.
+    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves.
 
     Args:
         name: of the parameter, in any spelling.

@@ -66,7 +66,7 @@ class LazyTensor:
     def map(
         self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
     ) -> LazyTensor:
-        """Return a function of the whole tensor; reading any rows of it reads the whole.
+        """Return a function of the whole tensor; reading any of its rows reads the whole tensor.
 
         Args:
             shape: of the function's result.
@@ -80,7 +80,7 @@ class LazyTensor:
 
 
 def in_memory(tensor: torch.Tensor) -> LazyTensor:
-    """Return a tensor that is in memory already in the form of those that are not."""
+    """Return a lazy tensor over a tensor that is already in memory."""
     return LazyTensor(
         tuple(tensor.shape), tensor.dtype, lambda start, stop: _rows_of(tensor, start, stop).clone()
     )
@@ -90,7 +90,7 @@ def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Concatenate tensors along dim 0.
 
     Raises:
-        ValueError: where their dtypes or other dims differ.
+        ValueError: if their dtypes or other dims differ.
     """
     first = parts[0]
     if any(part.dtype != first.dtype or part.shape[1:] != first.shape[1:] for part in parts):

@@ -47,7 +47,7 @@ def assign(
         numbers: canonical name -> position in ``groups``, for the parameters of which it is known.
 
     Raises:
-        ValueError: listing the parameters that no group fits, or a number without a group.
+        ValueError: lists the parameters that no group fits, or a number without a group.
     """
     result = [OptimizerParamGroup(dict(fields), []) for fields in groups]
     problems = []
@@ -99,7 +99,7 @@ def _has_weight_decay(name: str, shape: tuple[int, ...], args: argparse.Namespac
 
 
 def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> bool:
-    """Tell whether a group is that of a run's --decoupled-lr.
+    """Return True if a group is that of a run's --decoupled-lr.
 
     From 0.16 on ``is_decoupled_lr`` is False in all groups.
     """
@@ -139,7 +139,7 @@ def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str
 
     Args:
         fields: of the group.
-        step: number of steps done; None where it is not known.
+        step: number of steps done; None if it is not known.
     """
     complete = {**_FIELDS_OF_TORCH, **_FIELDS_OF_TRANSFORMER_ENGINE, **fields}
     if step is not None:
@@ -150,15 +150,15 @@ def for_any_optimizer(fields: Mapping[str, Any], step: float | None) -> dict[str
 def parse_group_map(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, int]:
     """Return the numbers of param groups by canonical name, from a map that a run has dumped.
 
-    A run of several pipeline stages counts layers anew in each, so that its map may lack the later
-    ones. Those are left out.
+    A run with several pipeline stages counts layers from 0 in each stage, so its map may lack the
+    later layers. They are left out.
 
     Args:
         content: of the file: name in the run -> number.
         names: of the parameters that are looked for.
 
     Raises:
-        ValueError: where it has none of ``names``, or values that are no numbers of groups.
+        ValueError: if it has none of ``names``, or values that are no numbers of groups.
     """
     numbers = {
         canonical_name(name.removeprefix("model.")): number for name, number in content.items()

@@ -14,7 +14,7 @@ from megatron.checkpoint.core.key_rules import rule_of
 class Sizes:
     """Sizes of a model, by the names that ``ParameterRule.dims`` has, from its arguments.
 
-    A size is an attribute, such as ``sizes.hidden``. It is None where the arguments do not say it.
+    A size is an attribute, such as ``sizes.hidden``. It is None if the arguments lack it.
 
     Attributes:
         args: of the run.

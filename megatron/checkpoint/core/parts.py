@@ -17,11 +17,11 @@ class Part:
     """One part of the output of a conversion.
 
     Attributes:
-        name: unlike that of any other part, the same in every run of the same conversion, and fit
-            for a file name.
-        num_bytes: of tensors that it writes, which it reports while it does.
-        write: writes the part into a directory, reports its progress, and returns what the end of
-            the conversion needs to know of it, in a form that JSON has.
+        name: unique among the parts, the same in every run of the same conversion, and valid as a
+            file name.
+        num_bytes: of the tensors that it writes, as reported to the progress.
+        write: writes the part into a directory, reports its progress, and returns a JSON value for
+            :meth:`Target.finish`.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Target(Protocol):
         """Parts that are written in any order, on any rank."""
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
-        """Write what needs all parts to be there; called on one rank.
+        """Write the files that depend on all parts; called on one rank after all are written.
 
         Args:
             staging: the directory.
-            results: what the parts returned, by name.
+            results: the results of the parts, by name.
         """

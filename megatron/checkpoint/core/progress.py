@@ -106,4 +106,4 @@ class ProgressLines:
 
 
 def ignore_progress(amount: int) -> None:
-    """Show nothing; stands where the caller of long work does not ask for progress."""
+    """Do nothing: the default for callers that do not ask for progress."""

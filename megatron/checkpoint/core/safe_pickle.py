@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles of checkpoints, read without running anything that a file names.
 
-Checkpoints come from others, and a pickle can call any function. Here it gets the classes listed
-below, which hold data, and *stand-ins* for Megatron-Core's enums and metadata: inert classes of the
-same name, so that its files can be read and written where it is not installed. Everything else is
+Checkpoints come from others, and a pickle can call any function. Here it may use the data classes
+listed below, and *stand-ins* for Megatron-Core's enums and metadata: inert classes of the same
+name, with which its files can be read and written where it is not installed. Everything else is
 refused by name, as the Python documentation of ``pickle`` advises ("Restricting Globals").
 """
 
@@ -159,7 +159,7 @@ class _Member(StandIn):
 def _member(owner: Any, name: Any) -> Any:
     """Stand in for ``getattr``, for members of enums and nothing else."""
     if isinstance(owner, enum.EnumMeta) and isinstance(name, str) and name in owner.__members__:
-        return owner[name]  # signals, and what torch says of memory formats
+        return owner[name]  # signals, and torch's memory formats
     if (
         isinstance(owner, type)
         and issubclass(owner, StandIn)
@@ -334,7 +334,7 @@ def load_torch(data: bytes) -> Any:
 
 
 def is_scalar(value: Any) -> bool:
-    """Tell whether a value is a number, a text, or a tuple of such: small, and immutable."""
+    """Return True if a value is a number, a string, or a tuple of these: small and immutable."""
     return type(value) in (bool, int, float, str, type(None)) or (
         type(value) is tuple and all(map(is_scalar, value))
     )
@@ -361,7 +361,7 @@ def _save(value: Any) -> bytes:
 
 
 def _guarded(read: Callable[[], Any]) -> Any:
-    """Call ``read``, and raise a ValueError for anything that fails but a refusal."""
+    """Call ``read``, and turn any error except a refusal into a ValueError."""
     try:
         return read()
     except RefusedPickleError:

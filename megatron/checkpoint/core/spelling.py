@@ -90,7 +90,7 @@ FUSED_NORMS = (
     ),
 )
 HALVES = ("_w", "_v")
-"""Endings of the gate and of what it multiplies.
+"""Suffixes of the two halves of a gated weight: the gate, and the rows that it multiplies.
 
 A rank's fused tensor is no contiguous slice of the global one.
 """
@@ -133,13 +133,13 @@ def layer_number(name: str) -> int | None:
 
 
 def expert_number(name: str) -> int | None:
-    """Return the number of the expert that has a parameter; None for one outside of experts."""
+    """Return the number of the expert that has a parameter; None for one outside experts."""
     found = _EXPERT.search(name)
     return int(found[1]) if found is not None else None
 
 
 def is_grouped(module_name: str) -> bool:
-    """Tell whether a module's name of a parameter is one of a module of all experts of a layer."""
+    """Return True if a module's parameter name is that of grouped experts."""
     return _GROUPED.search(module_name) is not None
 
 
@@ -228,7 +228,7 @@ def unstacked(key: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int
     layers 0 and 1 at (0,) and (1,), of the shape (8, 4).
 
     Raises:
-        ValueError: where the tensor has fewer axes than its key says.
+        ValueError: if the tensor has fewer axes than its key says.
     """
     layers = _STACKED_LAYERS.match(key)
     experts = _STACKED_EXPERTS.search(key)

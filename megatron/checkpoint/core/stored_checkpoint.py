@@ -42,9 +42,8 @@ class StoredCheckpoint:
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpointError: listing the files that are missing or shorter than the metadata
-            says.
-        RefusedPickleError: where ``.metadata`` names a class that checkpoints do not hold.
+        DamagedCheckpointError: lists the files that are missing or shorter than the metadata says.
+        RefusedPickleError: if ``.metadata`` names a class that checkpoints do not contain.
     """
 
     def __init__(self, directory: str | Path):
@@ -107,7 +106,7 @@ class StoredCheckpoint:
         return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
 
     def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
-        """Return the tensor ``key``, or what is at ``index`` of its leading axes, to read later."""
+        """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
         index = tuple(index)
         shape = self.shape(key)[len(index) :]
 
@@ -124,7 +123,7 @@ class StoredCheckpoint:
         return LazyTensor(shape, self.dtype(key), read_rows)
 
     def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
-        """Return the elements ``[offset, offset + size)`` along every dim, to read later."""
+        """Return the elements ``[offset, offset + size)`` along every dim, unread."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             if not sizes:
@@ -139,7 +138,7 @@ class StoredCheckpoint:
         """Read the elements ``[offset, offset + size)`` along every dim, a tensor of ``sizes``.
 
         Raises:
-            DamagedCheckpointError: where no chunk has some of them, or what is stored has changed.
+            DamagedCheckpointError: if no chunk has some of them, or the stored bytes have changed.
         """
         if key not in self._chunk_indices:
             self._chunk_indices[key] = ChunkIndex(self.tensors[key].chunks)
@@ -243,8 +242,8 @@ class StoredCheckpoint:
         """Read the object that is stored under a key.
 
         Raises:
-            DamagedCheckpointError: where it cannot be read.
-            RefusedPickleError: where it names a class that checkpoints do not hold.
+            DamagedCheckpointError: if it cannot be read.
+            RefusedPickleError: if it names a class that checkpoints do not contain.
         """
         info = self._storage[key, ()]
         with open(self.directory / info.relative_path, "rb") as file:

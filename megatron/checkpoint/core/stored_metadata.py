@@ -28,8 +28,8 @@ def read_metadata(directory: Path) -> Any:
     """Read ``.metadata``: DCP's ``Metadata``, or what stands in for Megatron-Core's own class.
 
     Raises:
-        DamagedCheckpointError: where it is missing or damaged.
-        RefusedPickleError: where it names a class that checkpoints do not hold.
+        DamagedCheckpointError: if it is missing or damaged.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
     """
     path = Path(directory) / METADATA
     if not path.is_file():
@@ -88,7 +88,7 @@ def _is_storage(index: Any, info: Any) -> bool:
 
 
 def _are_sizes(length: int, *values: Sequence[int]) -> bool:
-    """Tell whether all values are tuples of so many integers, none of them negative."""
+    """Return True if all values are tuples of ``length`` non-negative integers."""
     for value in values:
         if not isinstance(value, tuple) or len(value) != length:
             return False

@@ -33,7 +33,7 @@ class TensorPayload:
         file: that holds them.
         offset: of the storage in the file, in bytes.
         num_bytes: of the storage.
-        checksum: crc32 of the storage; None where the writer left it out.
+        checksum: crc32 of the storage; None if the writer left it out.
         dtype: of the tensor.
         size: of the tensor, in elements.
         stride: of the tensor in the storage, in elements.
@@ -51,7 +51,7 @@ class TensorPayload:
 
     @property
     def is_plain(self) -> bool:
-        """The storage has the elements of the tensor and no others, row after row."""
+        """True if the storage has the elements of the tensor and no others, row after row."""
         if self.start or self.num_bytes != math.prod(self.size) * self.dtype.itemsize:
             return False
         return all(
@@ -65,9 +65,9 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``.
 
     Raises:
-        DamagedCheckpointError: where no tensor is there.
-        RefusedPickleError: where the pickle names a class that checkpoints do not hold.
-        NotImplementedError: where the file is encoded.
+        DamagedCheckpointError: if no tensor is there.
+        RefusedPickleError: if the pickle names a class that checkpoints do not hold.
+        NotImplementedError: if the file is encoded.
     """
     if getattr(info, "transform_descriptors", None):
         raise NotImplementedError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a run, free of any checkpoint format: readers return it, writers take it."""
+"""The state of a run, independent of checkpoint formats: readers return it, writers take it."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class TrainingState:
     each layer and expert, counted over the whole model, with gated weights whole.
 
     Attributes:
-        weights: name -> the most exact value there is, the fp32 main weight where the file has one.
-        compute_dtype: name -> dtype in which the model computes, where that is known.
+        weights: name -> the most exact value, the fp32 main weight if the file has one.
+        compute_dtype: name -> dtype in which the model computes, if it is known.
         buffers: name -> tensor that the model stores beside parameters, without optimizer state.
         moments: name -> ``exp_avg``, ``exp_avg_sq`` -> fp32, shaped like the weight. Absent for
             weights without state.
-        steps: name -> number of steps that its moments have seen, where the file says so for each
+        steps: name -> number of steps that its moments have seen, if the file has it for each
             parameter.
         is_fresh: name -> function that tells whether its moments were dropped and begin anew. It
             reads the parameter.
@@ -64,7 +64,7 @@ class TrainingState:
         operations: floating-point operations so far.
         grad_scaler: of fp16 runs.
         version: of the checkpoint, 3.0 today.
-        module_names: name -> name in the model's modules, where the file shows that.
+        module_names: name -> name in the model's modules, if the file shows it.
         others: key -> value that no conversion needs and a writer of the same format may keep.
         unknown: keys of a file whose format does not have them.
         notes: messages to the user about what was read; each begins with a name or key.
@@ -92,7 +92,7 @@ class TrainingState:
     def step_of(self, name: str) -> float | None:
         """Return the number of steps that a parameter's moments have seen.
 
-        It is the parameter's own count or that of its group; None where neither is known.
+        It is the parameter's own count or that of its group; None if neither is known.
         """
         if name in self.steps:
             return self.steps[name]

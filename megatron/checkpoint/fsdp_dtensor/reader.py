@@ -43,7 +43,7 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
 
     Raises:
         ValueError: for keys that the format does not have, all at once.
-        DamagedCheckpointError: where files are missing or changed.
+        DamagedCheckpointError: if files are missing or changed.
     """
     parameters, other_keys = _parameters_and_other_keys(stored)
     unknown = [name for name in parameters if key_rules.rule_of(canonical_name(name)) is None]
@@ -219,7 +219,7 @@ def _optimizer_state(
 
 
 def _parameter_of(name: str, parameters: Mapping[str, Any]) -> str:
-    """Return the parameter that ``name``, maybe that of one half, belongs to."""
+    """Return the parameter that ``name`` belongs to, which may be the name of one half."""
     for half in HALVES:
         if name.removesuffix(half) in parameters:
             return name.removesuffix(half)
@@ -256,12 +256,12 @@ def _check_group_fields(
     parameters: Mapping[str, Any],
     in_optimizer: set[str],
 ) -> None:
-    """Refuse fields that no run writes.
+    """Reject fields that no run writes.
 
     If one parameter has a field that Megatron-Core gives to all groups, all parameters have it.
 
     Raises:
-        ValueError: listing the parameters that lack one, and fields of unknown parameters.
+        ValueError: lists the parameters that lack one, and fields of unknown parameters.
     """
     common: set[str] = set()
     for fields in fields_of.values():

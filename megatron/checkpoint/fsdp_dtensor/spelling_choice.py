@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choice of the parameter names that the model which will load a checkpoint has."""
+"""Choice of the parameter names of the model that will load a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ IMPLEMENTATIONS = ("local", "transformer_engine")
 def choose_spelling(
     state: TrainingState, transformer_impl: str | None = None, rename_mtp: bool = True
 ) -> Spelling:
-    """Return how a model names the parameters of ``state``.
+    """Return the spelling of the parameter names in the model that will load ``state``.
 
     Args:
-        state: what a checkpoint holds.
+        state: the content of a checkpoint.
         transformer_impl: "local" or "transformer_engine", the layers of the model. Default: those
             of the run that wrote the checkpoint, by its names or its arguments.
         rename_mtp: the layer inside a multi-token prediction layer is named as in files. False: it

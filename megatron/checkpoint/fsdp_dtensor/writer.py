@@ -31,8 +31,8 @@ def target(
     A strict load accepts it, with torch's AdamW and with fused ones.
 
     Args:
-        state: what is written.
-        spelling: how the run that will load it names its parameters.
+        state: the state to write.
+        spelling: the parameter names of the run that will load it.
         model_prefix: of the model's keys.
         optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run
             that will load it. This project's loaders derive the number from the keys; others
@@ -113,7 +113,7 @@ class _EntryList:
     """Entries of the file, and the path of each in the nested dict that a loader fills.
 
     Args:
-        state: what is written.
+        state: the state to write.
         spelling: how the run that will load it names its parameters.
         gated: parameters that are written as two halves.
         model_prefix: ``model.module``.
@@ -200,7 +200,7 @@ def _step_slot(state: TrainingState, name: str) -> dict[str, LazyTensor]:
     is_fresh = state.is_fresh.get(name)
 
     def read_rows(start: int, stop: int) -> torch.Tensor:
-        # A reader finds out only while it reads that it has to drop moments, which begin at step 0.
+        # Only while it reads does a reader find that it has to drop moments; they begin at step 0.
         return torch.tensor(0.0 if is_fresh is not None and is_fresh() else count)
 
     return {"step": LazyTensor((), torch.float32, read_rows)}

@@ -56,11 +56,11 @@ class Family:
 
     Attributes:
         architecture: transformers' class of the language model.
-        outside: rows outside of layers.
+        outside: rows outside layers.
         layer: rows of a layer.
         rules: settings.
         arguments: Megatron-LM's arguments that every model of the family has.
-        training: arguments that a model of the family trains with, where the config does not say
+        training: arguments that a model of the family trains with, if the config does not say
             it. They are no part of the model.
         base: beginning of all names but the output layer's. A file of the model without its head
             leaves it out.
@@ -101,7 +101,7 @@ class Family:
             yield Pairing(head, (theirs + _OUTPUT_COPY,), VOCABULARY, is_copy=True)
 
     def read_config(self, config: Config) -> tuple[argparse.Namespace, list[str]]:
-        """Return the arguments that a config means, and what is wrong with it, in words.
+        """Return the arguments that correspond to a config, and its problems.
 
         A setting that no rule reads has to be one of those without meaning.
         """

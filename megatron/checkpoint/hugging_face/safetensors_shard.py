@@ -7,7 +7,7 @@ The format (https://github.com/huggingface/safetensors#format) has three parts:
 2. the header, a JSON object from names to ``dtype``, ``shape`` and ``data_offsets`` (first byte and
    end, counted from the header's end). It may have ``__metadata__`` of strings, and blanks at its
    end;
-3. the values, little-endian and in row-major order, without holes.
+3. the values, little-endian and in row-major order, without gaps.
 
 The library writes tensors that are in memory all together, and it reads from a mapping of the whole
 file, or whole tensors. A conversion has to do with less memory than either.
@@ -74,7 +74,7 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
 
 
 def _problem(entry: Any, num_bytes: int) -> str | None:
-    """Report what is wrong with a tensor of a file that has ``num_bytes`` of values."""
+    """Return the problem of a tensor's entry in a file with ``num_bytes`` of values, or None."""
     try:
         dtype, shape = entry["dtype"], torch.Size(entry["shape"])
         begin, end = entry["data_offsets"]

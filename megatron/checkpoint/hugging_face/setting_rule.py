@@ -12,10 +12,10 @@ Config = dict[str, Any]
 """The content of a config.json, or a part of it."""
 
 Read = Callable[[Config, list[str]], dict[str, Any]]
-"""A config -> arguments. The list takes what is wrong with the settings, in words."""
+"""A config -> arguments. Problems with the settings are appended to the list."""
 
 Write = Callable[[argparse.Namespace, list[str]], Config]
-"""Arguments -> keys of a config. The list takes what is wrong with the arguments, in words."""
+"""Arguments -> keys of a config. Problems with the arguments are appended to the list."""
 
 
 @dataclass(frozen=True)

@@ -179,27 +179,27 @@ def everywhere(args: argparse.Namespace, layer: int) -> bool:
 
 
 def untied(args: argparse.Namespace, layer: int) -> bool:
-    """Tell whether the output layer has a weight of its own."""
+    """Return True if the output layer has a weight of its own."""
     return bool(args.untie_embeddings_and_output_weights)
 
 
 def has_experts(args: argparse.Namespace, layer: int) -> bool:
-    """Tell whether the layer's MLP is made of experts."""
+    """Return True if the layer's MLP is made of experts."""
     return bool(layers_with_experts(args)[layer])
 
 
 def is_dense(args: argparse.Namespace, layer: int) -> bool:
-    """Tell whether the layer has one MLP for all tokens."""
+    """Return True if the layer has one MLP for all tokens."""
     return not has_experts(args, layer)
 
 
 def compresses_queries(args: argparse.Namespace, layer: int) -> bool:
-    """Tell whether latent attention projects queries down and up again."""
+    """Return True if latent attention projects queries down and up again."""
     return args.q_lora_rank is not None
 
 
 def keeps_queries(args: argparse.Namespace, layer: int) -> bool:
-    """Tell whether latent attention projects queries once."""
+    """Return True if latent attention projects queries once."""
     return args.q_lora_rank is None
 
 

@@ -97,7 +97,7 @@ class HuggingFaceTarget:
 
         Args:
             staging: the directory that the parts were written into.
-            results: name of each part -> what writing it returned.
+            results: name of each part -> the result of writing it.
         """
         if len(self.parts) > 1:
             file_of: dict[str, str] = {}

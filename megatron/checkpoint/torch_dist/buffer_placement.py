@@ -62,7 +62,7 @@ def place_chunk(
         buffers: by dtype of the parameters.
 
     Raises:
-        LayoutMismatchError: where they are not what fills the buffers.
+        LayoutMismatchError: if they do not fill the buffers.
     """
     by_dtype = shards_by_dtype(model, shards)
     if by_dtype.keys() != buffers.keys():
@@ -99,7 +99,7 @@ def place_experts(
         placement: gets the experts.
 
     Raises:
-        LayoutMismatchError: where they are not what fills the buffers.
+        LayoutMismatchError: if they do not fill the buffers.
     """
     expert_tensor_parallel_size = model.layout.expert_tensor_parallel_size
     expert_parallel_size, rest = divmod(len(experts), expert_tensor_parallel_size * num_stages)

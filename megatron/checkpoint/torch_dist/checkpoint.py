@@ -74,7 +74,7 @@ def read(
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
             contradict each other.
-        DamagedCheckpointError: where files are missing or changed.
+        DamagedCheckpointError: if files are missing or changed.
     """
     common = read_common(stored)
     weights, unknown = _weights(stored)
@@ -155,7 +155,7 @@ def _random_states(stored: StoredCheckpoint) -> dict[tuple[int, int], list[dict[
 
 
 def _left_out(stored: StoredCheckpoint, used: set[str]) -> list[str]:
-    """List the objects that mean nothing to any conversion."""
+    """List the objects that no conversion uses."""
     return [
         key
         for key in stored.objects
@@ -172,11 +172,11 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     Megatron-Core 0.15 to 0.18 write it so, and later releases read it.
 
     Args:
-        state: to write; its ``notes`` get what the format cannot keep.
+        state: the state to write. Values that the format cannot keep are added to its ``notes``.
         spelling: of the model that will load the checkpoint.
 
     Raises:
-        ValueError: where some layers or experts have a parameter that others lack.
+        ValueError: if some layers or experts have a parameter that others lack.
     """
     names = sorted([*state.weights, *state.buffers], key=key_rules.registration_order)
     keys = {name: spelling.stacked_key(name) for name in names}
@@ -208,7 +208,7 @@ def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]
     """Return the lengths of the axes of layers and experts of every key.
 
     Raises:
-        ValueError: where a layer or an expert lacks what others have.
+        ValueError: if a layer or an expert lacks a parameter that others have.
     """
     indices: dict[str, set[tuple[int, ...]]] = {}
     for key, index in keys.values():

@@ -30,15 +30,15 @@ KNOWN_FIELDS = (
     "opt_param_scheduler",
     "content_metadata",
 )
-"""Fields that have a place in :class:`TrainingState`, or that follow from the layout."""
+"""Fields that :class:`TrainingState` has, or that follow from the layout."""
 
 
 def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
     """Read the common state, from its file or from its object.
 
     Raises:
-        DamagedCheckpointError: where there is none, or it cannot be read.
-        RefusedPickleError: where it names a class that checkpoints do not hold.
+        DamagedCheckpointError: if there is none, or it cannot be read.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
     """
     path = stored.directory / COMMON_FILE
     if path.is_file():
@@ -110,7 +110,7 @@ def notes_on_steps(state: TrainingState) -> Iterator[str]:
 
 
 def _args_of_format(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments that a run has that writes this format."""
+    """Return the arguments of a run that writes this format."""
     args = copy.copy(args)
     args.ckpt_format = "torch_dist"
     args.use_megatron_fsdp = False

@@ -23,10 +23,10 @@ def joined_tensor(
         name: of the parameter.
         slot: such as ``exp_avg``.
         shards: one for each tensor-parallel rank. Of a parameter that is not split they are copies,
-            and the first one is taken.
+            and the first one is used.
 
     Raises:
-        ValueError: where there are fewer shards than the layout says.
+        ValueError: if there are fewer shards than the layout says.
     """
     dim = model.layout.split_dim(name)
     num_shards = 1 if dim is None else model.layout.num_splits(name)
@@ -44,7 +44,7 @@ def joined_tensor(
 
 
 def _with_halves_joined(shards: Sequence[LazyTensor]) -> LazyTensor:
-    """Join shards that are rows of a gate and then as many rows of what it multiplies.
+    """Join shards that consist of rows of a gate, followed by as many rows that it multiplies.
 
     With gate rows g0 to g3, other rows u0 to u3 and two ranks::
 
@@ -80,7 +80,7 @@ def _shard_tensor(shard: StoredShard, slot: str, shape: tuple[int, ...]) -> Lazy
 def first_of_equal(name: str, slot: str, copies: Sequence[LazyTensor]) -> LazyTensor:
     """Return the first of the copies that pipeline stages have of a parameter's slot.
 
-    Reading it reads the others, too, and raises a ValueError where they differ.
+    Reading it reads the others too, and raises a ValueError if they differ.
     """
     first, *others = copies
     if not others:

@@ -21,7 +21,7 @@ def add_optimizer_state(
     main: Mapping[str, LazyTensor],
     moments: Mapping[str, Mapping[str, LazyTensor]],
 ) -> None:
-    """Replace the model's weights by main weights, and add the moments, where both agree.
+    """Replace the model's weights by main weights, and add the moments, if both agree.
 
     Args:
         state: of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes`` get a
@@ -60,7 +60,7 @@ class _CheckedParameter:
         notes: gets a line if they do not agree.
 
     Raises:
-        ValueError: where the shapes differ.
+        ValueError: if the shapes differ.
     """
 
     def __init__(self, name: str, model: LazyTensor, main: LazyTensor, notes: list[str]):
@@ -72,7 +72,7 @@ class _CheckedParameter:
         self._contradicts: bool | None = None  # not compared yet
 
     def contradicts(self) -> bool:
-        """Tell whether main weight and model differ; the first call reads both."""
+        """Return True if main weight and model differ; the first call reads both."""
         if self._contradicts is None:
             return self._compare(self._main.read())
         return self._contradicts

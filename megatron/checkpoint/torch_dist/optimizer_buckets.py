@@ -70,14 +70,14 @@ def decode(
     Args:
         dense: buffers of every model-parallel rank, tensor-parallel ranks fastest, then pipeline
             stages. Those of a rank are in the order of its model chunks.
-        experts: buffers of the optimizer that has the experts, where they have one: expert tensor
+        experts: buffers of the optimizer that has the experts, if they have one: expert tensor
             parallelism fastest, then expert parallelism, then pipeline stages.
         weights: canonical name -> the model's tensor.
         args: of the run. All values are tried for the ones that they lack.
 
     Raises:
-        ValueError: where no layout fits, or several do and ``args`` do not say which it was. While
-            a tensor is read, where two pipeline stages have different copies of it.
+        ValueError: if no layout fits, or several do and ``args`` do not say which it was. While
+            a tensor is read, if two pipeline stages have different copies of it.
     """
     model, placement = _find_layout(dense, experts, weights, args)
     for name, copies in placement.items():

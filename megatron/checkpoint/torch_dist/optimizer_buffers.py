@@ -83,7 +83,7 @@ class OptimizerBuffer(Protocol):
             shards: all shards of the buffer, in the order in which the model registers them.
 
         Raises:
-            LayoutMismatchError: where they do not fill the buffer.
+            LayoutMismatchError: if they do not fill the buffer.
         """
         ...
 
@@ -113,7 +113,7 @@ class ShardedBuffer:
         lengths: number of elements of each bucket, without the padding at its end.
 
     Raises:
-        ValueError: where slots of a bucket differ in length.
+        ValueError: if slots of a bucket differ in length.
     """
 
     shows_order = True
@@ -201,7 +201,7 @@ class GatheredBuffer:
         bucket_size: a bucket is closed when it has as many elements; None for one bucket.
 
     Raises:
-        ValueError: where a tensor does not have the number of elements that the object says.
+        ValueError: if a tensor does not have the number of elements that the object says.
     """
 
     shows_order = False

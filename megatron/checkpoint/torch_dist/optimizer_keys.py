@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that the optimizer has in torch_dist files, in every layout, taken apart.
+"""Keys that the optimizer has in torch_dist files, in every layout, parsed.
 
 Layouts by parameter have a tensor for each slot of a parameter, under the key of the model's
 tensor. Layouts by rank number the data-parallel groups, one for each model-parallel rank::
@@ -84,12 +84,12 @@ OptimizerKey = StateKey | BucketKey | RankObjectKey
 
 
 def is_optimizer_key(key: str) -> bool:
-    """Tell whether a key belongs to the optimizer, also where it cannot be taken apart."""
+    """Return True if a key belongs to the optimizer, even if it cannot be parsed."""
     return _OF_OPTIMIZER.match(key) is not None
 
 
 def parse(key: str) -> OptimizerKey | None:
-    """Take a key of the optimizer apart; None for one of another form."""
+    """Parse a key of the optimizer; None for a key of another form."""
     state = _STATE.match(key)
     if state is not None:
         return StateKey(state["slot"], state["key"])

@@ -56,11 +56,11 @@ class OptimizerTensors:
     """An optimizer's state in a file, by canonical name, with whole tensors.
 
     Attributes:
-        layout: of the file; None where it has no optimizer.
+        layout: of the file; None if it has no optimizer.
         main: name -> main weight, fp32.
         moments: name -> slot, such as ``exp_avg``, -> tensor shaped like the weight.
         param_groups: of all optimizers one after another, those of experts last; without
-            ``params``, with ``step`` where the file has it.
+            ``params``, with ``step`` if the file has it.
         used_keys: all keys of the file that belong to the optimizer.
         grad_scaler: of fp16 runs whose ranks stored it; others have it in the common state.
     """
@@ -133,7 +133,7 @@ def _check_forms(stored: StoredCheckpoint, keys: Sequence[str]) -> None:
 
 
 def _find_layout(stored: StoredCheckpoint, keys: Sequence[str]) -> str | None:
-    """Tell the layout from the keys: files do not all name it, and some name a wrong one."""
+    """Derive the layout from the keys: some files do not name it, and some name a wrong one."""
     layouts = set()
     has_state = False
     for key in keys:
@@ -182,7 +182,7 @@ def _read_by_parameter(
 
 
 def _tensor(stored: StoredCheckpoint, key: str, index: Sequence[int]) -> LazyTensor:
-    """Return the tensor of a key, or what is at ``index`` of its leading axes."""
+    """Return the tensor of a key, or its slice at ``index`` of its leading axes."""
     shape = original_shape(stored, key)
     return stored.lazy(key, index) if shape is None else reformulated(stored, key, shape, index)
 
@@ -231,7 +231,7 @@ def _objects_of_ranks(keys: set[str]) -> dict[str, dict[OptimizerOfRank, str]]:
 def _chain_of_experts(
     chains: Mapping[int, Any], buffers: Mapping[OptimizerOfRank, Any]
 ) -> int | None:
-    """Return the number of the optimizer that has the experts; None where they have no own one."""
+    """Return the number of the optimizer that has the experts; None if there is none."""
     for chain, state in chains.items():
         groups = stored_param_groups.groups_of([state])
         if groups and all(group.get("is_expert_parallel") for group in groups):

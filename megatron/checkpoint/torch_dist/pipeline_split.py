@@ -34,10 +34,10 @@ def place_model(
     Args:
         model: in a supposed layout.
         dense: buffers of each rank, tensor-parallel ranks fastest, then pipeline stages.
-        experts: buffers of each rank of the experts' own optimizer; empty where they have none.
+        experts: buffers of each rank of the experts' own optimizer; empty if they have none.
 
     Raises:
-        LayoutMismatchError: where the parameters are not what fills the buffers.
+        LayoutMismatchError: if the parameters do not fill the buffers.
     """
     num_stages, rest = divmod(len(dense), model.layout.tensor_parallel_size)
     if rest or not num_stages:
@@ -150,7 +150,7 @@ def _split(
 def _mismatch(
     model: RegisteredModel, shards: Sequence[ParameterShard], buffers: BuffersOfChunk
 ) -> str | None:
-    """Return the reason why shards are not what fills the buffers; None where they are."""
+    """Return the reason why shards do not fill the buffers; None if they do."""
     try:
         place_chunk(model, shards, buffers)
     except LayoutMismatchError as error:

@@ -23,7 +23,7 @@ def sharded_buffers(
 
     Args:
         stored: the checkpoint.
-        keys: of the optimizer; those of other things than buckets are passed over.
+        keys: of the optimizer; those that are not of buckets are ignored.
     """
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
     for key in keys:
@@ -52,7 +52,7 @@ def check_bucket_sizes(
         keys: of each rank's object ``per_bucket_numel_unpadded``.
 
     Raises:
-        ValueError: where they differ.
+        ValueError: if they differ.
     """
     for owner, key in keys.items():
         expected: list[list[int]] = []

@@ -37,7 +37,7 @@ def original_shape(stored: StoredCheckpoint, key: str) -> tuple[int, ...] | None
 def reformulated(
     stored: StoredCheckpoint, key: str, shape: Sequence[int], index: Sequence[int] = ()
 ) -> LazyTensor:
-    """Return a reformulated tensor, or what is at ``index`` of its leading axes.
+    """Return a reformulated tensor, or its slice at ``index`` of its leading axes.
 
     Reading rows reads these rows of every block that has some of them, and nothing else.
 
@@ -48,7 +48,7 @@ def reformulated(
         index: along the leading axes.
 
     Raises:
-        ValueError: where the stored shape is not that of equal blocks of ``shape``.
+        ValueError: if the stored shape is not that of equal blocks of ``shape``.
     """
     *grid, block_numel = stored.shape(key)
     is_divided = len(grid) == len(shape) and all(
@@ -64,7 +64,7 @@ def reformulated(
 
 
 class _Blocks:
-    """The blocks that have what is at an index of the leading axes of a reformulated tensor.
+    """The blocks with the elements at an index of the leading axes of a reformulated tensor.
 
     Args:
         stored: the checkpoint.

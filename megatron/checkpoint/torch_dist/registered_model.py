@@ -50,7 +50,7 @@ class BucketLayout:
 
     Attributes:
         tensor_parallel_size: number of ranks that share a parameter.
-        expert_tensor_parallel_size: the same for parameters of experts.
+        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
         layers: implementation of the model's layers.
     """
 
@@ -109,12 +109,12 @@ class RegisteredModel:
         layout: the supposed layout.
 
     Attributes:
-        layout: the same.
+        layout: the supposed layout.
         embedding: names of the parameters before the decoder.
         decoder: names of the parameters of each layer.
         final_norm: names of the parameters of the norm after the decoder.
         prediction: names of the parameters of multi-token prediction.
-        output: name of the output layer's weight; empty where it is that of the embedding.
+        output: name of the output layer's weight; empty if it is that of the embedding.
         num_experts: number of experts of a layer.
 
     Raises:
@@ -178,7 +178,7 @@ class RegisteredModel:
         """Describe the shard that each tensor-parallel rank has of a parameter.
 
         Raises:
-            LayoutMismatchError: where the layout cannot split it.
+            LayoutMismatchError: if the layout cannot split it.
         """
         shape, dim = list(self._weights[name].shape), self.layout.split_dim(name)
         if dim is not None:
@@ -195,7 +195,7 @@ class RegisteredModel:
         return str(self._weights[name].dtype)
 
     def has_halves(self, name: str) -> bool:
-        """Tell whether a parameter is a gate and its counterpart, one after the other in dim 0."""
+        """Return True if dim 0 of a parameter is a gate, then the rows that it multiplies."""
         return key_rules.has_halves(name, self._shapes)
 
 

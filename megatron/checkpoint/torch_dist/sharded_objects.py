@@ -12,8 +12,8 @@ def read_sharded_object(stored: StoredCheckpoint, key: str) -> Any:
     """Read an object, without the list of one that some releases have put around it.
 
     Raises:
-        DamagedCheckpointError: where it cannot be read.
-        RefusedPickleError: where it names a class that checkpoints do not hold.
+        DamagedCheckpointError: if it cannot be read.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
     """
     value = stored.read_object(key)
     return value[0] if isinstance(value, list) and len(value) == 1 else value

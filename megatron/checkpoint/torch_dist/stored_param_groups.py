@@ -52,7 +52,7 @@ def of_ranks(stored: StoredCheckpoint, keys: Mapping[OptimizerOfRank, str]) -> d
 def groups_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the param groups of all optimizers, those of experts last.
 
-    They have ``is_expert_parallel`` and, where the file has it, ``step``, but no ``params``.
+    They have ``is_expert_parallel`` and, if the file has it, ``step``, but no ``params``.
     """
     groups = []
     for number, state in enumerate(optimizers):

@@ -2,8 +2,8 @@
 """Local tensors that tell torch.distributed.checkpoint which chunks of a whole tensor they contain.
 
 A *chunk* is a block of an N-d tensor, given by offsets and sizes. torch's checkpoint computes the
-chunks of a DTensor from its placements, which is wrong for uneven ones. But it first asks the local
-tensor, by the three methods with double underscores of :class:`ChunkedTensor`.
+chunks of a DTensor from its placements, which is wrong for uneven ones. However, it first asks the
+local tensor, by the three methods with double underscores of :class:`ChunkedTensor`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from megatron.fsdp.engine.layout import Chunk, FlatRange
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """The part of a whole tensor that tensor parallelism gives to this rank.
+    """The slice of a whole tensor that tensor parallelism assigns to this rank.
 
     It is the whole tensor or a range of one dim.
 
     Args:
         shape: of the whole tensor.
-        dim: that is divided; None where every tensor-parallel rank has a copy.
+        dim: the divided dim; None if every tensor-parallel rank has a copy.
         start: of this rank's range along ``dim``.
     """
 
@@ -42,7 +42,7 @@ class TensorSlice:
     start: int = 0
 
     def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
-        """Return the chunks of the whole tensor that a flat range of this slice consists of.
+        """Return the chunks of the whole tensor that make up a flat range of this slice.
 
         Args:
             flat_range: of the elements of the slice, in row-major order.
@@ -60,21 +60,21 @@ class TensorSlice:
         return (*offsets[: self.dim], offsets[self.dim] + self.start, *offsets[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
-        """Return the view of the whole tensor that is this slice, ``size`` long along ``dim``."""
+        """Return the view of this slice in ``whole``; ``size`` is its length along ``dim``."""
         return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
 
 
 class ChunkedTensor(torch.Tensor):
-    """A local tensor with the chunks of the whole tensor that it contains; made by a function.
+    """A local tensor with the chunks of the whole tensor that it contains.
 
-    The elements of one chunk follow those of the chunk before, so that a flat local tensor can
-    contain several; a local tensor that is one chunk may have any strides. Operations on it give
-    plain tensors.
+    :func:`as_chunked_tensor` creates it. A flat local tensor may contain several chunks, one after
+    the other; a local tensor of one chunk may have any strides. Operations on it return plain
+    tensors.
 
     Attributes:
         chunks: offsets and sizes within the whole tensor.
-        whole_shape: of the whole tensor.
-        is_flat: some rank's local tensor is a flat range of elements and not a block, so it may
+        whole_shape: the shape of the whole tensor.
+        is_flat: the local tensor of some rank is a flat range of elements, not a block, and may
             have several chunks.
     """
 
@@ -125,13 +125,13 @@ class ChunkedTensor(torch.Tensor):
 def as_chunked_tensor(
     local: torch.Tensor, chunks: Sequence[Chunk], whole_shape: Sequence[int], is_flat: bool = False
 ) -> ChunkedTensor:
-    """Return ``local``, sharing its storage, as these chunks of a tensor of ``whole_shape``.
+    """Return a tensor over the storage of ``local`` that knows its chunks of the whole tensor.
 
     Args:
-        local: as many elements as the chunks have, in their order.
+        local: the elements of the chunks, in the order of the chunks.
         chunks: offsets and sizes within the whole tensor.
-        whole_shape: of the whole tensor.
-        is_flat: as :class:`ChunkedTensor` describes it.
+        whole_shape: the shape of the whole tensor.
+        is_flat: see :class:`ChunkedTensor`.
     """
     if isinstance(local, AsyncCollectiveTensor):
         local = local.wait()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks of the whole tensor that the local tensors of any DTensor contain.
 
-[Note: known chunks] The layout tells which chunks sharded parameters and the tensors of our state
-dicts have on this rank, and a replicated tensor is one chunk. Of other DTensors (gradients, raw
-optimizer state, a user's own) a rank sees its local tensor only. There the ranks of the mesh
+[Note: known chunks] The layout determines the chunks of parameters and gradients of sharded models
+and of the tensors in their state dicts, and a replicated tensor is one chunk. Of other DTensors
+(raw optimizer state, a user's own) a rank knows its local tensor only. The ranks of the mesh then
 exchange the sizes of their local tensors once, and every rank computes all offsets: local tensors
 along dim 0 follow one another in the order of the ranks, and so do ranges of other dims. A local
-tensor with fewer dims than the whole one is a flat range of elements.
+tensor with fewer dims than the whole tensor is a flat range of elements.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ChunkTable:
     Args:
         shape: of the DTensor; at least one dim.
         placements: of the DTensor.
-        sizes: int64 ``[*mesh, 2 + ndim]``: what :func:`local_sizes` returns on every rank.
+        sizes: int64 ``[*mesh, 2 + ndim]``: the result of :func:`local_sizes` of every rank.
 
     Raises:
-        NotImplementedError: for flat ranges where several dims besides dim 0 are divided.
+        NotImplementedError: for flat ranges if several dims besides dim 0 are divided.
     """
 
     def __init__(self, shape: Sequence[int], placements: Sequence[Placement], sizes: torch.Tensor):
@@ -60,7 +60,8 @@ class ChunkTable:
         """
         starts = [_starts(sizes[..., 0], axes[0])]
         for dim in range(1, len(self._shape)):
-            # An empty local tensor may be of any width, so the others along dim 0 tell it.
+            # An empty local tensor may have any width, so the width is that of the others along
+            # dim 0.
             starts.append(_starts(_largest(sizes[..., dim], axes[dim]), axes[dim]))
         self._sizes, self._starts = sizes, torch.stack(starts, -1)
 
@@ -81,8 +82,8 @@ class ChunkTable:
         if self._slice_dim is None:
             return
         # The width of a slice follows from its number of elements. Example: shape (6, 8) on a mesh
-        # (2, 2), dim 0 divided over axis 0, dim 1 over axis 1, so that the columns of the mesh are
-        # slices. The ranks of each slice have 14 and 10 elements:
+        # (2, 2), dim 0 divided over axis 0, dim 1 over axis 1: each column of the mesh has one
+        # slice. The ranks of each slice have 14 and 10 elements:
         #
         #     self._num_elements  [[14, 14], [10, 10]]
         #     elements of a slice [[24, 24], [24, 24]]    summed over axis 0
@@ -112,7 +113,7 @@ class ChunkTable:
         return slice_.chunks(FlatRange(tuple(slice_shape), start, stop, by_rows=False))
 
     def row(self, coordinate: Coordinate) -> int:
-        """Return the row of the whole tensor in which that rank's local tensor begins."""
+        """Return the row of the whole tensor in which the local tensor at ``coordinate`` begins."""
         if self.is_flat:
             return int(self._starts[coordinate]) // row_size(self._shape)
         return int(self._starts[coordinate][0])
@@ -122,8 +123,8 @@ def _starts(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
     """Return for every rank the sum of the sizes of the ranks before it along mesh axes.
 
     Args:
-        sizes: ``[*mesh]``, as the result.
-        axes: the last one fastest.
+        sizes: ``[*mesh]``, like the result.
+        axes: mesh axes, the last one fastest.
     """
     # Example of a mesh (2, 2) and sizes [[3, 2], [2, 1]]:
     #
@@ -145,8 +146,8 @@ def _largest(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
     """Return for every rank the largest size among the ranks at its position along ``axes``.
 
     Args:
-        sizes: ``[*mesh]``, as the result.
-        axes: mesh axes; the ranks that are compared differ along the others.
+        sizes: ``[*mesh]``, like the result.
+        axes: mesh axes; the ranks that are compared differ along the other axes.
     """
     # Example of a mesh (2, 2), sizes [[3, 2], [0, 2]] and axes [1]: the largest of each column,
     # [[3, 2], [3, 2]].
@@ -170,8 +171,8 @@ def gather_numbers(numbers: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
     """Gather the numbers of every rank by an all-reduce along every mesh axis.
 
     Args:
-        numbers: as many on every rank.
-        mesh: this rank must be part of it.
+        numbers: the same number of them on every rank.
+        mesh: a mesh that this rank is part of.
 
     Returns:
         int64 ``[*mesh, len(numbers)]`` on the CPU.
@@ -190,9 +191,9 @@ def own_coordinate(mesh: DeviceMesh) -> Coordinate:
 
 
 def local_chunks(dtensor: DTensor) -> ChunkedTensor | None:
-    """Return the local tensor with its chunks, if this rank knows them without communication.
+    """Return the local tensor with its chunks if this rank knows them without communication.
 
-    All ranks of the mesh know them, or none does. See [Note: known chunks].
+    Otherwise return None, on all ranks of the mesh alike. See [Note: known chunks].
     """
     local, shape = dtensor._local_tensor, tuple(dtensor.shape)
     if isinstance(local, ChunkedTensor):
@@ -203,7 +204,7 @@ def local_chunks(dtensor: DTensor) -> ChunkedTensor | None:
         flat_range = sharded.flat_range
         if shape == sharded.slice.shape:
             return as_chunked_tensor(plain, sharded.chunks, shape, not flat_range.by_rows)
-        # A scalar, which the optimizer sees as a vector of one element.
+        # A scalar parameter, which is a vector of one element to the optimizer.
         element: list[Chunk] = [((0,), (1,))] if flat_range.numel else []
         return as_chunked_tensor(plain, element, shape, is_flat=True)
     if not shape or is_replicated(dtensor):
@@ -234,17 +235,17 @@ def gather_chunks(dtensors: Sequence[DTensor]) -> list[ChunkedTensor]:
 
 
 def is_replicated(dtensor: DTensor) -> bool:
-    """Tell whether every rank of the mesh has the whole tensor."""
+    """Return True if every rank of the mesh has the whole tensor."""
     return all(isinstance(placement, Replicate) for placement in dtensor.placements)
 
 
 def has_chunks(dtensor: DTensor) -> bool:
-    """Tell whether local tensors are chunks of the whole one, as they are not of a partial one."""
+    """Return True if local tensors are chunks of the whole tensor, not partial sums of it."""
     return is_sharded_or_replicated(dtensor.placements)
 
 
 def check_placements(dtensor: DTensor) -> None:
-    """Refuse a DTensor whose local tensors are not chunks of the whole one.
+    """Reject a DTensor whose local tensors are not chunks of the whole tensor.
 
     Raises:
         NotImplementedError: for placements other than ``Shard`` and ``Replicate``.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of sharded parameters: DTensors whose norms count every element of the model once.
 
-torch takes norms of DTensors mesh by mesh. It cannot combine norms over different meshes (expert
-parameters), nor take an infinity norm where a rank owns nothing. Here every rank measures its
-shards, and one reduction for each norm group combines the measures. The resulting norms are plain
+torch computes norms of DTensors mesh by mesh. It can neither combine norms over different meshes
+(expert parameters), nor compute an infinity norm if a rank owns nothing. Here every rank computes
+the norms of its shards, and one reduction for each norm group combines them. The results are plain
 tensors, equal on all ranks.
 """
 
@@ -28,7 +28,7 @@ class NormGroup:
     """The ranks over which the norm of a parameter is summed.
 
     Args:
-        groups: reducing over one after the other reaches all of these ranks.
+        groups: process groups that reach all of these ranks if they are used one after the other.
         copies: number of these ranks that have the same shard.
     """
 
@@ -64,12 +64,12 @@ def norms(
 ) -> list[torch.Tensor]:
     """Compute the norm of each whole gradient: 0-d tensors, equal on every rank.
 
-    This is one all-reduce over each process group of each norm group.
+    This is a collective: one all-reduce over each process group of each norm group.
 
     Args:
         gradients: in the same order on all ranks.
-        order: of the norm: positive, may be infinity.
-        dtype: of the result. None: that of the gradient, at least float32.
+        order: of the norm; positive, may be infinity.
+        dtype: of the results. None: the dtype of each gradient, at least float32.
     """
     indices_of: dict[NormGroup, list[int]] = defaultdict(list)
     for index, gradient in enumerate(gradients):
@@ -89,9 +89,9 @@ def norms(
 
 
 def _measure(shard: torch.Tensor, order: float) -> torch.Tensor:
-    """Return norm ** order of a shard in float64, for the infinity norm the norm itself.
+    """Return norm ** order of a shard in float64; for the infinity norm, the norm itself.
 
-    These add up over the shards of a tensor; for the infinity norm, the largest one counts.
+    The sum over the shards of a tensor is that of the tensor; for the infinity norm, the maximum.
     """
     if not shard.numel():
         return torch.zeros((), dtype=torch.float64, device=shard.device)
@@ -100,7 +100,7 @@ def _measure(shard: torch.Tensor, order: float) -> torch.Tensor:
     return norm if order == inf else norm**order
 
 
-# ---- replacements of torch's functions, called as those are
+# ---- replacements of torch's functions, with the same arguments
 #
 # They return NotImplemented for calls that torch handles.
 
@@ -143,7 +143,10 @@ def _norm(
 
 
 def _foreach_mul_(tensors: Sequence[DTensor], factor: Any) -> Any:
-    """Scale by a plain tensor, as clipping does: torch would not mix it with DTensors."""
+    """Scale by a plain tensor, as clipping does: torch would not mix it with DTensors.
+
+    Return NotImplemented for other factors.
+    """
     if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor):
         return NotImplemented
     torch._foreach_mul_([tensor._local_tensor for tensor in tensors], factor)
@@ -157,7 +160,7 @@ def _mul_(tensor: DTensor, factor: Any) -> Any:
 def _unscale_(
     gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
 ) -> Any:
-    """Unscale as ``torch.amp.GradScaler`` does; an overflow on one rank is found by all of them."""
+    """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
     if not _are_gradients(gradients):
         return NotImplemented
     shards = [gradient._local_tensor for gradient in gradients]

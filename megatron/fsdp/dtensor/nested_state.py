@@ -15,13 +15,13 @@ def filter_unflattened_state_dict(
     """List the paths of items in nested mappings, lists and tuples.
 
     Args:
-        state_dict: the nest.
+        state_dict: the nested state.
         key_chain: the path of ``state_dict`` itself, with which all paths begin.
-        visit_condition: tells which items are wanted. It is not asked about mappings, lists and
-            tuples, whose items are visited.
+        visit_condition: returns True for the items to list. It is not called with mappings, lists
+            and tuples, whose items are visited.
 
     Returns:
-        Lists of the keys and positions that lead to an item.
+        The path of each item: a list of keys and positions.
     """
     items: Iterable[tuple[Any, Any]]
     if isinstance(state_dict, Mapping):

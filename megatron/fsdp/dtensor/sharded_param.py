@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters as the optimizer sees them, DTensors over main weights, and as checkpoints have them.
+"""Sharded parameters: DTensors over main weights for the optimizer, and tensors for checkpoints.
 
-[Note: uneven DTensors] The local tensor of a sharded parameter is what
-:mod:`megatron.fsdp.engine.layout` says that this rank owns, not what torch would choose: some rows,
-or a flat range of elements. Element-wise operations do not depend on that. torch's checkpoint does,
-and learns the chunks from :class:`megatron.fsdp.dtensor.chunked_tensor.ChunkedTensor`.
+[Note: uneven DTensors] The local tensor of a sharded parameter is the range that
+:mod:`megatron.fsdp.engine.layout` assigns to this rank: some rows, or a flat range of elements,
+which torch would divide otherwise. Element-wise operations do not depend on that. torch's
+checkpoint does, and gets the chunks from
+:class:`megatron.fsdp.dtensor.chunked_tensor.ChunkedTensor`.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from megatron.fsdp.engine.param_group import ParamGroup
 
 @dataclass(frozen=True)
 class ParameterMesh:
-    """The mesh on which parameters live: the dense ones, or the experts.
+    """The mesh of dense parameters or of expert parameters.
 
     Args:
         axes: their mesh axes.
         mesh: of their DTensors: the tensor axis if there is one, the inner axis, and the outer axis
-            if it divides them.
-        norm_group_of_slices: of parameters that tensor parallelism divides.
-        norm_group_of_copies: of parameters that every tensor-parallel rank has a copy of.
+            if it shards them.
+        norm_group_of_slices: for parameters that tensor parallelism divides.
+        norm_group_of_copies: for parameters of which every tensor-parallel rank has a copy.
     """
 
     axes: Axes
@@ -46,19 +47,19 @@ class ParameterMesh:
 
 
 class ShardedParam:
-    """One parameter as the optimizer sees it.
+    """One parameter of a sharded model: its DTensor, its gradient, and its checkpoint entries.
 
     Args:
-        group: the parameter group it belongs to, as number ``index``.
-        index: within the group.
-        mesh: on which the parameters of the group live.
+        group: the parameter group that it belongs to.
+        index: its index in the group.
+        mesh: the mesh of the group's parameters.
 
     Attributes:
-        name: of the module's parameter.
-        slice: the part of the whole tensor that tensor parallelism gives to this rank.
+        name: the name of the module's parameter.
+        slice: the slice of the whole tensor that tensor parallelism assigns to this rank.
         flat_range: the elements of the slice that this rank owns.
-        chunks: the same as chunks of the whole tensor.
-        parameter: the DTensor over the main weight, which is a parameter to torch.
+        chunks: these elements, as chunks of the whole tensor.
+        parameter: the DTensor over the main weight, which torch treats as an ``nn.Parameter``.
     """
 
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
@@ -88,15 +89,15 @@ class ShardedParam:
 
     @property
     def compute(self) -> nn.Parameter:
-        """The module's own parameter, which its forward uses."""
+        """The module's own parameter, which is used in forward."""
         return self.group.parameters[self.index]
 
     # ---- gradients and optimizer state
 
     def gradient(self, flat: torch.Tensor) -> ShardedGradient:
-        """Return this parameter's part of ``flat``, the rank's shard of the group's gradients.
+        """Return this parameter's gradient in ``flat``, the rank's shard of the group's gradients.
 
-        The result is made once and kept: ``flat`` is the same tensor at every step.
+        The DTensor is created once per dtype, since ``flat`` is the same tensor at every step.
         """
         if self._grad is None or self._grad.dtype != flat.dtype:
             shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
@@ -106,12 +107,12 @@ class ShardedParam:
         return self._grad
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
-        """Copy this rank's shard of optimizer state of the parameter's shape into a new DTensor."""
+        """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
         shard = self.local_shard(value).to(self.parameter.device)
         return self._dtensor(shard.clone(), UnevenDTensor)
 
     def _dtensor(self, local: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
-        # The optimizer sees a scalar as a vector of one element, which can be sharded.
+        # To the optimizer, a scalar is a vector of one element, which can be sharded.
         shape = self.slice.shape or (1,)
         return wrap_local(dtensor_class, local, self._mesh, self._placements, shape)
 
@@ -121,8 +122,8 @@ class ShardedParam:
         """Return a tensor over ``value``'s storage that torch's checkpoint can save and load.
 
         Args:
-            value: of the parameter's shape. None: the main weight.
-            with_chunks: tell torch's checkpoint which chunks of the whole tensor this rank has.
+            value: a DTensor of the parameter's shape. None: the main weight.
+            with_chunks: let torch's checkpoint know the chunks of this rank.
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
         if with_chunks:
@@ -139,10 +140,10 @@ class ShardedParam:
         """
         if count == 1:
             return [self.checkpoint_tensor(value)]
-        # Example of count 2: a weight of shape (8, 3) becomes two of shape (4, 3). If tensor
-        # parallelism divides it along dim 0 in two, each rank has 2 rows of each of them, one after
-        # the other, in its slice of 4 rows. The second rank's slice starts at row 4 of the weight,
-        # and at row 4 / 2 of each of the two.
+        # Example with a count of 2: a weight of shape (8, 3) becomes two tensors of shape (4, 3).
+        # If tensor parallelism divides the weight along dim 0 over two ranks, each rank's slice of
+        # 4 rows consists of 2 rows of the first tensor and 2 rows of the second. The second rank's
+        # slice starts at row 4 of the weight, and at row 4 / 2 = 2 of each of the two tensors.
         rows, dim, start = self.slice.shape[0] // count, self.slice.dim, self.slice.start
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
@@ -167,18 +168,18 @@ class ShardedParam:
 
     @torch.no_grad()
     def load(self, value: torch.Tensor) -> None:
-        """Copy ``value``, as :meth:`local_shard` takes it, into the main weight."""
+        """Copy this rank's shard of ``value`` into the main weight; see :meth:`local_shard`."""
         self.parameter._local_tensor.copy_(self.local_shard(value))
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor:
         """Return the elements of ``value`` that this rank owns, in the shape of the local tensor.
 
         Args:
-            value: of the parameter's shape: a full tensor, a DTensor of this layout, or a DTensor
-                that torch has divided, which is gathered.
+            value: a tensor of the parameter's shape: a full tensor, a DTensor of this layout, or a
+                DTensor that torch has divided, which is gathered.
 
         Raises:
-            ValueError: if the shape is another one, or the value is sharded for another layout.
+            ValueError: if the shape differs, or the value is sharded with another layout.
         """
         if not isinstance(value, torch.Tensor):
             raise ValueError(f"{self.name}: expects a tensor but got {type(value).__name__}")
@@ -218,7 +219,7 @@ class ShardedParam:
 
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
-    """Let :func:`sharded_param_of` find the sharded parameter that a DTensor belongs to."""
+    """Record the sharded parameter that a DTensor belongs to, for :func:`sharded_param_of`."""
     tensor._fsdp_sharded = sharded  # type: ignore[attr-defined]  # an attribute of our own
 
 
@@ -233,18 +234,18 @@ def sharded_param_of(tensor: torch.Tensor) -> ShardedParam:
 
 
 def is_linked(tensor: object) -> bool:
-    """Tell whether a value belongs to a sharded parameter."""
+    """Return True if a value belongs to a sharded parameter."""
     return hasattr(tensor, "_fsdp_sharded")
 
 
 def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-    """Return the part of the whole tensor that ``parameter`` is.
+    """Return the slice of the whole tensor that ``parameter`` is on this rank.
 
-    torch's DTensors tell it by their placements, Megatron-Core's and Transformer Engine's
-    parameters by the attributes ``tensor_model_parallel`` and ``partition_dim``.
+    It follows from the placements of DTensors, and from the attributes ``tensor_model_parallel``
+    and ``partition_dim`` of Megatron-Core's and Transformer Engine's parameters.
 
     Args:
-        parameter: of the module.
+        parameter: the module's own parameter.
         axis: the tensor-parallel mesh axis; None without one.
     """
     local = tuple(local_tensor(parameter).shape)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``torch.split`` for DTensors whose local tensors torch would have cut otherwise."""
+"""``torch.split`` for uneven DTensors."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ def split_dtensor(
 ) -> Iterator[DTensor]:
     """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
 
-    Each has the mesh and placements of ``dtensor``. Of each this rank has those elements that it
-    has of ``dtensor``, maybe none. If the chunks of the local tensor are not known, the ranks
-    exchange their sizes in this call, by an all-reduce along every mesh axis.
+    Each part has the mesh and placements of ``dtensor``. A rank keeps the elements that it has of
+    ``dtensor``, so it may have none of a part. If the chunks of the local tensor are not known, the
+    ranks exchange their sizes in this call, by an all-reduce along every mesh axis.
 
     Args:
-        dtensor: of at least one dim.
-        split_size_or_sections: length of all parts but a shorter last one, or of every part.
-        dim: along which to split; may be negative.
-        update_uneven_dtensor_chunk_meta: make the parts ready for torch's checkpoint. They always
-            are: the chunks must be known to split, and the parts know theirs.
+        dtensor: a DTensor of at least one dim.
+        split_size_or_sections: the length of all parts, of which the last may be shorter, or a list
+            of the lengths of the parts.
+        dim: the dim to split; may be negative.
+        update_uneven_dtensor_chunk_meta: make the parts ready for torch's checkpoint. It has no
+            effect, because they always are: splitting computes their chunks.
 
     Raises:
         ValueError: for a dim that the tensor does not have, or lengths that do not add up to
             ``dtensor.shape[dim]``.
-        NotImplementedError: along other dims than 0 if ranks have flat ranges, of which a part
-            would be many strips. For placements other than ``Shard`` and ``Replicate``.
+        NotImplementedError: for a dim other than 0 if ranks have flat ranges, which would be cut
+            into many strips, and for placements other than ``Shard`` and ``Replicate``.
     """
     dim, lengths = _lengths(dtensor.shape, split_size_or_sections, dim)
     check_placements(dtensor)
@@ -59,7 +60,7 @@ def split_dtensor(
 def _lengths(
     shape: torch.Size, split_size_or_sections: int | Sequence[int], dim: int
 ) -> tuple[int, list[int]]:
-    """Return the dim, counted from 0, and the length of every part along it."""
+    """Return the dim as a non-negative number, and the length of every part along it."""
     if not -len(shape) <= dim < len(shape):
         raise ValueError(f"expects a dim of shape {tuple(shape)} but got {dim}")
     size = shape[dim]
@@ -94,8 +95,9 @@ def _cut_of_block(
     local: ChunkedTensor, dim: int, start: int, stop: int
 ) -> tuple[torch.Tensor, list[Chunk]]:
     """Cut ``[start, stop)`` of the whole tensor's ``dim`` out of a local tensor of one chunk."""
-    # Example: the local tensor is rows 2 to 5 of a matrix, ((2, 0), (4, 3)). Of rows 3 to 8 these
-    # are rows 3 to 5: the local rows 1 to 3, and ((0, 0), (3, 3)) within the part.
+    # Example: the local tensor is rows 2 to 5 of a matrix, ((2, 0), (4, 3)), and the part is rows
+    # 3 to 8. They have rows 3 to 5 in common: rows 1 to 3 of the local tensor, and the chunk
+    # ((0, 0), (3, 3)) of the part.
     plain, chunks = local.detach(), []
     for offsets, sizes in local.chunks:
         low, high = max(offsets[dim], start), min(offsets[dim] + sizes[dim], stop)
@@ -110,12 +112,12 @@ def _cut_of_flat_range(
 ) -> tuple[torch.Tensor, list[Chunk]]:
     """Cut the rows ``[start, stop)`` of the whole tensor out of a flat range; ``dim`` is 0.
 
-    The chunks of a flat range follow one another in its rows, so what lies between two rows is one
+    The chunks of a flat range follow one another in the order of rows, so the cut is one contiguous
     range of the local tensor.
     """
     # Example: elements 2 to 10 of a matrix of shape (4, 3) are the chunks ((0, 2), (1, 1)),
-    # ((1, 0), (2, 3)) and ((3, 0), (1, 2)). Row 2 is the second row of the second chunk. Before it
-    # are the 1 element of the first chunk and a row of 3, so it is [4:7] of the local tensor.
+    # ((1, 0), (2, 3)) and ((3, 0), (1, 2)). Row 2 is the second row of the second chunk. The 1
+    # element of the first chunk and a row of 3 come before it, so it is [4:7] of the local tensor.
     chunks: list[Chunk] = []
     begin = end = 0  # of the cut, within the local tensor
     chunk_begin = 0

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors whose local tensors torch would have cut otherwise.
+"""Uneven DTensors: their local tensors may have any size.
 
-torch's DTensor expects that every dim is divided into equal parts. Here the local tensors may have
-any size: along the mesh axes that divide dim 0 they follow one another in row-major order of the
-ranks, the last of these axes fastest, as whole rows or as flat ranges of elements.
+torch's DTensor expects every dim to be divided into equal parts. The local tensors of an uneven
+DTensor follow one another along the mesh axes that divide dim 0, in row-major order of the ranks
+(the last of these axes fastest), as whole rows or as flat ranges of elements.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 class UnevenDTensor(DTensor):
     """A DTensor whose local tensors may have any size, and which can still be gathered.
 
-    Element-wise operations on one give another one.
+    Element-wise operations on it return another uneven DTensor.
     """
 
     @classmethod
@@ -53,12 +53,14 @@ class UnevenDTensor(DTensor):
         placements: Sequence[Placement] | None = None,
         **options: Any,
     ) -> DTensor:
-        """Replicate the tensor, leave it as it is, or divide it anew as torch does; a collective.
+        """Replicate the tensor, or shard it evenly as torch does; a collective.
+
+        With its own placements, the tensor itself is returned.
 
         Args:
             device_mesh: its own mesh, or None.
             placements: one for each mesh axis. None: replicated on all of them.
-            options: of torch's ``redistribute``.
+            options: further arguments of torch's ``redistribute``.
 
         Raises:
             NotImplementedError: for another mesh.
@@ -69,7 +71,7 @@ class UnevenDTensor(DTensor):
             )
         everywhere = [Replicate()] * self.device_mesh.ndim
         wanted = tuple(placements or everywhere)
-        # A scalar says that it is replicated, but one rank may have its only element.
+        # The placements of a scalar are Replicate, but only one rank may have its element.
         if wanted == tuple(self.placements) and self.shape:
             return self
         whole = full_tensor(self)
@@ -78,7 +80,7 @@ class UnevenDTensor(DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
         local = self._local_tensor
-        # `detach` returns a plain tensor, without the chunks that the local tensor may know.
+        # `detach` returns a plain tensor, without the chunks of a ChunkedTensor.
         local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
         result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
         if isinstance(self, nn.Parameter):
@@ -91,7 +93,7 @@ torch.serialization.add_safe_globals([UnevenDTensor])
 
 
 def _is_divided_alike(result: DTensor, operand: object) -> bool:
-    """Tell whether the result of an operation is divided over the ranks as its operand is."""
+    """Return True if the result of an operation is sharded like its operand."""
     return (
         isinstance(operand, UnevenDTensor)
         and result.shape == operand.shape
@@ -103,7 +105,7 @@ def _is_divided_alike(result: DTensor, operand: object) -> bool:
 def dtensor_over(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> UnevenDTensor:
-    """Make an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    """Return an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
     return wrap_local(UnevenDTensor, local, mesh, placements, shape)
 
 
@@ -114,22 +116,22 @@ def wrap_local(
     placements: Sequence[Placement],
     shape: Sequence[int],
 ) -> AnyDTensor:
-    """Make a DTensor of a class and a logical ``shape`` over ``local``, whose storage it shares."""
-    # `DTensor.from_local` would take the empty shape of a scalar for no shape.
+    """Return a DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    # `DTensor.from_local` would treat the empty shape of a scalar as no shape.
     stride = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(torch.Size(shape), stride, local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    # The wrapper takes its storage offset from the tensor it is made with, and torch cannot copy or
-    # save one that does not begin at 0. So it is made with another tensor and given `local` later.
+    # The wrapper gets its storage offset from the tensor that it is created with, and torch cannot
+    # copy or save a wrapper whose offset is not 0. So `local` is assigned afterwards.
     result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
     result._local_tensor = local
     return result
 
 
 def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in storage of its own.
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
 
-    This is an all-gather along every mesh axis that divides the tensor. Where more than one dim
+    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
     besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
     which expects equal parts.
 
@@ -146,8 +148,8 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
         return local.clone().view(shape)
     # Offloaded state is gathered where the mesh is.
     flat = local.reshape(-1).to(mesh.device_type)
-    # A scalar in a state dict says that it is replicated, because torch has no sharded scalars, but
-    # one rank may have its only element: it is gathered along all axes.
+    # torch has no sharded scalars, so the placements of a scalar in a state dict are Replicate. But
+    # only one rank may have its element, so it is gathered along all axes.
     for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
         flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
     for dim in later_dims:
@@ -164,7 +166,7 @@ def full_tensor(dtensor: DTensor) -> torch.Tensor:
 
 
 def is_sharded_or_replicated(placements: Sequence[Placement]) -> bool:
-    """Tell whether all placements are ``Shard`` or ``Replicate``, the ones handled here."""
+    """Return True if all placements are ``Shard`` or ``Replicate``."""
     return all(isinstance(placement, Shard | Replicate) for placement in placements)
 
 
@@ -178,7 +180,7 @@ def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
 
 
 def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """Give the flat elements of a range of ``dim`` of a tensor of ``shape`` all its dims."""
+    """View the flat elements of a range of ``dim`` of a tensor of ``shape`` with all its dims."""
     others = shape.numel() // shape[dim]
     if flat.numel() % others:
         raise ValueError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published functions on DTensors whose local tensors torch would have cut otherwise.
+"""The published functions on uneven DTensors.
 
-They take parameters, gradients, optimizer state and whole state dicts of sharded models, and a
+They accept parameters, gradients, optimizer state and whole state dicts of sharded models, and a
 user's own DTensors. Functions that may communicate say so; every rank of the DTensor's mesh must
 call them, in the same order.
 """
@@ -55,9 +55,9 @@ __all__ = [
 
 
 def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in storage of its own.
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
 
-    This is an all-gather along every mesh axis that divides the tensor. Where more than one dim
+    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
     besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
     which expects equal parts.
 
@@ -80,7 +80,7 @@ def gather_uneven_dtensor_to_full_tensor(
 ) -> DTensor:
     """Gather the whole tensor as a replicated DTensor whose local tensors are on ``target_device``.
 
-    This is the older name of :func:`redistribute_uneven_dtensor_to_replicated`.
+    This is an older form of :func:`redistribute_uneven_dtensor_to_replicated`.
     """
     whole = uneven_dtensor_to_full_tensor(dtensor)
     if target_device is not None:
@@ -93,15 +93,15 @@ def gather_uneven_dtensor_to_full_tensor(
 
 
 def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Prepare a DTensor, in place, so that torch.distributed.checkpoint can save and load it.
+    """Prepare a DTensor for torch.distributed.checkpoint, in place.
 
-    It keeps its storage. Nothing is communicated for sharded parameters, tensors of our state dicts
-    and replicated tensors. For others the ranks exchange their sizes, by a small all-reduce along
-    every mesh axis. DTensors with placements other than ``Shard`` and ``Replicate`` are left to
-    torch.
+    It keeps its storage. Nothing is communicated for sharded parameters, their gradients, tensors
+    of our state dicts and replicated tensors. For other tensors the ranks exchange their sizes, by
+    a small all-reduce along every mesh axis. DTensors with placements other than ``Shard`` and
+    ``Replicate`` are left to torch.
 
     Raises:
-        NotImplementedError: for flat ranges of a tensor with several dims besides dim 0 divided.
+        NotImplementedError: for flat ranges if several dims besides dim 0 are divided.
     """
     _attach_chunks({"": dtensor}, may_differ=False)
 
@@ -109,8 +109,8 @@ def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
 
-    :func:`update_uneven_dtensor_chunk_metadata` describes what is done to each; all DTensors of a
-    mesh share one exchange of sizes.
+    Each is prepared as by :func:`update_uneven_dtensor_chunk_metadata`; all DTensors of a mesh
+    share one exchange of sizes.
 
     Returns:
         ``state_dict`` itself.
@@ -129,11 +129,11 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
 
 
 def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
-    """Give the local tensors of DTensors their chunks; see [Note: known chunks].
+    """Replace the local tensors of DTensors by ones with chunks; see [Note: known chunks].
 
     Args:
         named: DTensors by their paths.
-        may_differ: other ranks may have others, which is an error.
+        may_differ: check that all ranks have the same DTensors.
     """
     unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
     for name, dtensor in named.items():
@@ -151,7 +151,9 @@ def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
 
 
 def _check_same_tensors(named: dict[str, DTensor], mesh: DeviceMesh) -> None:
-    """Compare names and shapes on all ranks of the mesh: the exchange of sizes would fail or hang.
+    """Compare names and shapes on all ranks of the mesh.
+
+    If they differed, the exchange of sizes would fail or hang.
 
     Raises:
         ValueError: on every rank, if they differ.
@@ -167,18 +169,18 @@ def _check_same_tensors(named: dict[str, DTensor], mesh: DeviceMesh) -> None:
 
 
 def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Compute the offsets and sizes of this rank's part from the sizes of the parts of all ranks.
+    """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
 
     This is a small all-reduce along every mesh axis, unless the tensor is replicated or a scalar.
 
     Returns:
-        If this rank owns nothing, the size of dim 0 is 0. For a scalar that another rank owns,
-        offsets and sizes are ``(0,)``.
+        The offsets and sizes of the chunk. If this rank owns nothing, the size of dim 0 is 0. For a
+        scalar that another rank owns, offsets and sizes are ``(0,)``.
 
     Raises:
-        NotImplementedError: on every rank, if some rank's part is not one chunk but a flat range
-            that begins or ends inside a row; :func:`update_uneven_dtensor_chunk_metadata` prepares
-            such tensors. For placements other than ``Shard`` and ``Replicate``.
+        NotImplementedError: on every rank, if some rank has several chunks, a flat range that
+            begins or ends inside a row; :func:`update_uneven_dtensor_chunk_metadata` prepares such
+            tensors. Also for placements other than ``Shard`` and ``Replicate``.
     """
     check_placements(dtensor)
     shape, mesh = tuple(dtensor.shape), dtensor.device_mesh

@@ -26,11 +26,11 @@ def validate_uneven_dtensor(dtensor: DTensor) -> None:
     """Check that the local tensors of all ranks make up the whole tensor.
 
     This is an all-reduce along every mesh axis. Local tensors that know their chunks are checked
-    against these, others as they follow one another.
+    against them. The chunks of other local tensors are computed from the sizes of all ranks.
 
     Raises:
-        ValueError: the same on every rank of the mesh, if chunks overlap, leave a hole, reach
-            beyond the shape, do not fit the local tensor, or copies differ.
+        ValueError: the same on every rank of the mesh, if chunks overlap, leave a gap, reach beyond
+            the shape or do not fit the local tensor, or if copies have different chunks.
         NotImplementedError: for placements other than ``Shard`` and ``Replicate``.
     """
     check_placements(dtensor)
@@ -56,8 +56,8 @@ class RankChunks:
         rank: of the default process group.
         numel: elements of its local tensor.
         chunks: offsets and sizes within the whole tensor.
-        first_copy: mesh position of the first rank that must have the same chunks.
-        first_rank: the rank there.
+        first_copy: mesh coordinate of the first rank that must have the same chunks.
+        first_rank: the rank at that coordinate.
     """
 
     rank: int
@@ -68,10 +68,10 @@ class RankChunks:
 
 
 def _claim(dtensor: DTensor) -> list[int]:
-    """Describe the chunks that the local tensor knows by numbers, as many on every rank.
+    """Encode the known chunks of the local tensor as numbers, equally many on every rank.
 
-    They are 1 or 0 (chunks are known or not), the number of chunks, the offsets and sizes of each
-    chunk, and zeros behind them.
+    The numbers are 1 or 0 (chunks are known or not), the number of chunks, the offsets and sizes of
+    each chunk, and zeros after them.
     """
     # Example: chunks ((0, 2), (1, 4)) and ((1, 0), (3, 6)) of a matrix give
     # 1, 2, 0, 2, 1, 4, 1, 0, 3, 6 and then 2 + 2 * 2 * 3 - 10 = 4 zeros: a flat range of a matrix
@@ -87,7 +87,7 @@ def _claim(dtensor: DTensor) -> list[int]:
 
 
 def _chunks_of_claim(claim: Sequence[int], ndim: int) -> tuple[Chunk, ...]:
-    """Read what :func:`_claim` wrote."""
+    """Decode the result of :func:`_claim`."""
     chunks = []
     for number in range(claim[1]):
         begin = 2 + 2 * number * ndim
@@ -130,7 +130,7 @@ def _shards(dtensor: DTensor, sizes: torch.Tensor, claims: torch.Tensor) -> Iter
 
 
 def _problems(shards: Iterator[RankChunks], shape: tuple[int, ...]) -> list[str]:
-    """List what is wrong with the chunks of all ranks; a scalar has no chunks to compare."""
+    """List the problems of the chunks of all ranks; a scalar has no chunks to compare."""
     problems: list[str] = []
     chunks_of: dict[Coordinate, tuple[Chunk, ...]] = {}
     for shard in shards:
@@ -141,7 +141,7 @@ def _problems(shards: Iterator[RankChunks], shape: tuple[int, ...]) -> list[str]
                 f"rank {shard.rank} does not hold the same chunks as rank {shard.first_rank}, whose"
                 " copy it should be"
             )
-        # A scalar is called replicated, but one rank may have its only element.
+        # The placements of a scalar are Replicate, but only one rank may have its element.
         chunks_of[shard.first_copy] = chunks_of_copy or shard.chunks
     everything: list[Chunk] = []
     for chunks in chunks_of.values():
@@ -171,8 +171,8 @@ def _is_beyond(chunk: Chunk, shape: tuple[int, ...]) -> bool:
 
 def _overlaps(chunks: list[Chunk]) -> Iterator[tuple[Chunk, Chunk]]:
     """Yield the pairs of chunks, of at least one dim, that have elements in common."""
-    # Chunks are visited in the order of their first rows. Those that end before the row of the
-    # visited one overlap neither it nor any that follow.
+    # Chunks are visited in the order of their first rows. Chunks that end before the first row of
+    # the visited one overlap neither it nor any later one.
     active: list[Chunk] = []
     for chunk in sorted(chunks):
         first_row = chunk[0][0]
@@ -184,7 +184,7 @@ def _overlaps(chunks: list[Chunk]) -> Iterator[tuple[Chunk, Chunk]]:
 
 
 def _overlap(left: Chunk, right: Chunk) -> bool:
-    """Tell whether the ranges of two chunks overlap in every dim."""
+    """Return True if the ranges of two chunks overlap in every dim."""
     return all(
         left_start < right_start + right_size and right_start < left_start + left_size
         for left_start, left_size, right_start, right_size in zip(*left, *right)
@@ -192,6 +192,6 @@ def _overlap(left: Chunk, right: Chunk) -> bool:
 
 
 def _text(chunk: Chunk) -> str:
-    """Write a chunk as an index, such as [0:2, 3:5]."""
+    """Format a chunk as an index, such as [0:2, 3:5]."""
     ranges = [f"{offset}:{offset + size}" for offset, size in zip(*chunk)]
     return f"[{', '.join(ranges)}]"

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algorithm of fully sharded data parallelism. Each file uses only files above it in this list.
 
-    policy        what is sharded, in which precision, and how communication overlaps compute
+    policy        the sharding strategy, the precision, and the overlap of communication
     states        the states of weights and units: begin with [Note: the life of a unit]
     planner       the order and the starts of parameters in a flat buffer that is cut into shards
     layout        which rank owns which elements of which parameter
     axes          the mesh axes of a parameter
-    mesh_checks   checks of the meshes, names and process groups that a user passes
+    mesh_checks   checks of the meshes, axis names and process groups that a user passes
     mesh          the mesh of a sharded model
     device        streams, events and storage
     collectives   all-gather, reduce-scatter, all-reduce, and the division of gradients
     buffer        flat buffers and running sums
     local_tensor  the local parts of parameters that are DTensors already
-    partition     the shards of a group, and the one of this rank
+    partition     the shards of a group, and the shard of this rank
     gradients     accumulating and reducing the gradients of a group
     param_group   unsharding and resharding the weights of a group
     unit          the groups of a module, and the calls that use them
-    units         the choice of units, and which parameters each has
+    units         the choice of units, and the assignment of parameters to them
     reductions    the reductions under way
     prefetch      all-gathers ahead of use, in the recorded order
     schedule      when units are unsharded, resharded and reduced

@@ -7,8 +7,8 @@
               further (``dp_outer_dim``)
     tensor    the ranks that have other slices, or copies, of it in tensor parallelism (``tp_dim``)
 
-Expert parameters have an inner axis of their own, on ``expt_device_mesh``: the ranks that have the
-same experts.
+Expert parameters have an inner axis of their own, on ``expt_device_mesh``: the ranks that store
+shards of the same experts.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Axes:
         outer: one-axis mesh of the outer data axis; None without one.
         tensor: one-axis mesh of the tensor-parallel axis; None without one.
         all_gather_group: the inner ranks, for all-gathers of weights.
-        data_group: all data ranks, inner x outer; None where the mesh cannot tell.
-        root: the mesh that the axes were taken from.
+        data_group: all data ranks, inner x outer; None if the mesh cannot provide it.
+        root: the mesh to which the axes belong.
     """
 
     inner: DeviceMesh
@@ -52,8 +52,8 @@ class Axes:
         """Return the mesh of the DTensors of these parameters.
 
         Its axes are the tensor axis, the inner axis and, if it shards them, the outer axis, in this
-        order. So the placements say what is true: a tensor-parallel slice is sharded over the inner
-        axis, and a shard of it over the outer one. No process group is made.
+        order. It is the order in which a parameter is divided: a tensor-parallel slice is sharded
+        over the inner axis, and that shard over the outer one. No process group is created.
         """
         axes = [self.inner]
         if self.tensor is not None:
@@ -81,7 +81,7 @@ class Axes:
 
 
 def axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
-    """Return the names of the mesh's own axes; none of a mesh without names."""
+    """Return the names of the mesh's own axes; an empty tuple if it has no names."""
     return mesh.mesh_dim_names or ()
 
 
@@ -91,15 +91,15 @@ def axis_name(axis: DeviceMesh) -> str:
 
 
 def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
-    """Return the mesh of some axes, flattened ones too, in the order of ``names``.
+    """Return the mesh of the axes ``names``, which may be flattened ones, in this order.
 
-    None where ``mesh`` has no such axes, or not in this order.
+    Return None if ``mesh`` does not have these axes in this order.
     """
     if mesh.mesh_dim_names == tuple(names):
         return mesh
     with warnings.catch_warnings():
-        # torch plans to take flattened axes from the mesh that flattening returned. Users name
-        # them, so the warning tells them nothing that they could change.
+        # torch deprecates slicing a flattened axis out of its root mesh. Our users pass names, so
+        # they could not act on the warning.
         warnings.simplefilter("ignore")
         try:
             return mesh[names[0] if len(names) == 1 else tuple(names)]
@@ -110,7 +110,7 @@ def submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
 def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
     """Return the ranks of this rank's submesh of ``mesh``, one dim for each name, in their order.
 
-    torch takes axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
+    torch slices axes out of a mesh in the mesh's own order only. Example: the names are (tp, dp),
     and the submesh exists as (dp, tp) only, with the ranks [[0, 1], [2, 3]]. The result is
     [[0, 2], [1, 3]].
     """
@@ -124,9 +124,10 @@ def _ranks_of(mesh: DeviceMesh, names: Sequence[str]) -> torch.Tensor:
 
 
 def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
-    """Return ``ranks`` ``[...]`` with one dim more: the ranks of each one's group on ``axis``.
+    """Return ``ranks`` ``[...]`` with a last dim added: the group of each rank on ``axis``.
 
-    Example: ranks [0, 1] and an axis whose groups are (0, 2) and (1, 3): [[0, 2], [1, 3]].
+    Example: for the ranks [0, 1] and an axis with the groups (0, 2) and (1, 3), the result is
+    [[0, 2], [1, 3]].
     """
     root = axis._get_root_mesh()
     dim = axis_names(root).index(axis_name(axis))
@@ -138,7 +139,7 @@ def _extend_along(ranks: torch.Tensor, axis: DeviceMesh) -> torch.Tensor:
 
 
 def data_group_of(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup | None:
-    """Return the group over both data axes, made once for a mesh; None if it lacks one."""
+    """Return the group over both data axes, created once per mesh; None if the mesh lacks one."""
     both = submesh(mesh, [outer, inner])
     if both is None:
         both = submesh(mesh, [inner, outer])
@@ -146,12 +147,12 @@ def data_group_of(mesh: DeviceMesh, outer: str, inner: str) -> dist.ProcessGroup
 
 
 def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = False) -> list[str]:
-    """Return the names of the axes that can be taken out of ``device_mesh``; none without names.
+    """Return the names of the axes that ``device_mesh`` can be sliced by; empty without names.
 
     Args:
-        device_mesh: also a slice of a larger mesh, and then the larger one's axes count.
-        only_submesh_dims: only the axes of ``device_mesh`` itself, neither the larger mesh's nor
-            flattened ones.
+        device_mesh: may be a slice of a larger mesh; the axes of the larger mesh are then included.
+        only_submesh_dims: return the axes of ``device_mesh`` itself only, neither those of the
+            larger mesh nor flattened ones.
     """
     if device_mesh is None:
         return []
@@ -165,11 +166,11 @@ def get_mesh_names(device_mesh: DeviceMesh | None, only_submesh_dims: bool = Fal
 def contains_submesh(
     device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None
 ) -> bool:
-    """Return whether every one of ``submesh_names`` names an axis, also a flattened one.
+    """Return True if every one of ``submesh_names`` names an axis, which may be a flattened one.
 
     Args:
         device_mesh: None contains nothing.
-        submesh_names: one name or several; of no names at all the answer is False.
+        submesh_names: one name or several; the result is False if there are none.
     """
     wanted = (submesh_names,) if isinstance(submesh_names, str) else tuple(submesh_names or ())
     return bool(wanted) and set(wanted) <= set(get_mesh_names(device_mesh))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-# As a module: tests replace its functions to watch memory.
+# Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine.layout import Layout
 
@@ -13,12 +13,12 @@ from megatron.fsdp.engine.layout import Layout
 class FlatBuffer:
     """One flat tensor ``[layout.numel]`` over all parameters of a group; its storage can be freed.
 
-    Flat tensor and views are made once and are the same objects whether there is storage or not.
-    Modules and autograd may so keep references to them.
+    The flat tensor and its views are created once and remain the same objects while storage is
+    freed and allocated, so modules and autograd may keep references to them.
 
     Args:
-        layout: where each parameter lies.
-        dtype: of all of them.
+        layout: the positions of the parameters.
+        dtype: of the flat tensor.
         device: of the storage.
     """
 
@@ -26,7 +26,7 @@ class FlatBuffer:
         self.layout = layout
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self._padding = self._between_parameters()
-        # Made now, because a tensor without storage cannot be sliced.
+        # Created now, because a tensor without storage cannot be sliced.
         self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
         self._is_allocated = True
 
@@ -44,24 +44,24 @@ class FlatBuffer:
         return slices
 
     def allocate(self) -> None:
-        """Make sure that there is storage; new storage has undefined values."""
+        """Allocate the storage if it is freed; new storage has undefined values."""
         if not self._is_allocated:
             memory.allocate(self.flat)
             self._is_allocated = True
 
     def free(self) -> None:
-        """Make sure that there is no storage."""
+        """Free the storage if it is allocated."""
         if self._is_allocated:
             memory.free(self.flat)
             self._is_allocated = False
 
     def zero_padding(self) -> None:
-        """Set the padding to zero, so that sums over the flat tensor are sums over parameters."""
+        """Set the padding to zero; sums over the flat tensor are then sums over parameters."""
         if self._padding:
             torch._foreach_zero_(self._padding)
 
     def view(self, index: int) -> torch.Tensor:
-        """Return parameter ``index``, whole, in its logical shape."""
+        """Return the view of the whole parameter ``index``, in its logical shape."""
         return self._views[index]
 
     def slice(self, index: int, count: int) -> torch.Tensor:
@@ -88,21 +88,21 @@ class RunningSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, zeros where nothing was added; the same tensor until :meth:`free`."""
+        """The sum, or zeros if nothing was added; the same tensor until :meth:`free`."""
         total = self._allocated()
         return total.zero_() if self.is_empty else total
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor ``[numel]`` in which to compute the next addend.
+        """Return a tensor ``[numel]`` for the next addend.
 
-        It is the sum itself if the addend would only be copied there.
+        For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
         """
         if self.is_empty and dtype == self.dtype:
             return self._allocated()
         return torch.empty(self._numel, dtype=dtype, device=self._device)
 
     def add(self, addend: torch.Tensor) -> None:
-        """Add ``addend`` ``[numel]``, which may be what :meth:`buffer_for` returned."""
+        """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
         if addend is self._total:
             pass  # it was computed in place
         elif self.is_empty:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only caller of torch.distributed collectives, and the one place where gradients are divided.
+"""The collectives of weights and gradients, and the division of reduced gradients.
 
-[Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. The
-division happens here and nowhere else:
+[Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It is
+divided in this file and nowhere else:
     before the collective    in float16, where the sum could overflow
-    inside the collective    where the process group is asked to average
+    inside the collective    if the process group is asked to average
     on the result            otherwise, because it is the smallest tensor
 
-[Note: gathering in place] The shard that a rank sends is a slice of the buffer that it receives at
-levels 1 and 2. NCCL leaves that slice alone. gloo writes to it, with the values that it has, at any
-time before the end; a reader or writer of the slice would see that. There the other slices are
-received one by one, and the own one goes to a temporary tensor.
+[Note: gathering in place] At levels 1 and 2 the shard that a rank sends is a slice of the buffer
+that it receives. NCCL does not touch that slice. gloo writes its unchanged values to it at any time
+before the end, which would undo a concurrent write. With gloo, the slices are therefore received
+one by one, and the rank's own slice is received into a temporary tensor.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ class Communicator:
             an axis.
         all_gather_group: group of the inner ranks for all-gathers of weights; may be ``inner``
             itself.
-        divisor: what a summed gradient is divided by: the number of data ranks for a mean, 1 for a
-            sum.
-        average_in_collective: let the process groups divide. What their sizes leave of the divisor
-            is divided here: expert parameters are reduced over fewer ranks than there are data
-            ranks.
-        streams: on which the collectives run.
+        divisor: the divisor of a summed gradient: the number of data ranks for a mean, 1 for a sum.
+        average_in_collective: let the process groups average. Expert parameters are reduced over
+            fewer ranks than there are data ranks; the rest of the divisor is then applied here.
+        streams: the streams that the collectives run on.
     """
 
     inner: dist.ProcessGroup
@@ -101,7 +99,7 @@ class Communicator:
     def broadcast(
         self, tensor: torch.Tensor, over_inner: bool = True, over_outer: bool = True
     ) -> None:
-        """Copy ``tensor`` of the first rank along one or both axes to the others, now."""
+        """Broadcast ``tensor`` from the first rank of one or both axes, synchronously."""
         for group, is_wanted in ((self.inner, over_inner), (self.outer, over_outer)):
             if is_wanted and group is not None and dist.get_world_size(group) > 1:
                 dist.broadcast(tensor, group=group, group_src=0)
@@ -109,7 +107,9 @@ class Communicator:
     # ---- gradients
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the mean.
+        """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the result.
+
+        The result is divided; see [Note: the divisor].
 
         Args:
             full: ``[inner_size * n]``; may be overwritten.
@@ -118,14 +118,14 @@ class Communicator:
         return self._divide(full, shard, _reduce_scatter(full, shard, self.inner, self._operation))
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
-        """Reduce ``full`` over the inner axis; it becomes the mean on every inner rank."""
+        """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
         return self._divide(full, full, _all_reduce(full, self.inner, self._operation))
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
-        """Sum ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the sum.
+        """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
 
         Args:
-            shard: ``[outer_size * n]``, divided already by the reduction over the inner axis.
+            shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
             owned: ``[n]``.
         """
         return self.streams.launch(
@@ -133,7 +133,7 @@ class Communicator:
         )
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
-        """Sum ``shard`` over the outer axis; it becomes the sum on every outer rank."""
+        """Reduce ``shard`` in place over the outer axis; it is already divided."""
         return self.streams.launch("reduce", _all_reduce(shard, self.outer, self._operation))
 
     @property
@@ -145,12 +145,12 @@ class Communicator:
     ) -> Pending:
         """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
 
-        Only this reduction divides: what the outer axis adds up later are parts of the mean.
+        Only this reduction divides: the reduction over the outer axis adds up terms of the mean.
         """
         divisor: float = self.divisor
         if self.average_in_collective:
-            # 8 data ranks, of which 2 inner and 2 outer ones have the same experts: the two
-            # collectives divide by 4, which leaves 2.
+            # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
+            # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)
         if divisor == 1:
             return self.streams.launch("reduce", collective)
@@ -175,7 +175,7 @@ def _all_gather(
 def _all_gather_others(
     full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Collective:
-    """Gather in place, but leave this rank's own slice of ``full`` alone."""
+    """All-gather in place without writing this rank's own slice of ``full``."""
     slices = list(full.chunk(dist.get_world_size(group)))
     slices[dist.get_rank(group)] = torch.empty_like(shard)
     return lambda asynchronous: dist.all_gather(slices, shard, group=group, async_op=asynchronous)
@@ -207,8 +207,8 @@ def agree(
 
     Args:
         problems: of this rank.
-        groups: groups that reach every rank if they are used one after the other: the axes of a
-            mesh. None stands for all ranks of the program.
+        groups: groups that reach every rank if they are used one after the other, such as the axes
+            of a mesh. None stands for all ranks of the program.
     """
     known = set(problems)
     for group in groups:
@@ -221,7 +221,7 @@ def agree(
 def all_reduce_over(
     tensor: torch.Tensor, groups: Sequence[dist.ProcessGroup], op: dist.ReduceOp.RedOpType
 ) -> torch.Tensor:
-    """Reduce ``tensor`` in place over one group after the other, as over a mesh; return it."""
+    """All-reduce ``tensor`` in place over one group after the other; return it."""
     for group in groups:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(tensor, op=op, group=group)
@@ -231,7 +231,7 @@ def all_reduce_over(
 def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the flat ``shard`` of every rank, in rank order; the sizes may differ.
 
-    Two all-gathers: one of the sizes, one of the shards, padded to the longest.
+    This is two all-gathers: one of the sizes, and one of the shards, padded to the longest.
     """
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams, events and storage for cuda and cpu: the only file that knows the device.
+"""Streams, events and storage on CUDA and on CPU.
 
 [Note: memory and streams] Storage is allocated and freed while the compute stream is current, so
-the caching allocator orders its reuse by compute. A collective runs on a stream of its own. That
-stream first waits for everything that compute has enqueued so far, which includes the previous user
-of the memory. The collective's :class:`Pending` then makes the compute stream wait, before anyone
-reads the result or frees an operand. On CPU a collective is an asynchronous work of the process
+the caching allocator orders its reuse by compute. A collective runs on a separate stream, which
+first waits for everything that compute has enqueued so far, including the previous user of the
+memory. :meth:`Pending.wait` then makes the compute stream wait for the collective, before the
+result is read or an operand is freed. On CPU a collective is asynchronous work of the process
 group, and waiting blocks.
 """
 
@@ -21,38 +21,37 @@ class Work(Protocol):
     """A collective under way, as torch.distributed returns it."""
 
     def wait(self) -> object:
-        """Return when the collective is over."""
+        """Wait for the collective to finish."""
 
 
 Collective = Callable[[bool], "Work | None"]
-"""Begins a collective. The argument says whether to return its work instead of waiting for it."""
+"""Starts a collective. If the argument is True, it returns the work instead of waiting for it."""
 
 
 class Pending:
     """An operation under way.
 
     Args:
-        wait: returns when compute may use the result; None for an operation that is over.
+        wait: makes compute wait for the result; None for an operation that is over.
     """
 
     def __init__(self, wait: Callable[[], object] | None = None):
         self._wait = wait
 
     def wait(self) -> None:
-        """Return when compute may use the result; calling it again does nothing."""
+        """Make compute wait for the result; further calls do nothing."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
-            # Copies that finish an all-gather write into a buffer with many views, which autograd
-            # would refuse.
+            # An all-gather may end with copies into a buffer that has many views, which autograd
+            # would reject.
             with torch.no_grad():
                 wait()
 
 
 class CpuStreams:
-    """Runs collectives as asynchronous works of the process group."""
+    """Runs collectives as asynchronous work of the process group."""
 
-    # During an in-place all-gather, gloo writes what a rank sends into what it receives, at any
-    # time before the end.
+    # During an in-place all-gather, gloo writes a rank's own slice at any time before the end.
     gathers_write_own_part = True
 
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
@@ -79,7 +78,7 @@ class CudaStreams:
         device: of the operands.
     """
 
-    gathers_write_own_part = False  # in place, NCCL leaves it alone
+    gathers_write_own_part = False  # NCCL does not touch it
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -89,8 +88,8 @@ class CudaStreams:
         """Run ``collectives`` one after another on the stream of that name.
 
         Args:
-            stream_name: "gather" or "reduce", so that neither waits for the other.
-            collectives: begun in this order; each may use the results of those before it.
+            stream_name: "gather" or "reduce"; neither stream waits for the other.
+            collectives: started in this order; each may use the results of those before it.
         """
         if stream_name not in self._streams:
             stream = torch.cuda.Stream(self._device)
@@ -110,23 +109,23 @@ def streams_for(device: torch.device) -> CpuStreams | CudaStreams:
 
 
 def allocate(tensor: torch.Tensor) -> None:
-    """Give a freed flat tensor storage again; the values of it and of its views are undefined."""
+    """Allocate the storage of a freed flat tensor; its values are undefined."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def free(tensor: torch.Tensor) -> None:
-    """Free the storage of a flat tensor and of all views of it; they keep their shapes."""
+    """Free the storage of a flat tensor and all its views; they keep their shapes."""
     tensor.untyped_storage().resize_(0)
 
 
 def in_backward() -> bool:
-    """Return whether autograd is running a backward pass in this thread."""
+    """Return True if autograd is running a backward pass in this thread."""
     return current_pass() != -1
 
 
 def current_pass() -> int:
     """Return the number of the backward pass that autograd is running in this thread, or -1.
 
-    Activation recomputation runs passes inside of a pass, each with a number of its own.
+    Activation recomputation runs nested passes, each with a number of its own.
     """
     return torch._C._current_graph_task_id()

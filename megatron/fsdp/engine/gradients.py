@@ -2,10 +2,10 @@
 """Gradients of a parameter group: accumulated locally, reduced over the axes, summed in a shard.
 
 [Note: the way of a gradient]
-    parameter.grad   left by autograd on a compute parameter, and moved away when the unit's
-                     backward ends
-    local gradient   what the backward passes of this rank have left since the last reduction, of
-                     whole parameters, in one flat buffer
+    parameter.grad   the gradient that autograd leaves on a compute parameter; it is set to None
+                     when the unit's backward ends
+    local gradient   the sum of this rank's gradients since the last reduction, for whole
+                     parameters, in one flat buffer
     inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
                      axis and not yet over the outer one, summed over microbatches
     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
@@ -39,8 +39,8 @@ class GroupGradients:
 
     Args:
         parameters: the compute parameters, on which autograd leaves gradients.
-        layout: where each parameter lies in the flat buffers.
-        partition: which shard this rank owns.
+        layout: the positions of the parameters in the flat buffers.
+        partition: the shards of the group, and the one that this rank owns.
         strategy: the ZeRO level.
         precision: dtypes of the group.
         communicator: the axes over which gradients are reduced.
@@ -66,7 +66,7 @@ class GroupGradients:
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
-        """The dtype in which gradients travel between ranks; see :meth:`set_comm_dtype`."""
+        """The dtype in which gradients are reduced; see :meth:`set_comm_dtype`."""
 
         self._local: FlatBuffer | None = None  # made at the first backward
         self._local_views: list[torch.Tensor] = []
@@ -85,12 +85,12 @@ class GroupGradients:
 
     @property
     def has_local(self) -> bool:
-        """Whether this rank has gradients that no reduction has taken yet."""
+        """True if this rank has gradients that are not in any reduction yet."""
         return self._has_local
 
     @property
     def has_inner_sum(self) -> bool:
-        """Whether there are gradients that were reduced over the inner axis only."""
+        """True if there are gradients that were reduced over the inner axis only."""
         return not self._inner_sum.is_empty
 
     # ---- accumulation
@@ -115,14 +115,16 @@ class GroupGradients:
             self._parameters[index].grad = None
 
     def _open_local(self, covers_all: bool) -> FlatBuffer:
-        """Return the local gradients' buffer with storage, zero where nothing will be written.
+        """Return the flat buffer of the local gradients, with storage.
+
+        A buffer that had no gradients is zeroed first.
 
         Args:
             covers_all: the caller writes the gradient of every parameter, so only the padding
                 between them has to be zeroed.
         """
-        # Between reductions gradients add up in the main dtype. Where every backward is reduced,
-        # the buffer holds one contribution only and is in the dtype that travels.
+        # Between reductions gradients accumulate in the main dtype. If every backward is reduced,
+        # nothing accumulates here, and the buffer has the dtype of the reduction.
         dtype = self.comm_dtype if self._reduces_every_backward else self._main_dtype
         if self._local is None or (self._local.flat.dtype != dtype and not self._has_local):
             self._local = FlatBuffer(self._layout, dtype, self._device)
@@ -139,7 +141,7 @@ class GroupGradients:
 
     @torch.no_grad()
     def reduce(self, over_inner: bool, over_outer: bool) -> None:
-        """Begin to reduce gradients; :meth:`advance_reduce` carries the reduction on.
+        """Start to reduce gradients; :meth:`advance_reduce` continues the reduction.
 
         Args:
             over_inner: reduce the local gradients over the inner axis. A rank without any
@@ -153,19 +155,19 @@ class GroupGradients:
 
     @torch.no_grad()
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and begin the next; return False if there is none."""
+        """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
             self._collective.wait()
             self._collective = next(self._reduction, None)
         return self._collective is not None
 
     def wait_for_reduce(self) -> None:
-        """Return when the reduction that has begun is over."""
+        """Wait for all collectives of the reduction that has started."""
         while self.advance_reduce():
             pass
 
     def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
-        """Yield each collective when it has begun; what follows a yield needs its result."""
+        """Yield each collective when it has started; the code after a yield needs its result."""
         is_hybrid = self._communicator.outer is not None
         if over_inner:
             yield from self._reduce_inner(self._inner_sum if is_hybrid else self._grad_sum)
@@ -200,15 +202,15 @@ class GroupGradients:
         self._grad_sum.add(result)
         self._inner_sum.free()
 
-    # ---- what the optimizer and the training loop ask for
+    # ---- for the optimizer and the training loop
 
     @torch.no_grad()
     def final(self, in_main_dtype: bool = True) -> torch.Tensor:
-        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if nothing was used.
+        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if there are none.
 
         Args:
-            in_main_dtype: in the dtype of the main weights, which torch's optimizers want;
-                otherwise in the main gradient dtype, without a copy.
+            in_main_dtype: return it in the dtype of the main weights, which torch's optimizers
+                need; otherwise in the main gradient dtype, without a copy.
         """
         shard = self._grad_sum.total
         if shard.dtype == self._main_param_dtype or not in_main_dtype:
@@ -227,15 +229,15 @@ class GroupGradients:
         if self._local is not None and self._has_local:
             self._local.flat.mul_(factor)
         if self._optimizer_grad is not None:
-            self._optimizer_grad.mul_(factor)  # not copied anew: it may have been clipped
+            self._optimizer_grad.mul_(factor)  # not copied again: it may have been clipped
 
     def forget_reduced(self) -> None:
-        """Let the next reduction begin a new sum."""
+        """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
         self._grad_sum.clear()
 
     def clear(self) -> None:
-        """Forget all gradients: reduced, partly reduced, local, and those on compute parameters."""
+        """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
         self.forget_reduced()
         self._inner_sum.free()
         if self._local is not None:
@@ -245,6 +247,6 @@ class GroupGradients:
             parameter.grad = None
 
     def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
-        """Let gradients travel in ``dtype`` from now on; None: in the main gradient dtype."""
+        """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""
         self.wait_for_reduce()
         self.comm_dtype = dtype or self._main_dtype

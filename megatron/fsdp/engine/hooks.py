@@ -13,9 +13,9 @@
                        are leaves of the graph, the gradients of the unit's parameters must be
                        there too
 
-Hooks on tensors are attached to the tensors themselves, and inputs and outputs are passed on as
-they are. An autograd function around the module, the usual way, would make views of them; without
-one they may be edited in place, freed, or be of any type that contains tensors.
+Hooks are attached to the input and output tensors themselves. An autograd function around the
+module, the usual way, would return views of them. Without one, code may edit inputs and outputs in
+place or free them, and they may be of any type that contains tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megatron.fsdp.engine.unit import Unit, UnitCall
 PASSED_ON = "_fsdp_passed_on"
 """Attribute of parameters that code reads only to pass them on as arguments.
 
-Reading one by name does not unshard its unit; the module that gets it as an argument does."""
+Reading such a parameter by name does not unshard its unit; the call that receives it does."""
 
 
 class UnitHooks:
@@ -45,8 +45,8 @@ class UnitHooks:
 
     Args:
         schedule: of the units.
-        sharded: the sharded parameter of each compute parameter. Code outside of any forward sees
-            it where the compute parameter has no values.
+        sharded: the sharded parameter of each compute parameter. Code outside a forward gets it
+            instead of a compute parameter whose unit is not unsharded.
     """
 
     def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
@@ -111,7 +111,7 @@ class UnitHooks:
         return post_forward
 
     def forget_calls(self) -> None:
-        """End the forwards under way after an interrupt, for which torch calls no hooks."""
+        """End the forwards under way after an exception for which torch calls no hooks."""
         while self._calls and not in_backward():
             self._end_use(self._calls.pop())
 
@@ -136,9 +136,10 @@ class UnitHooks:
     # ---- parameters that code reads
 
     def _look_at(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what code gets that lists parameters: the sharded one where there are no values.
+        """Return the parameter that code sees when it lists a module's parameters.
 
-        Inside a forward it is always the compute parameter, whose values come when they are used.
+        Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
+        it is the sharded parameter, unless the compute parameter is readable.
         """
         unit = self._unit_of.get(parameter)
         if unit is None or self._calls:
@@ -147,10 +148,10 @@ class UnitHooks:
         return parameter if unit.is_readable else self._sharded[parameter]
 
     def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return what code gets that reads a parameter by name.
+        """Return the parameter that code sees when it reads one by name.
 
-        Inside a forward the innermost call borrows the parameter's unit until that call is over,
-        unless one of the calls under way uses the unit already.
+        Inside a forward, the innermost call borrows the parameter's unit until it ends, unless one
+        of the calls under way uses the unit already.
         """
         unit = self._unit_of.get(parameter)
         if unit is not None and self._calls and not hasattr(parameter, PASSED_ON):
@@ -192,8 +193,8 @@ class UnitHooks:
             if call.awaited_inputs == 0:
                 self._post_backward(call)
 
-        # torch's hook on several tensors knows which of them get no gradient, but it refuses leaves
-        # in `autograd.grad`; they get a hook each.
+        # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
+        # in `autograd.grad`, so each leaf gets a hook of its own.
         call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
         if others:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
@@ -212,12 +213,12 @@ class UnitHooks:
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's own parameters, by name, with a say in what code gets that asks for one.
+    """The ``_parameters`` dict of a module, which calls back when code reads parameters.
 
     Args:
-        parameters: the module's.
-        read_by_name: maps a parameter to what code gets that asks for it by name.
-        look_at: maps a parameter to what code gets that lists all.
+        parameters: the module's own ``_parameters``.
+        read_by_name: called with a parameter that is read by name; returns the one that code gets.
+        look_at: called with a parameter that is listed; returns the one that code gets.
     """
 
     def __init__(
@@ -250,9 +251,10 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module`` that are not part of a compiled one.
+    """Yield the modules in ``module`` that are not part of a compiled module.
 
-    The guards of a compiled module read its parameters before its forward begins.
+    The guards of a compiled module read its parameters before its forward begins, so its
+    parameters cannot be watched.
     """
     if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
         return
@@ -273,7 +275,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep torch.compile from tracing ``hook``; a decorator with types, unlike torch's."""
+    """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
     untraced: Callable[..., None] = torch.compiler.disable(hook)
     return untraced
 

@@ -9,8 +9,8 @@ rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) a
     shard       |    rank 0     |    rank 1     |
     parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
 
-Every rank computes the same layout. Whatever it has to know about another rank follows by
-arithmetic, so no collective is ever needed to describe a layout.
+Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
+collective is ever needed to describe a layout.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Granularity:
     """The smallest part of a parameter that no cut divides: elements, rows or the whole tensor.
 
     Args:
-        unit: what is counted, from the start of the parameter.
-        count: how many of them stay together; nothing for whole tensors.
-        is_required: kept whatever the padding. Otherwise it is a preference, which gives way to
-            cuts between any elements where it does not fit the padding budget.
+        unit: the unit of ``count``, counted from the start of the parameter.
+        count: number of units that stay together; ignored for whole tensors.
+        is_required: satisfy it whatever the padding costs. Otherwise it is a preference: if it
+            exceeds the padding budget, the parameter may be cut between any elements.
 
     Cuts also stay on multiples of ``MIN_ALIGNMENT`` elements.
 
     Raises:
-        ValueError: the unit is unknown or the count is below 1.
+        ValueError: if the unit is unknown or the count is below 1.
     """
 
     unit: Literal["elements", "rows", "tensor"]
@@ -75,7 +75,13 @@ PREFER_ROWS = Granularity("rows", is_required=False)
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one parameter lies in the flat buffer, and whether all cuts fall between its rows."""
+    """The position of one parameter in the flat buffer.
+
+    Args:
+        shape: of the parameter.
+        start: its first element in the buffer.
+        by_rows: no cut between shards falls inside one of its rows.
+    """
 
     shape: tuple[int, ...]
     start: int
@@ -128,9 +134,10 @@ class Layout:
         return FlatRange(slot.shape, start, stop, slot.by_rows)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int]:
-        """Return where those elements lie in the rank's shard: ``[start, stop)``.
+        """Return the position of :meth:`owned` elements in the rank's shard: ``[start, stop)``.
 
-        In the example above: [10, 16) in rank 0's shard, [0, 14) in rank 1's.
+        In the example above: [10, 16) in rank 0's shard, [0, 14) in rank 1's. An empty range is at
+        [0, 0).
         """
         owned = self.owned(index, rank)
         if not owned.numel:
@@ -172,9 +179,9 @@ class FlatRange:
     def parts(self, count: int) -> list[FlatRange]:
         """Return the same elements as ranges of ``count`` equal tensors that make up dim 0.
 
-        Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which hold
-        [0, 6) and [6, 12) of it: [3, 6) of the first and [0, 4) of the second. A tensor of which
-        the range has nothing gets [0, 0).
+        Example: [3, 10) of a tensor of shape (4, 3), seen as 2 tensors of shape (2, 3), which are
+        the elements [0, 6) and [6, 12) of it. The result is [3, 6) of the first and [0, 4) of the
+        second. A tensor outside the range gets [0, 0).
         """
         if count == 1:
             return [self]
@@ -207,9 +214,9 @@ def plan(
     """Lay parameters out over ``world_size`` ranks, cut between rows where that is cheap.
 
     With preferences only, padding is at most 1 % of the elements, or ``MIN_ALIGNMENT * (world_size
-    + len(shapes))`` if that is more. Requirements are kept whatever they cost; preferences beside
-    them add nothing beyond that bound. Equal arguments give the same object, and the result depends
-    on nothing else, so every rank can plan alone.
+    + len(shapes))`` if that is more. Requirements are satisfied whatever they cost; preferences
+    beside them add nothing beyond that bound. The result depends on the arguments only, so every
+    rank can plan alone. Equal arguments return the same object.
 
     Args:
         shapes: of the parameters; ``slots`` of the result has the same order, the buffer need not.
@@ -217,8 +224,8 @@ def plan(
         granularity: of all parameters, or one for each.
 
     Raises:
-        ValueError: the world size is below 1, a dim is negative, or there are not as many
-            granularities as shapes.
+        ValueError: if the world size is below 1, a dim is negative, or the numbers of granularities
+            and shapes differ.
     """
     sizes = tuple(tuple(shape) for shape in shapes)
     if isinstance(granularity, Granularity):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The local part of a parameter that tensor parallelism has made a DTensor."""
+"""The local tensor of a parameter that tensor parallelism has made a DTensor."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself."""
+    """Return the local tensor of a DTensor, and any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Make ``value`` the storage of a parameter, or of the local part of one that is a DTensor."""
+    """Make ``value`` the data of a parameter, or the local tensor of one that is a DTensor."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = value
     else:
@@ -22,9 +22,9 @@ def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def local_grad(parameter: nn.Parameter) -> torch.Tensor:
-    """Return the gradient that autograd left on ``parameter``, dense, for its local part."""
+    """Return the gradient that autograd left on ``parameter``, for its local tensor, dense."""
     grad = parameter.grad
-    assert grad is not None  # the caller has looked
+    assert grad is not None  # checked by the caller
     if isinstance(grad, DTensor):
         assert isinstance(parameter, DTensor)
         # Autograd may leave partial sums of a parameter that tensor parallelism replicates.

@@ -28,23 +28,23 @@ class FSDPDistributedIndex:
     """The mesh of a sharded model and the names of its axes.
 
     Args:
-        device_mesh: mesh with named axes; None: one axis over all ranks, on the accelerator there
-            is, else cpu.
-        dp_shard_dim: axis to shard over, also a flattened one; may be left out with a one-axis
-            mesh.
+        device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
+            there is one, otherwise on the CPU.
+        dp_shard_dim: axis to shard over, which may be a flattened one. It may be left out if the
+            mesh has one axis.
         dp_outer_dim: outer data axis of hybrid sharding.
         tp_dim: tensor-parallel axis.
         hybrid_fsdp_group: group over outer x shard; derived from the mesh if it is not given.
-        hybrid_fsdp_expt_group: the same for expert parameters.
-        hsdp_outer_dp_shard: the outer axis shards optimizer state too.
+        hybrid_fsdp_expt_group: ``hybrid_fsdp_group`` of expert parameters.
+        hsdp_outer_dp_shard: shard optimizer state over the outer axis too.
         expt_device_mesh: mesh of expert parameters, with axes of the same names. If it has no outer
-            axis of its own, the dense one's is used.
-        fsdp_group_ag: group of the ranks of the shard axis for all-gathers alone, so that they do
-            not queue behind reductions.
-        expt_fsdp_group_ag: the same for expert parameters.
+            axis of its own, the outer axis of the dense mesh is used.
+        fsdp_group_ag: second group of the ranks of the shard axis, for all-gathers only, which then
+            do not queue behind reductions.
+        expt_fsdp_group_ag: ``fsdp_group_ag`` of expert parameters.
 
     Raises:
-        ValueError: listing everything that is wrong with the mesh, the names and the groups.
+        ValueError: lists every problem of the mesh, the names and the groups.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class FSDPDistributedIndex:
         return groups
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """Return the mesh that was given."""
+        """Return the mesh that the user passed, of dense or of expert parameters."""
         return self.axes(is_expert_parallel).root
 
     def get_submesh(
@@ -223,8 +223,8 @@ class FSDPDistributedIndex:
         """Return the group of the ranks that a parameter is sharded over.
 
         Args:
-            is_expert_parallel: of expert parameters.
-            independent_all_gather: the group for all-gathers alone, if there is one.
+            is_expert_parallel: return the group of expert parameters.
+            independent_all_gather: return the group for all-gathers only, if there is one.
         """
         axes = self.axes(is_expert_parallel)
         return axes.all_gather_group if independent_all_gather else axes.inner.get_group()
@@ -233,8 +233,8 @@ class FSDPDistributedIndex:
         """Return the group of all data ranks of these parameters: inner x outer.
 
         Raises:
-            ValueError: in hybrid sharding of experts whose mesh has no outer axis, without
-                ``hybrid_fsdp_expt_group``.
+            ValueError: if hybrid sharding is on, the expert mesh has no outer axis, and
+                ``hybrid_fsdp_expt_group`` was not given.
         """
         group = self.axes(is_expert_parallel).data_group
         if group is None:
@@ -248,10 +248,12 @@ class FSDPDistributedIndex:
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a mesh of one axis over all ranks, on the accelerator there is, else cpu.
+    """Return a one-axis mesh over all ranks, on the accelerator if there is one, else on the CPU.
+
+    Initializes torch.distributed if only its environment variables are set.
 
     Raises:
-        RuntimeError: outside torch.distributed.
+        RuntimeError: if the program was not started for torch.distributed.
     """
     if not dist.is_initialized() and "RANK" not in os.environ:
         raise RuntimeError(

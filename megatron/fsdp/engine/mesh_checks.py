@@ -10,13 +10,13 @@ from megatron.fsdp.engine.axes import axis_name, axis_names, submesh
 
 
 def raise_all(problems: list[str]) -> None:
-    """Raise one ValueError with a line for each problem; do nothing without any."""
+    """Raise one ValueError with a line for each problem; do nothing if there are none."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def problems_of_mesh(argument: str, mesh: object) -> list[str]:
-    """Return what is wrong with the mesh that was passed as ``argument``."""
+    """Return the problems of the mesh that was passed as ``argument``, one sentence each."""
     if not isinstance(mesh, DeviceMesh):
         return [f"{argument} expects a torch DeviceMesh but got {type(mesh).__name__}"]
     if not mesh.mesh_dim_names:
@@ -27,7 +27,7 @@ def problems_of_mesh(argument: str, mesh: object) -> list[str]:
 def problems_of_names(
     mesh: DeviceMesh, shard: str | None, outer: str | None, tensor: str | None
 ) -> list[str]:
-    """Return what is wrong with the names of axes of ``mesh``."""
+    """Return the problems of the axis names that were passed for ``mesh``."""
     problems = []
     names = axis_names(mesh)
     if shard is None and len(names) > 1:
@@ -55,7 +55,7 @@ def problems_of_names(
 
 
 def problems_of_outer(outer: str | None, hybrid_group: object, outer_is_sharded: bool) -> list[str]:
-    """Return which arguments need the name of an outer axis that was not given."""
+    """Return a problem for each argument that needs ``dp_outer_dim`` where it was not given."""
     if outer is not None:
         return []
     problems = []
@@ -76,7 +76,7 @@ def problems_of_experts(
     hybrid_group: object,
     all_gather_group: object,
 ) -> list[str]:
-    """Return what is wrong with the mesh and the groups of expert parameters."""
+    """Return the problems of the mesh and the groups of expert parameters."""
     if expert_mesh is None:
         given = {
             "hybrid_fsdp_expt_group": hybrid_group,
@@ -106,11 +106,11 @@ def problems_of_experts(
 def problems_of_hybrid_group(
     name: str, group: object, inner: DeviceMesh, outer: DeviceMesh | None
 ) -> list[str]:
-    """Return what is wrong with a group that should have the ranks of both data axes.
+    """Return the problems of a group that should contain the ranks of both data axes.
 
     Args:
         name: of the argument.
-        group: None is right: the group is then derived from the mesh.
+        group: None is valid: the group is then derived from the mesh.
         inner: the shard axis.
         outer: the outer data axis; None without one.
     """
@@ -137,7 +137,7 @@ def problems_of_hybrid_group(
 
 
 def problems_of_all_gather_group(name: str, group: object, inner: DeviceMesh) -> list[str]:
-    """Return what is wrong with a group for all-gathers; its ranks should be those of ``inner``."""
+    """Return the problems of a group for all-gathers; its ranks should be those of ``inner``."""
     if group is None:
         return []
     if not isinstance(group, dist.ProcessGroup):

@@ -2,15 +2,16 @@
 """A parameter group: the parameters of a unit that share dtype, trainability and mesh.
 
 [Note: the weights of a group]
-    compute parameter    what the module's forward reads, in the module's dtype; a view into the
-                         flat buffer ``compute``, whose storage is freed between uses at level 3
-    compute shard        this rank's slice of the compute weights, which is never freed: what an
-                         all-gather sends. At level 3 a tensor of its own; below, a slice of the
+    compute parameter    the parameter that the module's forward reads, in the module's dtype: a
+                         view of the flat buffer ``compute``, whose storage is freed between uses at
+                         level 3
+    compute shard        this rank's slice of the compute weights, the input of the all-gather. It
+                         is never freed. At level 3 it is a separate tensor; below, a slice of the
                          flat buffer
-    owned shard          the part of the compute shard that this rank updates. All of it, unless the
+    owned shard          the part of the compute shard that this rank updates: all of it, unless the
                          outer axis divides it (see [Note: shards and owned shards])
-    main shard           the owned shard in the main dtype: what the optimizer updates. The owned
-                         shard itself where the dtypes are equal
+    main shard           the owned shard in the main dtype, which the optimizer updates. If the
+                         dtypes are equal, it is the owned shard itself
 
 Gradients have a class of their own: see [Note: the way of a gradient].
 """
@@ -39,11 +40,11 @@ class ParamGroup:
     Args:
         names: of the parameters, for messages and checkpoints.
         parameters: compute parameters, each of which :meth:`shard_parameter` moves into the group.
-            Of those that tensor parallelism has made DTensors, the local parts are sharded.
-        strategy: what the inner axis divides.
-        shards_outer: whether the outer axis divides optimizer state; at level 3 only.
+            If tensor parallelism has made them DTensors, their local tensors are sharded.
+        strategy: the ZeRO level.
+        shards_outer: the outer axis shards optimizer state too; at level 3 only.
         precision: dtypes of weights and gradients.
-        communicator: the axes.
+        communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
     """
 
@@ -100,7 +101,7 @@ class ParamGroup:
             self.main_shard = self._owned_shard
         else:
             self.main_shard = torch.zeros_like(self._owned_shard, dtype=self.precision.main_param)
-        # Whether outer ranks have updated their parts of the compute shard since it was gathered.
+        # True if outer ranks have updated their parts of the compute shard since it was gathered.
         self._compute_shard_is_stale = False
         self._all_gather: Pending | None = None
 
@@ -108,8 +109,8 @@ class ParamGroup:
     def shard_parameter(self, index: int) -> None:
         """Move parameter ``index`` into the group; it becomes a view of the flat buffer.
 
-        The values are those of the first data rank: ranks that began with different seeds would
-        otherwise train different replicas. A collective.
+        This is a collective: it broadcasts the values of the first data rank, since ranks that
+        began with different seeds would otherwise train different replicas.
         """
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
@@ -122,8 +123,8 @@ class ParamGroup:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
-        # `.data` has a version counter of its own: to autograd, all-gathers into the flat buffer do
-        # not look like in-place edits of the parameter.
+        # `.data` has a version counter of its own, so autograd does not take all-gathers into the
+        # flat buffer for in-place edits of the parameter.
         set_local_tensor(parameter, self.compute.view(index).data)
 
     def main_view(self, index: int) -> torch.Tensor:
@@ -133,7 +134,7 @@ class ParamGroup:
     # ---- unshard and reshard
 
     def unshard(self) -> None:
-        """Begin to all-gather the compute parameters, unless they are there or on their way."""
+        """Start the all-gather of the compute parameters, unless it is done or under way."""
         if self.state not in (WeightState.SHARDED, WeightState.STALE):
             return
         self.compute.allocate()
@@ -146,14 +147,14 @@ class ParamGroup:
         self._become(WeightState.UNSHARDING)
 
     def wait_for_unshard(self) -> None:
-        """Return when the compute parameters may be read, if :meth:`unshard` has begun."""
+        """Make compute wait for the all-gather that :meth:`unshard` has started, if any."""
         if self._all_gather is not None:
             self._all_gather.wait()
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
 
     def reshard(self) -> None:
-        """Free the compute parameters at level 3; at the other levels they stay."""
+        """Free the compute parameters at level 3; at other levels do nothing."""
         if self._reshards_after_use:
             self.wait_for_unshard()
             self.compute.free()
@@ -161,14 +162,14 @@ class ParamGroup:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the compute parameters have the values of the main weights."""
+        """True if the compute parameters have the values of the main weights."""
         return self.state is WeightState.UNSHARDED
 
     # ---- new values
 
     @torch.no_grad()
     def install_main_weights(self) -> None:
-        """Cast main weights into compute weights; what was gathered before is out of date."""
+        """Cast main weights into compute weights; weights gathered before become stale."""
         self.wait_for_unshard()
         if not self.main_is_compute:
             self._owned_shard.copy_(self.main_shard)
@@ -177,13 +178,13 @@ class ParamGroup:
         self._compute_shard_is_stale = self._partition.num_outer > 1
         if self.state is WeightState.UNSHARDED:
             self._become(WeightState.STALE)
-            if self._reshards_after_use:  # a call is using the unit: refresh it in place
+            if self._reshards_after_use:  # a call is using the unit: gather the new values now
                 self.unshard()
                 self.wait_for_unshard()
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Copy the main weights of the first of the ranks that own the same shard to the others."""
+        """Broadcast main weights from the first of the ranks that own the same shard."""
         num_ranks = self._communicator.inner_size * self._communicator.outer_size
         if self.layout.world_size < num_ranks:
             self._communicator.broadcast(
@@ -205,7 +206,7 @@ def _copy_overlap(
     Args:
         source: values of the range that begins at ``source_start``.
         source_start: in elements of the flat buffer.
-        target: where the values of the range that begins at ``target_start`` are kept.
+        target: the tensor for the values of the range that begins at ``target_start``.
         target_start: in elements of the flat buffer.
     """
     # A parameter at [10, 18) and a shard at [16, 24): elements 16 and 17 are the source's last two

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shards into which a group is divided, and the one of this rank.
+"""The shards into which a group is divided, and the shard of this rank.
 
 [Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
-shards, one each. In hybrid sharding the outer axis usually replicates a shard. Where it divides
-optimizer state too, each shard is divided once more, among its outer ranks, so that every rank owns
-a part of its own. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
+shards, one each. In hybrid sharding the outer axis usually replicates a shard. If the outer axis
+shards optimizer state too, each shard is divided once more among its outer ranks, and every rank
+owns a different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
 
     element          0   1   2   3   4   5 | 6   7   8   9  10  11
     shard of         inner rank 0          | inner rank 1
@@ -25,14 +25,14 @@ from megatron.fsdp.engine.policy import ShardingStrategy
 
 @dataclass(frozen=True)
 class Partition:
-    """How many shards there are, and which of them this rank has.
+    """The number of shards, and the index of the one that this rank owns.
 
     Args:
-        num_inner: shards of the flat buffer; 1 where every rank updates all parameters.
-        num_outer: owned shards of a shard; 1 unless the outer axis divides optimizer state.
-        inner_rank: the number of this rank's shard.
-        outer_rank: the number of its owned shard within its shard.
-        shards_outer: whether the outer axis divides optimizer state.
+        num_inner: shards of the flat buffer; 1 if every rank updates all parameters.
+        num_outer: owned shards of a shard; 1 unless the outer axis shards optimizer state.
+        inner_rank: the index of this rank's shard.
+        outer_rank: the index of this rank's owned shard within its shard.
+        shards_outer: the outer axis shards optimizer state.
     """
 
     num_inner: int
@@ -62,5 +62,5 @@ class Partition:
 
     @property
     def rank(self) -> int:
-        """Number of this rank's owned shard among all of them."""
+        """Index of this rank's owned shard among all of them."""
         return self.inner_rank * self.num_outer + self.outer_rank

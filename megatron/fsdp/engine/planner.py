@@ -9,17 +9,19 @@ required or preferred.
 A parameter that is longer than two shards is cut wherever the shard size says, so its alignment
 must divide the shard size. A shorter one can be moved until its cut falls between rows.
 
-1. The smallest buffer is the one in which only required alignments count. It is never too large,
-   whatever it costs.
+1. The smallest buffer that satisfies the required alignments is found first. It is accepted
+   whatever padding it needs.
 2. To satisfy preferences, the buffer may exceed the elements by 1 % (``PADDING_BUDGET``), by 8
    elements for each rank and parameter, or be as large as the smallest buffer, whichever is most.
-3. Within that, the shard sizes tried are multiples of common multiples of the alignments. The
-   placement in which the fewest parameters are cut inside a row wins, then the smallest shard.
+3. Within that limit, the shard sizes tried are multiples of common multiples of the alignments. The
+   best placement cuts the fewest parameters inside their alignment; among equals, it has the
+   smallest shard.
 
-For one shard size, parameters are laid one behind the other. The next is always the one that leaves
-the smallest gap, and among equals the one with the largest alignment, so that small and undemanding
-ones are left to fill gaps. If even the smallest gap is larger than the padding that is left, a
-parameter whose alignment is only preferred is placed without a gap and may be cut anywhere.
+For one shard size, parameters are placed one after the other. The next is always the one that
+leaves the smallest gap, and among equals the one with the largest alignment. Small parameters
+without an alignment remain to fill gaps. If even the smallest gap is larger than the padding that
+is left, a parameter whose alignment is only preferred is placed without a gap and may be cut
+anywhere.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
 
-# Elements: 16 bytes of a 2-byte dtype, as vector loads and matrix kernels want it. All starts and
-# cuts are multiples of it.
+# In elements: 16 bytes of a 2-byte dtype, the alignment that vector loads and matrix kernels want.
+# All starts and cuts are multiples of it.
 MIN_ALIGNMENT = 8
 # Padding that preferred alignments may cost, as a share of the elements.
 PADDING_BUDGET = 0.01
@@ -41,12 +43,12 @@ MAX_STEPS = 32
 
 @dataclass(frozen=True)
 class Request:
-    """A parameter, as far as the planner has to know it.
+    """The size and the alignment of a parameter.
 
     Args:
         numel: number of elements.
-        alignment: elements, counted from its start, that no cut should divide.
-        is_required: whether that holds whatever the padding.
+        alignment: number of elements, counted from its start, that no cut should divide.
+        is_required: satisfy the alignment whatever the padding costs.
     """
 
     numel: int
@@ -56,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, order=True)
 class Placement:
-    """A shard size and where the parameters lie. The better of two placements is the smaller.
+    """A shard size and the starts of the parameters. The better of two placements is the smaller.
 
     Args:
         num_broken: parameters that are cut inside their alignment.
@@ -100,32 +102,35 @@ class _SizeClass:
     indices: tuple[int, ...]
 
     def one_cut_shard(self) -> int:
-        """Return the smallest shard for which one aligned cut, or none, is enough somewhere.
+        """Return the smallest shard size at which some start needs at most one, aligned cut.
 
-        A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. No second
-        cut follows where both parts fit a shard. Most even is 16 + 24, so the answer is 24.
+        A parameter of 40 elements with alignment 16 can be cut into 16 + 24 or 32 + 8. There is no
+        second cut if both parts fit in a shard. The more even split is 16 + 24, so the result is
+        24.
         """
         first_part = self.size // (2 * self.alignment) * self.alignment  # 40 // 32 * 16 = 16
         return self.size - first_part
 
     def suits(self, shard: int) -> bool:
-        """Return whether there is a start from which every cut is aligned."""
+        """Return True if there is a start for which every cut is aligned."""
         return shard % self.alignment == 0 or shard >= self.one_cut_shard()
 
     def first_start(self, cursor: int, shard: int) -> int:
-        """Return the first such start at or behind ``cursor``, for a shard size that suits.
+        """Return the first start at or after ``cursor`` for which every cut is aligned.
 
-        Example: size 40, alignment 16, shards of 24, so cuts at 24, 48, 72.
-        From 16: the cut at 24 is the next. 8 elements before it are not 16, and 16 elements before
-        it lie behind the cursor, so no start before this cut will do: go on from 24.
-        From 24: the cut at 48 is the next. It is aligned for a start at 48 - 16 = 32, which is the
-        result, because 32 + 40 = 72 does not cross the cut behind it.
+        The shard size must suit the class (:meth:`suits`). Example: size 40, alignment 16, shards
+        of 24, so cuts at 24, 48, 72.
+        From 16: the next cut is at 24. Starting at 16 would leave 8 elements before it, not 16, and
+        a start 16 elements before it would be position 8, before the cursor. Continue from 24.
+        From 24: the next cut is at 48. It is aligned for a start at 48 - 16 = 32, which is the
+        result, because 32 + 40 = 72 does not cross the cut after it.
         """
         while True:
             cut = _next_cut(cursor, shard)
             if cursor + self.size <= cut:
                 return cursor
-            # The nearest position at or behind the cursor that is whole alignments before the cut.
+            # The first position at or after the cursor whose distance to the cut is a multiple of
+            # the alignment.
             start = cursor + (cut - cursor) % self.alignment
             crosses_one_cut = start + self.size <= cut + shard
             if start < cut and (crosses_one_cut or shard % self.alignment == 0):
@@ -133,7 +138,7 @@ class _SizeClass:
             cursor = cut
 
     def without_alignment(self) -> _SizeClass:
-        """Return the same parameters, free to be cut anywhere."""
+        """Return the same parameters with the minimum alignment: they may be cut anywhere."""
         return replace(self, alignment=MIN_ALIGNMENT)
 
 
@@ -143,7 +148,7 @@ def _size_classes(requests: Sequence[Request]) -> list[_SizeClass]:
     for index, request in enumerate(requests):
         size = _round_up(request.numel, MIN_ALIGNMENT)
         if size:
-            # An alignment of more than the parameter says no more than that it is not cut.
+            # An alignment larger than the parameter only means that it must not be cut.
             alignment = min(lcm(request.alignment, MIN_ALIGNMENT), size)
             members.setdefault((alignment, size, request.is_required), []).append(index)
     return [
@@ -161,16 +166,17 @@ def _search(
 ) -> Placement | None:
     """Return the best placement with a shard size in ``[smallest, largest]``.
 
-    None if no shard size that was tried satisfies the requirements.
+    Return None if no shard size that was tried satisfies the requirements.
     """
     best: Placement | None = None
     for step in _steps(classes, smallest, largest):
-        # Multiples of a step that a required alignment does not divide must be large.
+        # If a required alignment does not divide the step, the shard must be large enough for one
+        # cut through its parameters.
         floor = smallest
         for each in classes:
             if each.is_required and step % each.alignment:
                 floor = max(floor, each.one_cut_shard())
-        hopeless = 0  # parameters that are broken at every multiple of this step
+        hopeless = 0  # parameters that are misaligned at every multiple of this step
         for each in classes:
             if not each.suits(largest // step * step):
                 hopeless += len(each.indices)
@@ -187,15 +193,15 @@ def _search(
 def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[int]:
     """Return the numbers whose multiples are worth trying as shard sizes.
 
-    They are common multiples of alignments. Those of parameters that fit in a shard do not count:
-    they need not divide it.
+    They are common multiples of alignments. Parameters that fit in a shard are ignored, because
+    their alignments need not divide it.
     """
     count: Counter[int] = Counter()
     for each in classes:
         if each.size > smallest:
             count[each.alignment] += len(each.indices)
     steps = [MIN_ALIGNMENT]
-    # The most frequent alignments first, because the list is cut off.
+    # The most frequent alignments first, because the list is truncated to MAX_STEPS.
     for alignment in sorted(count, key=lambda alignment: (-count[alignment], alignment)):
         common = {lcm(step, alignment) for step in steps}
         new = sorted(step for step in common.difference(steps) if step <= largest)
@@ -204,10 +210,10 @@ def _steps(classes: Sequence[_SizeClass], smallest: int, largest: int) -> list[i
 
 
 def _ladder(first: int, last: int) -> Iterator[int]:
-    """Yield numbers from ``first`` to ``last``, ever fewer of them.
+    """Yield numbers from ``first`` to ``last`` at growing distances.
 
-    The first nine are neighbours; later ones leave gaps of a quarter of what was added since the
-    first. ``_ladder(10, 40)``: 10 to 18, then 20, 22, 25, 28, 32, 37 and 40.
+    The first nine are consecutive. After that, each step is a quarter of the distance from
+    ``first``. Example: ``_ladder(10, 40)`` is 10 to 18, then 20, 22, 25, 28, 32, 37 and 40.
     """
     rung = first
     while rung < last:
@@ -218,9 +224,9 @@ def _ladder(first: int, last: int) -> Iterator[int]:
 
 
 def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placement | None:
-    """Lay the parameters one behind the other; None if that breaks a requirement."""
-    # Preferences that no start can satisfy are given up at once. These parameters can go anywhere:
-    # they come last, to fill gaps.
+    """Place the parameters one after the other; return None if that breaks a requirement."""
+    # Preferences that no start can satisfy are dropped at once. These parameters may start
+    # anywhere, so they come last and fill gaps.
     suited, unsuited = [], []
     for each in classes:
         if each.suits(shard):
@@ -249,7 +255,7 @@ def _place(classes: Sequence[_SizeClass], world_size: int, shard: int) -> Placem
 
 
 def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tuple[int, int]:
-    """Return the position of the class that can start closest behind the cursor, and that start."""
+    """Return the index of the class that can start closest after the cursor, and that start."""
     best_position, best_start = 0, classes[0].first_start(cursor, shard)
     for position, each in enumerate(classes):
         if best_start == cursor:
@@ -261,7 +267,7 @@ def _smallest_gap(classes: Sequence[_SizeClass], cursor: int, shard: int) -> tup
 
 
 def _first_preferred(classes: Sequence[_SizeClass]) -> int | None:
-    """Return the position of the first class whose alignment is not required."""
+    """Return the index of the first class whose alignment is not required, or None."""
     for position, each in enumerate(classes):
         if not each.is_required:
             return position
@@ -269,7 +275,7 @@ def _first_preferred(classes: Sequence[_SizeClass]) -> int | None:
 
 
 def _num_broken(classes: Sequence[_SizeClass], starts: dict[int, int], shard: int) -> int:
-    """Return how many parameters are cut inside their alignment."""
+    """Return the number of parameters that are cut inside their alignment."""
     num_broken = 0
     for each in classes:
         for index in each.indices:
@@ -278,17 +284,17 @@ def _num_broken(classes: Sequence[_SizeClass], starts: dict[int, int], shard: in
 
 
 def cuts_are_aligned(alignment: int, start: int, numel: int, shard: int) -> bool:
-    """Return whether every cut in ``[start, start + numel)`` is whole alignments from the start.
+    """Return True if every cut of ``[start, start + numel)`` is aligned, counted from the start.
 
-    Two cuts decide for all: if the first two are aligned, so is their distance, the shard size, and
-    with it every further cut.
+    The first two cuts decide for all. If both are aligned, their distance, the shard size, is a
+    multiple of the alignment, and so every further cut is aligned too.
     """
     cuts = range(_next_cut(start, shard), start + numel, shard)
     return all((cut - start) % alignment == 0 for cut in cuts[:2])
 
 
 def _next_cut(position: int, shard: int) -> int:
-    """Return the first multiple of ``shard`` behind ``position``."""
+    """Return the first multiple of ``shard`` greater than ``position``."""
     return (position // shard + 1) * shard
 
 

@@ -10,30 +10,30 @@ import torch
 
 
 class ShardingStrategy(IntEnum):
-    """What the ranks of the shard axis divide among them (ZeRO levels, arXiv:1910.02054)."""
+    """The ZeRO levels (arXiv:1910.02054): the state that is sharded over the shard axis."""
 
     NO_SHARD = 0
-    """Nothing: gradients are all-reduced, and every rank updates all parameters."""
+    """Nothing is sharded: gradients are all-reduced, and every rank updates all parameters."""
     OPTIM = 1
-    """Optimizer state and main weights."""
+    """Optimizer state and main weights are sharded."""
     OPTIM_GRADS = 2
-    """Gradients too: they are reduce-scattered after every backward."""
+    """Gradients are sharded too: they are reduce-scattered after every backward."""
     OPTIM_GRADS_PARAMS = 3
-    """Weights too: they are all-gathered unit by unit."""
+    """Compute weights are sharded too: they are all-gathered unit by unit."""
 
     @property
     def shards_optimizer(self) -> bool:
-        """Whether each rank updates its own shard only."""
+        """True if each rank updates its own shard only."""
         return self >= ShardingStrategy.OPTIM
 
     @property
     def shards_gradients(self) -> bool:
-        """Whether gradients are reduced after every backward."""
+        """True if gradients are reduced after every backward."""
         return self >= ShardingStrategy.OPTIM_GRADS
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether weights are freed between uses."""
+        """True if weights are freed between uses."""
         return self >= ShardingStrategy.OPTIM_GRADS_PARAMS
 
     @classmethod
@@ -43,11 +43,11 @@ class ShardingStrategy(IntEnum):
         """Return the strategy of a number (0 to 3), a name ("optim_grads") or a member.
 
         Args:
-            value: as a user passed it.
-            argument: under which name, for the message.
+            value: the value that a user passed.
+            argument: the name of the user's argument, for the message.
 
         Raises:
-            ValueError: naming ``argument`` and what it takes.
+            ValueError: if there is no such strategy; names ``argument`` and the values it accepts.
         """
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
@@ -64,12 +64,13 @@ class MixedPrecisionPolicy:
     """Precision of main weights and gradients; computation is in the dtype of the module.
 
     Args:
-        main_params_dtype: what the optimizer updates. None: the compute weights themselves.
-        main_grads_dtype: what gradients accumulate in. None: the parameter's dtype.
-        grad_comm_dtype: what travels between ranks. None: ``main_grads_dtype``.
+        main_params_dtype: dtype of the weights that the optimizer updates. None: it updates the
+            compute weights themselves.
+        main_grads_dtype: dtype in which gradients accumulate. None: the parameter's dtype.
+        grad_comm_dtype: dtype in which gradients are reduced. None: ``main_grads_dtype``.
 
     Raises:
-        ValueError: for anything but floating-point dtypes and None.
+        ValueError: if one of them is neither a floating-point dtype nor None.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -88,7 +89,7 @@ class MixedPrecisionPolicy:
     def resolve(self, compute_dtype: torch.dtype, trainable: bool) -> Precision:
         """Return the dtypes of a group of parameters of ``compute_dtype``.
 
-        Frozen ones need no main copy: nothing updates them.
+        Frozen parameters need no main copy, because nothing updates them.
         """
         main_param = compute_dtype
         if trainable and self.main_params_dtype is not None:
@@ -109,11 +110,11 @@ class Precision:
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """How communication overlaps compute.
+    """The overlap of communication with compute.
 
     Args:
-        grad_reduce: run reductions beside the backward of the next unit.
-        param_gather: all-gather the next units beside the compute of this one.
+        grad_reduce: overlap the reductions of a unit with the backward of the next one.
+        param_gather: overlap the all-gathers of the next units with the compute of this one.
         prefetch_units: how many units may be unsharded ahead of the one in use.
     """
 
@@ -124,11 +125,11 @@ class OverlapPolicy:
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How the gradients of all ranks become one.
+    """The reduction of gradients over ranks: a mean or a sum, and where it is divided.
 
     Args:
-        sum_only: gradients are summed, not averaged (per-token loss divides later).
-        average_in_collective: the collective averages; otherwise its sum is divided.
+        sum_only: sum gradients instead of averaging them (per-token loss divides later).
+        average_in_collective: let the collective average; otherwise its sum is divided.
 
     Raises:
         ValueError: if both are True.

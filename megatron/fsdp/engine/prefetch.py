@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefetching: all-gathers of the units that are used next, in the order of the last forward."""
+"""Prefetching: all-gathers of the units to be used next, in the order of the last forward."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.fsdp.engine.unit import Unit
 class Prefetcher:
     """Unshards units before they are used, never more of them than the window allows.
 
-    The order is recorded anew in every forward of the root, so a model may change it from step to
-    step. Backward runs through the same order from its end. All ranks prefetch the same units at
-    the same moments, because the moments are calls of units.
+    The order is recorded in every forward of the root, so a model may change it from step to step.
+    Backward uses the reverse order. All ranks prefetch the same units at the same points, because
+    only calls of units trigger prefetching.
 
     Args:
         units: of the model, the root first.
-        overlap: whether to prefetch, and the size of the window in units.
+        overlap: enables prefetching, and gives the size of the window in units.
     """
 
     def __init__(self, units: list[Unit], overlap: OverlapPolicy):
@@ -34,28 +34,28 @@ class Prefetcher:
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
 
     def start_recording(self) -> None:
-        """Begin to record the order of units: the root's forward begins."""
+        """Start to record the order of units, at the beginning of the root's forward."""
         self._order = []
 
     def stop_recording(self) -> None:
-        """Keep the recorded order and reshard what was prefetched in vain: the forward is over."""
+        """Keep the recorded order, and reshard units that were prefetched but not used."""
         order = self._order
         self._next_in_forward = dict(pairwise(order))
         self._next_in_backward = dict(zip(order[1:], order))
         if order:
-            # Backward begins with the root, which leads to the last unit of forward.
+            # Backward begins with the root; the last unit of the forward comes next.
             self._next_in_backward[order[0]] = order[-1]
         self.reshard_unused()
 
     def reached(self, unit: Unit) -> None:
-        """Note that a call uses ``unit``, in its turn, and prefetch the units that follow it."""
+        """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
         if self._units[0].users and not in_backward():
             self._order.append(unit)
         self._current = unit
         self.prefetch()
 
     def discard(self, unit: Unit) -> None:
-        """Note that a call uses ``unit``, so that it is no longer prefetched in vain."""
+        """Remove ``unit`` from the prefetched units, because a call uses it now."""
         self._prefetched.discard(unit)
 
     def prefetch(self) -> None:
@@ -70,11 +70,11 @@ class Prefetcher:
                 self._prefetched.add(unit)
 
     def reshard_unused(self) -> None:
-        """Reshard everything that was prefetched and is not used."""
+        """Reshard all prefetched units that no call uses."""
         self._reshard_prefetched(set(self._prefetched))
 
     def _window(self, successor: Mapping[Unit, Unit]) -> list[Unit]:
-        """Return the units that follow the current one, with those they share parameters with."""
+        """Return the units that follow the current one, with their units of shared parameters."""
         window: list[Unit] = []
         unit = successor.get(self._current)
         for _ in range(self._free_window_size()):
@@ -88,12 +88,12 @@ class Prefetcher:
         """Return how many more units may be unsharded now."""
         if not in_backward():
             return self._window_size
-        # In backward a unit begins before the one above it is resharded; that one counts.
+        # In backward a unit begins before the unit above it is resharded, so that one counts too.
         used = [unit for unit in self._units[1:] if unit.users and unit is not self._current]
         return self._window_size - len(used)
 
     def _reshard_prefetched(self, units: set[Unit]) -> None:
-        """Reshard ``units`` in the model's order: a set has another order on every rank."""
+        """Reshard ``units`` in the model's order: the order of a set differs between ranks."""
         if not units:
             return
         for unit in self._units:

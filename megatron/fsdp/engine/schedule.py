@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The schedule: when units are unsharded and resharded, and when their gradients are reduced.
 
-The calls of a unit are its users. It is unsharded for the first and resharded after the last of
-them. While one unit computes, the next ones are prefetched and the reduction of the previous one
-runs. Everything that communicates follows the order of calls, and so is the same on every rank.
+The calls of a unit are its users. A unit is unsharded for its first user and resharded after its
+last. While one unit computes, the next units are prefetched and the gradients of the previous one
+are reduced. Collectives are launched in the order of calls, which is the same on every rank.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Schedule:
         self._prefetcher = Prefetcher(units, overlap)
         self._reductions = Reductions(overlap.grad_reduce)
         self._is_in_backward = False
-        # Autograd records the backward pass itself (create_graph=True), and the graph that it makes
-        # needs the weights later.
+        # True while autograd records the backward pass itself (create_graph=True). The recorded
+        # graph needs the weights later.
         self._keeps_graph = False
 
     # ---- weights
@@ -67,26 +67,26 @@ class Schedule:
         self._prefetcher.stop_recording()
 
     def unshard(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit for ``user``, and prefetch the ones that follow it."""
+        """Unshard a unit for ``user``, and prefetch the units that follow it."""
         self.unshard_borrowed(unit, user)
         self._prefetcher.reached(unit)
 
     def unshard_borrowed(self, unit: Unit, user: Hashable) -> None:
-        """Unshard a unit out of its turn, for a call of another one: nothing follows from it."""
+        """Unshard a unit for a call of another unit; it is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
         self._prefetcher.discard(unit)
         unit.unshard()
         unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
-        """Note that ``user`` needs the unit no longer; after its last user it is resharded."""
+        """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
         unit.users.pop(user, None)
         if not unit.users:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
         if self._keeps_graph:
-            # Until the end of the next backward pass that is not recorded.
+            # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
         else:
             unit.reshard()
@@ -106,7 +106,7 @@ class Schedule:
             queue_callback(self._finish_backward)
 
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Note that autograd has put the gradient on a compute parameter of ``unit``."""
+        """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""
         unit.add_grad(parameter)
         if unit.has_all_grads and not unit.awaits_inputs:
             self._finish_unit(unit)
@@ -121,7 +121,7 @@ class Schedule:
             self._finish_unit(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
-        """Reduce a unit's gradients if it is time, and reshard it: its backward is over."""
+        """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
         if unit.has_grads:
             self._reductions.advance()
             for group in unit.trainable_groups:
@@ -135,7 +135,7 @@ class Schedule:
             self._prefetcher.prefetch()
 
     def _finish_backward(self) -> None:
-        """Finish the units that did not finish by themselves: the backward pass is over."""
+        """End the backward pass: finish the units that have not been finished yet."""
         self._is_in_backward = False
         for unit in reversed(self.units):
             if unit.is_in_backward:
@@ -145,12 +145,12 @@ class Schedule:
         self._on_backward_end()
 
     def _abandon_backward(self) -> None:
-        """Forget a backward pass that ended in an exception, and all gradients with it."""
+        """Clean up after a backward pass that ended in an exception, and drop all gradients."""
         self._is_in_backward = self._keeps_graph = False
         self._reductions.wait()
         for unit in self.units:
             for group in unit.trainable_groups:
-                # How much of the failed pass is in the sums differs from group to group.
+                # The sums of some groups already include the failed pass, those of others do not.
                 group.gradients.clear()
             unit.reset_backward()
             unit.users.clear()
@@ -159,14 +159,14 @@ class Schedule:
     # ---- reductions
 
     def reduce_pending(self) -> None:
-        """Begin to reduce everything that has accumulated."""
+        """Start to reduce all gradients that have accumulated."""
         for unit in reversed(self.units):
             has_local = any(group.gradients.has_local for group in unit.trainable_groups)
             if has_local or any(group.gradients.has_inner_sum for group in unit.trainable_groups):
                 self._reduce(unit, over_inner=has_local, over_outer=True)
 
     def wait_for_reductions(self) -> None:
-        """Return when every reduction that has begun is in the gradient shards."""
+        """Wait until the results of all reductions that have started are in the gradient shards."""
         self._reductions.wait()
 
     def _reduce(self, unit: Unit, over_inner: bool, over_outer: bool) -> None:

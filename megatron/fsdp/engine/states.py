@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of weights and of units, and the only table of the changes between them.
+"""The states of weights and of units, and the table of allowed transitions between them.
 
 [Note: the life of a unit] Take a transformer layer at ZeRO level 3, trained for one step.
 
@@ -14,8 +14,8 @@
     its parameters' gradients arrive      UNSHARDED                        RUNNING
     the gradients of its inputs arrive    UNSHARDED -> SHARDED             RUNNING -> IDLE
 
-At the last line the local gradients move into the group's flat buffer and their reduction begins.
-The optimizer then steps the main weights, which at level 3 changes no state: the next all-gather
+In the last line, the local gradients move into the group's flat buffer and their reduction begins.
+The optimizer then updates the main weights, which changes no state at level 3: the next all-gather
 sends the new values. At levels 1 and 2 weights stay allocated on every rank; a step makes them
 STALE, and the next forward gathers them again. At level 0 they are always UNSHARDED.
 """
@@ -27,12 +27,12 @@ from typing import TypeVar
 
 
 class WeightState(Enum):
-    """What is in the compute parameters of a group."""
+    """The contents of the compute parameters of a group."""
 
     SHARDED = auto()
-    """Their storage is freed; this rank has the values of its own shard only."""
+    """Their storage is freed; this rank has its own shard only."""
     STALE = auto()
-    """They have storage, but the values of other ranks' shards are older than the main weights."""
+    """They have storage, but the shards of other ranks in it are older than the main weights."""
     UNSHARDING = auto()
     """They have storage, and the all-gather that fills it is under way."""
     UNSHARDED = auto()
@@ -40,19 +40,19 @@ class WeightState(Enum):
 
 
 class BackwardState(Enum):
-    """How far a unit is in the backward pass."""
+    """The progress of a unit in the backward pass."""
 
     IDLE = auto()
     """No gradient of this pass has reached the unit, or its part of the pass is over."""
     RUNNING = auto()
-    """A call is in backward, or gradients arrive; when every parameter has one, all have come."""
+    """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
     RECOMPUTED = auto()
     """A nested backward (activation recomputation) has produced gradients for this unit. The pass
-    around it may produce more for the same parameters, so their number tells nothing."""
+    around it may produce more for the same parameters, so counting them does not tell the end."""
 
 
 class CallState(Enum):
-    """How far one call of a unit is in its backward."""
+    """The progress of one call of a unit in its backward."""
 
     FORWARD = auto()
     """Its forward is under way or over; its backward has not begun, or is over."""
@@ -77,7 +77,7 @@ _ALLOWED: dict[Enum, tuple[Enum, ...]] = {
     CallState.AWAITING_INPUTS: (CallState.AWAITING_PARAMETERS, CallState.FORWARD),
     CallState.AWAITING_PARAMETERS: (CallState.FORWARD,),
 }
-"""The states that may follow each state. What stays as it is needs no entry."""
+"""The states that may follow each state, other than itself."""
 
 
 def change_state(owner: object, state: _State, new_state: _State) -> _State:

@@ -14,17 +14,17 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.states import BackwardState, CallState, change_state
 
 FORWARD = -1
-"""The pass of users that began in a forward: no backward pass has this number."""
+"""The number that stands for the forward; no backward pass has it."""
 
 GRAPH = "graph"
-"""A user of a unit's weights: the graph of a backward pass that autograd recorded itself."""
+"""A user of a unit's weights: the graph that autograd records of a backward (create_graph=True)."""
 
 
 class UnitCall:
-    """One call of a unit's forward, from there to the end of its backward.
+    """One call of a unit's module, from the beginning of its forward to the end of its backward.
 
     Args:
-        unit: whose module is called.
+        unit: the unit whose module is called.
         borrowed: other units whose parameters the call uses; more are added when they are read.
     """
 
@@ -34,8 +34,8 @@ class UnitCall:
         self.state = CallState.FORWARD
         self.awaited_inputs = 0  # gradients of inputs that are outstanding
         self.input_hooks: list[RemovableHandle] = []
-        # Autograd computes the gradients of leaves as soon as it can. Those of leaf inputs may so
-        # come before those of parameters that are reached by another path.
+        # Autograd computes leaf gradients first. Gradients of leaf inputs may therefore arrive
+        # before those of parameters on another path.
         self.has_leaf_inputs = False
 
     def __str__(self) -> str:
@@ -43,7 +43,7 @@ class UnitCall:
 
     @property
     def used_units(self) -> list[Unit]:
-        """The call's own unit and those that it borrows."""
+        """The call's own unit and the units that it borrows."""
         return [self.unit, *self.borrowed]
 
     def change_state(self, state: CallState) -> None:
@@ -58,12 +58,12 @@ class UnitCall:
 class Unit:
     """Parameters that are unsharded and resharded together.
 
-    They are those of a module, or those that several units share.
+    They are the parameters of a module, or parameters that several units share.
 
     Args:
-        name: the module's name, or those of the units that share the parameters.
-        module: whose calls use the unit. None: only calls of other units do.
-        is_automatic: made for a module that the user did not name as a unit.
+        name: the module's name, or the joined names of the units that share the parameters.
+        module: the module whose calls use the unit. None: only calls of other units use it.
+        is_automatic: the user did not name the module as a unit.
     """
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
@@ -73,7 +73,8 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
         self.state = BackwardState.IDLE
-        # Calls that use the weights, and the backward pass in which each began to (or FORWARD).
+        # Calls that use the weights, each with the number of the backward pass in which it began to
+        # use them, or FORWARD.
         self.users: dict[Hashable, int] = {}
         self._calls_in_backward: list[UnitCall] = []
         self._arrived: set[int] = set()  # ids of the parameters that have their gradient
@@ -97,12 +98,12 @@ class Unit:
     # ---- weights
 
     def unshard(self) -> None:
-        """Begin to all-gather the weights of every group that does not have them."""
+        """Start the all-gathers of all groups that are not unsharded yet."""
         for group in self.groups:
             group.unshard()
 
     def wait_for_unshard(self) -> None:
-        """Return when the all-gathers that have begun are over."""
+        """Make compute wait for the all-gathers that have started."""
         for group in self.groups:
             group.wait_for_unshard()
 
@@ -113,7 +114,7 @@ class Unit:
 
     @property
     def is_readable(self) -> bool:
-        """Whether the compute parameters have the values of the main weights."""
+        """True if the compute parameters have the values of the main weights."""
         return all(group.is_readable for group in self.groups)
 
     # ---- backward
@@ -137,10 +138,10 @@ class Unit:
             self._calls_in_backward.remove(call)
 
     def add_grad(self, parameter: nn.Parameter) -> None:
-        """Note that autograd has put the gradient on a compute parameter."""
+        """Note that autograd has accumulated the gradient of a compute parameter."""
         self._arrived.add(id(parameter))
-        # Recomputation runs a backward pass of its own inside the one in which the unit came into
-        # use, and the outer pass may use the same parameter again.
+        # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
+        # the outer pass may use the same parameter again.
         if any(since != current_pass() for since in self.users.values()):
             self._change_state(BackwardState.RECOMPUTED)
         elif self.state is BackwardState.IDLE:
@@ -148,12 +149,12 @@ class Unit:
 
     @property
     def has_grads(self) -> bool:
-        """Whether gradients have arrived that are still on the compute parameters."""
+        """True if some compute parameters have gradients that are not accumulated yet."""
         return bool(self._arrived)
 
     @property
     def has_all_grads(self) -> bool:
-        """Whether every compute parameter has its gradient, as far as their number can tell."""
+        """True if every compute parameter has its gradient; never after recomputation."""
         return (
             len(self._arrived) == len(self.trainable_parameters)
             and self.state is not BackwardState.RECOMPUTED
@@ -161,28 +162,28 @@ class Unit:
 
     @property
     def has_calls_in_backward(self) -> bool:
-        """Whether the backward of some call has begun and is not known to be over."""
+        """True if the backward of some call has begun and is not known to be over."""
         return bool(self._calls_in_backward)
 
     @property
     def awaits_inputs(self) -> bool:
-        """Whether gradients of some call's inputs are outstanding."""
+        """True if gradients of some call's inputs are outstanding."""
         return any(call.state is CallState.AWAITING_INPUTS for call in self._calls_in_backward)
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the backward pass under way has reached the unit, and its part is not over."""
+        """True if the backward pass under way has reached the unit and has not finished it."""
         return self.state is not BackwardState.IDLE or any(
             since != FORWARD for since in self.users.values()
         )
 
     def reset_backward(self) -> None:
-        """Return to IDLE and drop the users that came with a backward pass."""
+        """Return to IDLE and drop the users that began in a backward pass."""
         self._arrived.clear()
         for call in self._calls_in_backward:
             call.change_state(CallState.FORWARD)
         self._calls_in_backward.clear()
-        # A forward that has a backward inside of it goes on to use the unit.
+        # A forward that contains a backward continues to use the unit.
         self.users = {user: since for user, since in self.users.items() if since == FORWARD}
         self._change_state(BackwardState.IDLE)
 

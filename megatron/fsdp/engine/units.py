@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of units: which modules are units, and which unit each parameter belongs to."""
+"""The choice of units, and the assignment of parameters to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def resolve_unit_modules(
     """Import the classes that are given by path ("package.module.Class").
 
     Raises:
-        ValueError: listing every path that cannot be imported and everything that is no module
-            class.
+        ValueError: lists every path that cannot be imported and every entry that is neither a
+            module nor a module class.
     """
     if isinstance(unit_modules, (str, type, nn.Module)):
         raise ValueError(
@@ -61,15 +61,15 @@ def find_units(
 ) -> list[Unit]:
     """Return the unit of the root and the units inside it, in module order.
 
-    The modules that the user names are units. Outside of them every module that owns parameters
-    itself is a unit of its own, an automatic one (embedding, final norm, head). The root's unit has
-    what the root owns itself.
+    The modules that the user names are units. Outside of them, every module that owns parameters
+    directly is an automatic unit (embedding, final norm, head). The root's unit has the parameters
+    that the root owns directly.
 
     Args:
         root: the module that is sharded.
         unit_modules: modules, module classes, or import paths of classes.
-        only_root: find no units inside the root.
-        fine_grained: make automatic units inside of named units too.
+        only_root: make the root the only unit.
+        fine_grained: make automatic units inside named units too.
     """
     wanted = resolve_unit_modules(unit_modules)
     classes = tuple(entry for entry in wanted if isinstance(entry, type))
@@ -92,12 +92,12 @@ def find_units(
 
 
 def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
-    """Return the parameters of every unit, by the first name of each.
+    """Return the parameters of every unit, each under its first name.
 
     A parameter belongs to the innermost unit around the module that owns it. If modules of several
-    units own it (tied weights), it belongs to the one of them that contains all others. If none
-    does, it gets a unit of its own, which is appended to ``units`` and used by the calls of all of
-    them.
+    units own it (tied weights), it belongs to the one of these units that contains the others. If
+    there is no such unit, the parameter gets a separate unit, which is appended to ``units`` and
+    used by the calls of all of them.
     """
     names, owners = _owners_of_parameters(units)
     parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
@@ -124,8 +124,8 @@ def _owners_of_parameters(
     """Walk through the root once, in module order.
 
     Returns:
-        The first name of each parameter; and the innermost units around the modules that own it,
-        each with all units around it, outermost first.
+        The first name of each parameter; and for each parameter, the innermost unit around each
+        module that owns it, mapped to all units around that module, outermost first.
     """
     unit_of = {unit.module: unit for unit in units}
     names: dict[nn.Parameter, str] = {}
@@ -147,7 +147,7 @@ def _owners_of_parameters(
 
 
 def _outermost(around: dict[Unit, tuple[Unit, ...]]) -> Unit | None:
-    """Return the unit that is around all of the given ones; None if there is none among them."""
+    """Return the unit of ``around`` that contains all the others; None if there is none."""
     for unit in around:
         if all(unit in outer for outer in around.values()):
             return unit
@@ -155,10 +155,10 @@ def _outermost(around: dict[Unit, tuple[Unit, ...]]) -> Unit | None:
 
 
 def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter belongs to one of the experts that expert parallelism divides.
+    """Return True if a parameter belongs to an expert of an expert-parallel layer.
 
-    Megatron-Core says so by the attribute ``allreduce``; elsewhere the module that contains them is
-    called ``experts``.
+    Megatron-Core marks such parameters by ``allreduce=False``. Without that attribute, a parameter
+    belongs to an expert if it is inside a module called ``experts``.
     """
     allreduce = getattr(parameter, "allreduce", None)
     return "experts" in name.split(".")[:-1] if allreduce is None else not allreduce

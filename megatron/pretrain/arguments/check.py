@@ -58,7 +58,7 @@ class Check:
         return self.flag_names[dest]
 
     def changed(self, dest: str) -> bool:
-        """Tell whether the command line gave a value other than the default."""
+        """Return True if the command line gave a value other than the default."""
         return dest in self.given and self.given[dest] != self.defaults[dest]
 
     def require(self, condition: object, problem: str) -> None:
@@ -67,7 +67,7 @@ class Check:
             self.problems.append(problem)
 
     def require_multiple(self, dest: str, divisor: int, why: str) -> None:
-        """Record a problem unless the value of `dest`, where given, is a multiple of `divisor`."""
+        """Record a problem unless the value of `dest`, if given, is a multiple of `divisor`."""
         value = getattr(self.args, dest)
         self.require(
             not value or value % divisor == 0,

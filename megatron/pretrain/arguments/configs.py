@@ -36,7 +36,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     Raises:
         ValueError, AssertionError: Megatron-Core refuses the combination.
     """
-    # Megatron-Core has this switch outside of its configs.
+    # Megatron-Core has this switch outside its configs.
     set_experimental_flag(args.enable_experimental)
     cp_comm_type = args.cp_comm_type
     return from_destinations(

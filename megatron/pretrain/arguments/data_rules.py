@@ -68,7 +68,7 @@ def check_prefixes(check: Check, flag: str, words: list[str]) -> None:
 
 
 def is_number(word: str) -> bool:
-    """Tell whether the word can be a weight."""
+    """Return True if the word is a number, which can be a weight."""
     try:
         float(word)
     except ValueError:

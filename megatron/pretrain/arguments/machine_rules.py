@@ -2,7 +2,7 @@
 """Rules that fit the arguments to the machine, so that one command runs on CPU and on GPU.
 
 Settings that only change speed (backend, layer implementation, fused kernels) are replaced with a
-note, also where they were given. Settings that would change results are refused.
+note, even if they were given. Settings that would change results are refused.
 """
 
 from typing import Any
@@ -92,7 +92,7 @@ def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
 
 
 def keep_tanh_gelu(check: Check) -> None:
-    """Use the tanh formula of GELU where the fused GELU, which computes that, is switched off.
+    """Use the tanh formula of GELU if the fused GELU, which computes it, is switched off.
 
     Otherwise losses would change with the machine.
     """

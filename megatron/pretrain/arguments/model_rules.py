@@ -78,7 +78,7 @@ def check_token_prediction(check: Check) -> None:
 
 
 def check_tensor_parallel_sizes(check: Check) -> None:
-    """Check that tensor-parallel ranks can have shards of the same size."""
+    """Check that tensor parallelism divides the model evenly."""
     args = check.args
     tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     if tensor > 1:

@@ -193,7 +193,7 @@ class Needs:
     """Another destination that also gives them an effect when it is set."""
 
     def is_met(self, args: argparse.Namespace) -> bool:
-        """Tell whether the flags have an effect."""
+        """Return True if the flags have an effect."""
         if self.unless and getattr(args, self.unless):
             return True
         value = getattr(args, self.attribute)

@@ -56,7 +56,7 @@ POSITIVE = (
         "mtp_num_layers",
     ],
 )
-"""Destinations whose values are at least 1, where they are given."""
+"""Destinations whose values are at least 1, if they are given."""
 NOT_NEGATIVE = [
     "lr",
     "min_lr",
@@ -69,7 +69,7 @@ NOT_NEGATIVE = [
     "num_workers",
     "manual_gc_interval",
 ]
-"""Destinations whose values are at least 0, where they are given."""
+"""Destinations whose values are at least 0, if they are given."""
 
 
 def check_numbers(check: Check) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of parallelism: how ranks, layers, sequences and batches divide among the axes."""
+"""Rules of parallelism: the division of ranks, layers, sequences and batches over the axes."""
 
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -193,7 +193,7 @@ def follow_layout(check: Check) -> None:
 
 
 def divide_layers(check: Check) -> None:
-    """Give all stages as many layers, but a first and a last one that have numbers of their own."""
+    """Divide the layers evenly over stages, except a first and a last with numbers of their own."""
     args = check.args
     check.at_most_one(*INTERLEAVED)
     ends = [getattr(args, dest) for dest in UNEVEN if getattr(args, dest)]

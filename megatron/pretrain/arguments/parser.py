@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parser of the command line, which reports everything that is wrong at once."""
+"""The parser of the command line, which reports all problems at once."""
 
 import argparse
 import difflib

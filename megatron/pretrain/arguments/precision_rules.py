@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of dtypes: parameters, and gradients in memory and on the wire."""
+"""Rules of dtypes: parameters, and gradients in memory and in reductions."""
 
 import torch
 
