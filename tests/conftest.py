@@ -26,6 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
         rank_pool.start_server()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of `exhaustive.txt`: others of the same function stay in `make test`."""
+    listed = set((ROOT / "tests" / "exhaustive.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.exhaustive)
+    unknown = listed - {item.nodeid for item in items}
+    if unknown and config.args == config.getini("testpaths"):
+        raise pytest.UsageError(f"tests/exhaustive.txt names no tests: {sorted(unknown)[:5]}")
+
+
 def pytest_unconfigure() -> None:
     rank_pool.shut_down()
 
