@@ -14,8 +14,8 @@ from megatron.fsdp.engine.policy import MixedPrecisionPolicy
 class DistributedDataParallelConfig:
     """The settings of a sharded model, with the fields of the published package.
 
-    Megatron-Core's class of this name is accepted as well: fields are read by name, and fields that
-    it lacks have the defaults of this class.
+    Megatron-Core's class of this name is accepted as well: fields are read by name, and fields
+    of this class alone have their defaults here.
 
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
     a communication scheme that this implementation does not have. They have no effect.

@@ -93,7 +93,7 @@ def _local(tensor: DTensor) -> torch.Tensor:
 def torch_class(kind: OptimizerClass) -> OptimizerClass | None:
     """Return the class in :data:`KNOWN` whose update ``kind`` has; None if there is none.
 
-    ``kind`` may be a subclass that changes the constructor only.
+    ``kind`` may be a subclass that does not change ``step`` or ``_init_group``.
     """
     known = next((base for base in kind.__mro__ if base in KNOWN), None)
     if known is None:

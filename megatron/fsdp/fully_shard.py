@@ -75,7 +75,7 @@ def fully_shard_model(
     backward is over, they are collected in a flat buffer like that of the weights and
     reduce-scattered (all-reduced at level 0) while the next unit computes. The sum over ranks is
     divided once, by the number of data ranks. With an outer axis, ``dp_outer_dim``, the result is
-    reduced over that axis too, once per step.
+    reduced over that axis too, after the last microbatch of a step.
 
     ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
     ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
@@ -90,7 +90,7 @@ def fully_shard_model(
 
     Args:
         module: any initialised module. Ranks take the weights of the first data rank. Its
-            parameters are replaced in place.
+            parameters stay the same objects and become views of flat buffers.
         device_mesh: mesh with named axes. None: one axis over all ranks, on the accelerator if
             there is one, otherwise on the CPU.
         dp_shard_dim: axis to shard over, which may be a flattened one; required with a mesh of
@@ -127,7 +127,8 @@ def fully_shard_model(
         report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
             Inf gradient.
         average_in_collective: let the process group average; otherwise its sum is divided.
-        disable_bucketing: make the whole model one unit, with one group per dtype.
+        disable_bucketing: make the whole model one unit, with as few groups as dtypes and
+            trainability allow.
         calculate_per_token_loss: sum gradients instead of averaging them.
         keep_fp8_transpose_cache: not built yet.
         nccl_ub: not built yet.

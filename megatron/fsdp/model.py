@@ -40,7 +40,8 @@ class MegatronFSDP(ShardedModule):
             from ``ddp_config``.
         fsdp_unit_modules: classes, instances or import paths of the modules that are units.
             Outside them, every module that owns parameters is a unit by itself.
-        disable_bucketing: make the whole model one unit, with one group per dtype.
+        disable_bucketing: make the whole model one unit, with as few groups as dtypes and
+            trainability allow.
         device: the device that the module is moved to; None: the mesh's.
         calculate_per_token_loss: sum gradients instead of averaging them.
         init_model_with_meta_device: parameters on the meta device get their values unit by unit, by

@@ -45,7 +45,7 @@ class ShardedModule(nn.Module):
     values only while a unit is in use.
 
     Args:
-        module: the module to shard; its parameters are replaced in place.
+        module: the module to shard; its parameters become views of flat buffers.
         settings: all settings of the sharded model.
         problems: problems that the caller has found, which are raised together with others.
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Statistics over all parameters of a model: their number, their norm, zeros in their gradients.
 
-Every element counts once, whichever ranks have it or copies of it. All functions are collectives.
+Every element counts once, whichever ranks have it or copies of it. The functions that count or sum
+are collectives.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ PICTURE = "loss_curves.png"
 
 
 class Report:
-    """The report of the first rank; on other ranks every method does nothing.
+    """The report of the first rank; other ranks report nothing.
 
     Args:
         args: of the run. With ``save``, losses are kept there in ``losses.jsonl`` (one JSON object

@@ -45,7 +45,7 @@ def expected_shape(name: str, sizes: Sizes) -> tuple[int | None, ...] | None:
 
 def _gated_rows(args: argparse.Namespace, width: int) -> int:
     is_gated = args.swiglu or getattr(args, "quick_geglu", False)
-    return width * 2 if is_gated else width
+    return width * (2 if is_gated else 1)
 
 
 def _attention_width(args: argparse.Namespace) -> int:

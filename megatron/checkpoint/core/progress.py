@@ -96,8 +96,8 @@ class ProgressLines:
     def _line(self, seconds: float) -> str:
         """Return ``converting: 25 %, 1.00GB of 4.00GB in 20 s``."""
         share = f"{100 * self._done // self._total} %, " if self._total else ""
-        done, total = self._amount(self._done), self._amount(self._total)
-        return f"{self._title}: {share}{done} of {total} in {seconds:.0f} s"
+        of_total = f" of {self._amount(self._total)}" if self._total else ""
+        return f"{self._title}: {share}{self._amount(self._done)}{of_total} in {seconds:.0f} s"
 
     def _amount(self, amount: int) -> str:
         if self._unit != "B":

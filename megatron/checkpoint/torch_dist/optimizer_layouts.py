@@ -3,7 +3,8 @@
 
 By parameter, under the key that the model's tensor has:
 
-- ``fully_reshardable``: a tensor for each parameter and slot, in the shape of the parameter;
+- ``fully_reshardable``: a tensor for each key of the model and slot, in the shape of the model's
+  tensor, in which layers and experts are stacked;
 - ``non_distributed``: the same, from optimizers that are not distributed;
 - ``fully_sharded_model_space`` (up to 0.15): the same, stored block by block
   (:mod:`megatron.checkpoint.torch_dist.reformulated_tensor`).

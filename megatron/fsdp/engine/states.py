@@ -16,8 +16,9 @@
 
 In the last line, the local gradients move into the group's flat buffer and their reduction begins.
 The optimizer then updates the main weights, which changes no state at level 3: the next all-gather
-sends the new values. At levels 1 and 2 weights stay allocated on every rank; a step makes them
-STALE, and the next forward gathers them again. At level 0 they are always UNSHARDED.
+sends the new values. At levels 1 and 2 weights stay allocated on every rank. New main weights make
+them STALE; the sharded optimizer gathers them again after its step, and otherwise the next forward
+does. At level 0 they are always UNSHARDED.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class BackwardState(Enum):
     RUNNING = auto()
     """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
     RECOMPUTED = auto()
-    """A nested backward (activation recomputation) has produced gradients for this unit. The pass
-    around it may produce more for the same parameters, so counting them does not tell the end."""
+    """Another pass than the one in which the unit came into use has produced gradients for it: the
+    nested backward of activation recomputation, a backward inside a forward, or one of several over
+    a kept graph. More may follow for the same parameters, so counting does not tell the end."""
 
 
 class CallState(Enum):
@@ -89,7 +91,7 @@ def change_state(owner: object, state: _State, new_state: _State) -> _State:
         new_state: the state after; may be the same.
 
     Raises:
-        RuntimeError: if the table does not allow the change, which is a defect of the engine.
+        RuntimeError: if the table does not allow the change: a defect of the engine.
     """
     if new_state is not state and new_state not in _ALLOWED[state]:
         raise RuntimeError(
