@@ -57,9 +57,8 @@ class VocabularyArguments:
     @classmethod
     def of(cls, args: argparse.Namespace | None) -> VocabularyArguments:
         """Take the fields from ``args``; those that it lacks keep their defaults."""
-        names = {each.name for each in fields(cls)}
-        known = {} if args is None else vars(args)
-        return cls(**{name: value for name, value in known.items() if name in names})
+        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        return cls(**{name: getattr(args, name) for name in names})
 
 
 def fit_padding(
