@@ -218,7 +218,8 @@ def load(
         _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         _load_random_state(loaded.get("rng_state"), path, say)
-    _compare_vocabulary(loaded["args"], args.padded_vocab_size, path, say)
+    saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
+    _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
     if source.weights_only:
         say(f"loaded the weights of {path}")
     else:
@@ -337,16 +338,20 @@ def _load_random_state(states: list[dict[str, Any]] | None, source: Path, say: S
         restore_random_state(states)
 
 
-def _compare_vocabulary(
-    saved_args: argparse.Namespace, padded_vocab_size: int, source: Path, say: Say
-) -> None:
-    """Print a line if the run that wrote ``source`` had another number of vocabulary rows."""
-    rows = getattr(saved_args, "padded_vocab_size", None)
-    if rows is not None and rows != padded_vocab_size:
+def _compare_vocabulary(saved_rows: int | None, rows: int, source: Path, say: Say) -> None:
+    """Print a line if the run that wrote ``source`` had another number of vocabulary rows.
+
+    Args:
+        saved_rows: of that run; None if its arguments do not say it.
+        rows: of this run.
+        source: the directory of the checkpoint.
+        say: prints a line.
+    """
+    if saved_rows is not None and saved_rows != rows:
         say(
-            f"{source} has {rows} rows of vocabulary, this run {padded_vocab_size}: rows of"
-            f" padding take part in the loss, which is another one now; --padded-vocab-size {rows}"
-            " keeps it"
+            f"{source} has {saved_rows} rows of vocabulary, this run {rows}: rows of padding take"
+            " part in the loss, which is another one now; --padded-vocab-size"
+            f" {saved_rows} keeps it"
         )
 
 

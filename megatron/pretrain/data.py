@@ -172,7 +172,16 @@ def _find_source(
 ) -> DataSource:
     """Return the checked source of the data, writing the default corpus if none is named."""
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
-    problems = _source_problems(args, per_split)
+    problems = _source_problems(
+        mock_data=bool(args.mock_data),
+        data_path=bool(args.data_path),
+        path_per_split=any(per_split),
+        split=args.split is not None,
+    )
+    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        problems.append(
+            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
+        )
     if problems:
         raise ValueError("; ".join(problems))
     if any(per_split):
@@ -199,22 +208,28 @@ def _find_source(
     return source
 
 
-def _source_problems(args: argparse.Namespace, per_split: Sequence[list[str] | None]) -> list[str]:
+def _source_problems(
+    *, mock_data: bool, data_path: bool, path_per_split: bool, split: bool
+) -> list[str]:
+    """Return what is wrong with flags of the source that are given together.
+
+    Args:
+        mock_data: --mock-data is given.
+        data_path: --data-path is given.
+        path_per_split: --train-data-path, --valid-data-path or --test-data-path is given.
+        split: --split is given.
+    """
     sources = {
-        "--mock-data": bool(args.mock_data),
-        "--data-path": bool(args.data_path),
-        "--train-data-path, --valid-data-path, --test-data-path": any(per_split),
+        "--mock-data": mock_data,
+        "--data-path": data_path,
+        "--train-data-path, --valid-data-path, --test-data-path": path_per_split,
     }
     problems = []
     if sum(sources.values()) > 1:
         given = " and ".join(flag for flag, value in sources.items() if value)
         problems.append(f"only one source of data can be used, but got {given}")
-    if any(per_split) and args.split is not None:
+    if path_per_split and split:
         problems.append("--split cuts --data-path; leave it out where every split has its own path")
-    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        problems.append(
-            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
-        )
     return problems
 
 

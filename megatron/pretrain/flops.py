@@ -31,7 +31,9 @@ def training_flops(args: argparse.Namespace, num_sequences: int) -> float:
         num_dense_layers += num_predicting_layers
 
     per_token = (args.num_layers + num_predicting_layers) * attention_multiply_adds(args)
-    per_token += num_dense_layers * mlp_multiply_adds(args, args.ffn_hidden_size)
+    per_token += num_dense_layers * mlp_multiply_adds(
+        args.hidden_size, args.ffn_hidden_size, is_gated=args.swiglu
+    )
     if num_expert_layers:
         per_token += num_expert_layers * expert_multiply_adds(args)
     per_token += num_predicting_layers * 2 * args.hidden_size * args.hidden_size
@@ -81,10 +83,16 @@ def attention_multiply_adds(args: argparse.Namespace) -> float:
     return projections + heads * (query + args.v_head_dim) * keys_seen
 
 
-def mlp_multiply_adds(args: argparse.Namespace, width: int) -> float:
-    """Return the multiply-adds of an MLP of ``width`` hidden features for one token."""
-    num_matrices = 3 if args.swiglu else 2
-    return num_matrices * args.hidden_size * width
+def mlp_multiply_adds(hidden_size: int, width: int, *, is_gated: bool) -> float:
+    """Return the multiply-adds of an MLP for one token.
+
+    Args:
+        hidden_size: features of its input and of its output.
+        width: features between its matrices.
+        is_gated: it has a third matrix, whose product gates the others.
+    """
+    num_matrices = 3 if is_gated else 2
+    return num_matrices * hidden_size * width
 
 
 def expert_multiply_adds(args: argparse.Namespace) -> float:
@@ -93,6 +101,7 @@ def expert_multiply_adds(args: argparse.Namespace) -> float:
     These are the router, the experts that the router chooses, and those that all tokens share.
     """
     router = args.hidden_size * args.num_experts
-    shared = mlp_multiply_adds(args, args.moe_shared_expert_intermediate_size or 0)
-    chosen = args.moe_router_topk * mlp_multiply_adds(args, args.moe_ffn_hidden_size)
-    return router + chosen + shared
+    # Experts share their input, so several are as one that is as wide as all of them.
+    width = args.moe_router_topk * args.moe_ffn_hidden_size
+    width += args.moe_shared_expert_intermediate_size or 0
+    return router + mlp_multiply_adds(args.hidden_size, width, is_gated=args.swiglu)

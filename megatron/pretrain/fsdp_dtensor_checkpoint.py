@@ -45,7 +45,7 @@ from megatron.mcore_adapter.checkpoint_entries import (
     state_entries,
 )
 from megatron.mcore_adapter.file_differences import FileDifferences
-from megatron.pretrain.vocabulary_padding import fit_padding
+from megatron.pretrain.vocabulary_padding import VocabularyArguments, fit_padding
 
 __all__ = ["CHECKPOINT_VERSION", "load", "save"]
 
@@ -118,7 +118,12 @@ def load(
         content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
         if optimizer.grad_scaler is not None and has_loss_scaler(stored):
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
-    fit_padding(args, content, stored, lambda: _read_args(source))
+    fit_padding(
+        content,
+        stored,
+        VocabularyArguments.of(args),
+        lambda: VocabularyArguments.of(_read_args(source)),
+    )
     _check(content, stored, source, is_partial=not args.strict_fsdp_dtensor_load)
     if optimizer is not None:
         drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,7 +46,7 @@ from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
-from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
 
 
 @dataclass
@@ -76,7 +76,14 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
     """
     checkpointing.check_save_directory(args.save)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
-    args = FrozenArguments(args, padded_vocab_size=vocabulary_rows(args, tokenizer))
+    rows = padded_vocab_size(
+        tokenizer,
+        padded_size=args.padded_vocab_size,
+        vocab_size=args.vocab_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        tensor_size=args.tensor_model_parallel_size,
+    )
+    args = FrozenArguments(args, padded_vocab_size=rows)
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
@@ -111,17 +118,6 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
     return run.progress
 
 
-def vocabulary_rows(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
-    """Return the number of rows of the embedding, with padding."""
-    return padded_vocab_size(
-        tokenizer,
-        padded_size=args.padded_vocab_size,
-        vocab_size=args.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_size=args.tensor_model_parallel_size,
-    )
-
-
 def connect(run: TrainingRun) -> None:
     """Tell the schedule how to finish gradients, scale losses and delay synchronisation."""
     args = run.args
@@ -151,7 +147,12 @@ def train(
     report.begin(progress)
     saved_at = progress.iteration
 
-    with profiler(args) as profile:
+    with profiler(
+        args.profile_ranks if args.profile else [],
+        first_step=args.profile_step_start,
+        end_step=args.profile_step_end,
+        directory=args.tensorboard_dir or "profile",
+    ) as profile:
         while progress.iteration < args.train_iters:
             train_step(run, data)
             if profile is not None:
@@ -348,19 +349,22 @@ def should_stop(run: TrainingRun) -> bool:
     return False
 
 
-def profiler(args: argparse.Namespace) -> AbstractContextManager[Any]:
-    """Return torch's profiler on the ranks that --profile-ranks names, a context of None on others.
+def profiler(
+    ranks: Sequence[int], *, first_step: int, end_step: int, directory: str
+) -> AbstractContextManager[Any]:
+    """Return torch's profiler on some ranks, a context of None on others.
 
-    Traces go to --tensorboard-dir, or to the folder "profile".
+    Args:
+        ranks: that are profiled.
+        first_step: number of steps before the first one that is recorded.
+        end_step: the number of steps, counted alike, after which nothing more is recorded.
+        directory: gets the traces.
     """
-    if not (args.profile and dist.get_rank() in args.profile_ranks):
+    if dist.get_rank() not in ranks:
         return nullcontext()
     return torch.profiler.profile(
         schedule=torch.profiler.schedule(
-            wait=args.profile_step_start,
-            warmup=0,
-            active=args.profile_step_end - args.profile_step_start,
-            repeat=1,
+            wait=first_step, warmup=0, active=end_step - first_step, repeat=1
         ),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(args.tensorboard_dir or "profile"),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
     )

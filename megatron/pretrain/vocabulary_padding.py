@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
@@ -37,11 +38,34 @@ class VocabularyEntry(NamedTuple):
     rows_in_file: int
 
 
+@dataclass(frozen=True)
+class VocabularyArguments:
+    """The arguments of a run that say how many rows its vocabulary has.
+
+    Attributes:
+        vocab_size: tokens of the tokenizer; None if it is not known.
+        tokenizer_type: the tokenizer's name.
+        make_vocab_size_divisible_by: divisor of the rows of one tensor-parallel rank.
+        tensor_model_parallel_size: number of tensor-parallel ranks.
+    """
+
+    vocab_size: int | None = None
+    tokenizer_type: str | None = None
+    make_vocab_size_divisible_by: int = 1
+    tensor_model_parallel_size: int = 1
+
+    @classmethod
+    def of(cls, args: argparse.Namespace | None) -> VocabularyArguments:
+        """Take the fields from ``args``; those that it lacks keep their defaults."""
+        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        return cls(**{name: getattr(args, name) for name in names})
+
+
 def fit_padding(
-    args: argparse.Namespace,
     content: dict[str, Any],
     stored: Mapping[str, STORAGE_TYPES],
-    read_saved_args: Callable[[], argparse.Namespace | None],
+    arguments: VocabularyArguments,
+    read_saved_arguments: Callable[[], VocabularyArguments],
 ) -> None:
     """Give entries of ``content`` the number of rows of the file, if only the padding differs.
 
@@ -49,19 +73,19 @@ def fit_padding(
     read, and are not changed. A collective.
 
     Args:
-        args: of this run.
         content: what will be loaded, nested; changed in place.
         stored: the metadata of the file's entries, by key.
-        read_saved_args: reads the arguments of the run that wrote the file; a collective.
+        arguments: of this run.
+        read_saved_arguments: reads those of the run that wrote the file; a collective.
     """
     entries = vocabulary_entries(content, stored)
     padded = [entry for entry in entries if entry.rows != entry.rows_in_file]
     if not agree(entry.name for entry in padded):
         return
-    saved_args = read_saved_args()
+    saved_arguments = read_saved_arguments()
     for entry in padded:
-        here = least_vocabulary(args, entry.rows)
-        there = least_vocabulary(saved_args, entry.rows_in_file)
+        here = least_vocabulary(entry.rows, arguments)
+        there = least_vocabulary(entry.rows_in_file, saved_arguments)
         if max(here, there) <= min(entry.rows, entry.rows_in_file):
             value = entry.entries[entry.name]
             shape = (entry.rows_in_file, *value.shape[1:])
@@ -90,16 +114,14 @@ def _has_row_per_token(name: str) -> bool:
     return plain_name(name) in VOCABULARY
 
 
-def least_vocabulary(args: argparse.Namespace | None, rows: int) -> int:
-    """Return the smallest vocabulary for which a run with ``args`` would make ``rows`` rows.
+def least_vocabulary(rows: int, arguments: VocabularyArguments) -> int:
+    """Return the smallest vocabulary for which a run with ``arguments`` would make ``rows`` rows.
 
     If nothing is known about the run, that is one token a row.
     """
-    size = getattr(args, "vocab_size", None)
-    if args is not None and size is not None:
+    if arguments.vocab_size is not None:
         # Its end of document lies beyond the vocabulary.
-        return size + (args.tokenizer_type == "NullTokenizer")
+        return arguments.vocab_size + (arguments.tokenizer_type == "NullTokenizer")
     # Example: rows are a multiple of 128 * 2 = 256. A vocabulary of 257 to 512 tokens makes 512.
-    multiple = getattr(args, "make_vocab_size_divisible_by", 1)
-    multiple *= getattr(args, "tensor_model_parallel_size", 1)
+    multiple = arguments.make_vocab_size_divisible_by * arguments.tensor_model_parallel_size
     return rows - multiple + 1

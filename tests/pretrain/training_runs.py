@@ -35,7 +35,7 @@ from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.logging_setup import set_up_logging
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import Report
-from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer
+from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
 from tests.model_parallel import initialize
 
 SIZES = (
@@ -191,7 +191,13 @@ def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
     """
     args, device = prepare(command_line)
     vars(args).update(overrides)
-    args.padded_vocab_size = loop.vocabulary_rows(args, tokenizer_of(args))
+    args.padded_vocab_size = padded_vocab_size(
+        tokenizer_of(args),
+        padded_size=args.padded_vocab_size,
+        vocab_size=args.vocab_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        tensor_size=args.tensor_model_parallel_size,
+    )
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = build_optimizer(args, model)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)

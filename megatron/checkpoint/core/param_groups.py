@@ -7,7 +7,6 @@ rules.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,7 +30,7 @@ _FIELDS_OF_TRANSFORMER_ENGINE = {"bias_correction": True}
 def assign(
     shapes: Mapping[str, tuple[int, ...]],
     groups: list[dict[str, Any]],
-    args: argparse.Namespace | None,
+    decay_query_key_norms: bool = False,
     numbers: Mapping[str, int] | None = None,
 ) -> list[OptimizerParamGroup]:
     """Assign every parameter to one of ``groups``.
@@ -43,7 +42,8 @@ def assign(
     Args:
         shapes: of the parameters that the optimizer has, by canonical name.
         groups: fields of the optimizer's param groups.
-        args: of the run.
+        decay_query_key_norms: the run's --apply-wd-to-qk-layernorm: norms of queries and keys have
+            weight decay.
         numbers: canonical name -> position in ``groups``, for the parameters of which it is known.
 
     Raises:
@@ -53,7 +53,10 @@ def assign(
     problems = []
     for name, shape in shapes.items():
         number = (numbers or {}).get(name)
-        fitting = _fitting(name, shape, groups, args) if number is None else [number]
+        if number is None:
+            fitting = _fitting(name, shape, groups, decay_query_key_norms)
+        else:
+            fitting = [number]
         if not fitting or fitting[0] >= len(groups):
             reason = "none fits" if number is None else f"the map says {number}"
             problems.append(f"{name}: {reason}")
@@ -71,7 +74,7 @@ def assign(
 
 
 def _fitting(
-    name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], args: argparse.Namespace | None
+    name: str, shape: tuple[int, ...], groups: list[dict[str, Any]], decay_query_key_norms: bool
 ) -> list[int]:
     """Return the numbers of the groups that the rules allow for a parameter.
 
@@ -80,7 +83,7 @@ def _fitting(
     decays = [group.get("wd_mult") for group in groups]
     of_experts = [group.get("is_expert_parallel") for group in groups]
     with_own_rate = [_has_own_rate(group, groups) for group in groups]
-    should_decay = _has_weight_decay(name, shape, args)
+    should_decay = _has_weight_decay(name, shape, decay_query_key_norms)
     fitting = list(range(len(groups)))
     if len(set(decays)) > 1:
         fitting = [number for number in fitting if (decays[number] != 0.0) == should_decay]
@@ -91,9 +94,9 @@ def _fitting(
     return fitting
 
 
-def _has_weight_decay(name: str, shape: tuple[int, ...], args: argparse.Namespace | None) -> bool:
+def _has_weight_decay(name: str, shape: tuple[int, ...], decay_query_key_norms: bool) -> bool:
     is_query_key_norm = ".q_layernorm." in name or ".k_layernorm." in name
-    if is_query_key_norm and getattr(args, "apply_wd_to_qk_layernorm", False):
+    if is_query_key_norm and decay_query_key_norms:
         return True
     return len(shape) > 1 and not name.endswith(".bias")
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -71,8 +70,12 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
         version=others.read("checkpoint_version") or CHECKPOINT_VERSION,
     )
     state.module_names = {canonical: name for name, canonical in names.items()}
-    dtype = _compute_dtype(state.args)
-    if dtype is not None:
+    if state.args is not None:
+        dtype = _compute_dtype(
+            getattr(state.args, "params_dtype", None),
+            bf16=getattr(state.args, "bf16", False),
+            fp16=getattr(state.args, "fp16", False),
+        )
         state.compute_dtype = dict.fromkeys(state.weights, dtype)
     state.unknown = [
         key for key in sorted(others.unread) if not key.startswith("rerun_state_machine")
@@ -121,16 +124,13 @@ def _renamed(
     }
 
 
-def _compute_dtype(args: argparse.Namespace | None) -> torch.dtype | None:
-    """Return the dtype in which the model of a run computes, or None without arguments."""
-    if args is None:
-        return None
-    dtype: torch.dtype | None = getattr(args, "params_dtype", None)
-    if dtype is not None:
-        return dtype
-    if getattr(args, "bf16", False):
+def _compute_dtype(params_dtype: torch.dtype | None, *, bf16: bool, fp16: bool) -> torch.dtype:
+    """Return the dtype in which the model of a run computes, by arguments of the run."""
+    if params_dtype is not None:
+        return params_dtype
+    if bf16:
         return torch.bfloat16
-    return torch.float16 if getattr(args, "fp16", False) else torch.float32
+    return torch.float16 if fp16 else torch.float32
 
 
 # ---- model and optimizer

@@ -43,8 +43,14 @@ def choose_spelling(
     return replace(
         local,
         transformer_engine=engine,
-        grouped_experts=_has_grouped_experts(state, args, engine),
-        stacked=_is_stacked({**state.weights, **state.buffers}, args),
+        grouped_experts=_has_grouped_experts(
+            state.module_names, otherwise=engine and bool(getattr(args, "moe_grouped_gemm", False))
+        ),
+        stacked=_is_stacked(
+            {**state.weights, **state.buffers},
+            getattr(args, "moe_layer_freq", 1),
+            getattr(args, "heterogeneous_layers_config_path", None),
+        ),
         inner_layer=INNER_LAYER if rename_mtp else OTHER_INNER_LAYER,
     )
 
@@ -72,23 +78,37 @@ def _is_engine(
     )
 
 
-def _has_grouped_experts(state: TrainingState, args: argparse.Namespace, engine: bool) -> bool:
-    """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on."""
-    in_file = [shown for name, shown in state.module_names.items() if is_expert(name)]
+def _has_grouped_experts(module_names: Mapping[str, str], *, otherwise: bool) -> bool:
+    """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on.
+
+    Args:
+        module_names: canonical name -> name in the file.
+        otherwise: the decision if the file names no experts.
+    """
+    in_file = [shown for name, shown in module_names.items() if is_expert(name)]
     if in_file:
         return not any(".local_experts." in shown for shown in in_file)
-    return engine and bool(getattr(args, "moe_grouped_gemm", False))
+    return otherwise
 
 
-def _is_stacked(tensors: Mapping[str, LazyTensor], args: argparse.Namespace) -> bool:
+def _is_stacked(
+    tensors: Mapping[str, LazyTensor],
+    moe_layer_freq: int | list[int],
+    heterogeneous_layers_config_path: str | None,
+) -> bool:
     """Decide whether torch_dist files have all layers of the decoder in one tensor.
 
     They do if all layers are alike, unless an argument of the run says otherwise.
+
+    Args:
+        tensors: parameters and buffers by canonical name.
+        moe_layer_freq: of the run: 1 or 0 for every layer, or a number n: every n-th layer has
+            experts.
+        heterogeneous_layers_config_path: of the run: a file with settings of every layer, or None.
     """
-    frequency = getattr(args, "moe_layer_freq", 1)
-    if not isinstance(frequency, int) or frequency > 1:
+    if not isinstance(moe_layer_freq, int) or moe_layer_freq > 1:
         return False
-    if getattr(args, "heterogeneous_layers_config_path", None):
+    if heterogeneous_layers_config_path:
         return False
     layers: dict[str, set[tuple[str, tuple[int, ...]]]] = {}
     for name, tensor in tensors.items():

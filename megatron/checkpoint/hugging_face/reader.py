@@ -51,13 +51,15 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     args, problems = family.read_config(config)
     refuse("has settings that Megatron-Core's models do not have", directory / CONFIG, problems)
     stored = _with_base(read_tensors(directory), family.base)
-    args.mtp_num_layers = _num_predicting_layers(family, args, stored)
+    args.mtp_num_layers = _num_predicting_layers(family, args.num_layers, stored)
     args.padded_vocab_size = _padded_size(args.vocab_size, vocabulary_multiple)
     pairings = [pairing for pairing in family.pairings(args) if not pairing.is_copy]
     problems = _wrong_tensors(args, pairings, stored)
     notes, unknown = _other_tensors(family, args, stored)
     refuse("holds other tensors than its config.json says", directory, [*problems, *unknown])
-    notes += _predicting_layers_note(config.get("num_nextn_predict_layers") or 0, family, args)
+    if family.predicts:
+        announced = config.get("num_nextn_predict_layers") or 0
+        notes += _predicting_layers_note(announced, args.mtp_num_layers or 0)
     state = TrainingState(weights={}, args=args, notes=notes)
     for pairing in pairings:
         tensor = pairing.rearrangement.merge([stored[name] for name in pairing.theirs], args)
@@ -80,24 +82,26 @@ def _with_base(stored: dict[str, LazyTensor], base: str) -> dict[str, LazyTensor
     }
 
 
-def _num_predicting_layers(
-    family: Family, args: argparse.Namespace, stored: Iterable[str]
-) -> int | None:
+def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str]) -> int | None:
     """Count the layers beyond those of the config, which predict further tokens.
 
     The config cannot be asked: transformers leaves these layers out when it saves a model.
+
+    Args:
+        family: of the model.
+        num_layers: of the config.
+        stored: the names of all tensors.
     """
     if not family.predicts:
         return None
     number = 0
-    while any(name.startswith(f"{family.layers}{args.num_layers + number}.") for name in stored):
+    while any(name.startswith(f"{family.layers}{num_layers + number}.") for name in stored):
         number += 1
     return number or None
 
 
-def _predicting_layers_note(announced: int, family: Family, args: argparse.Namespace) -> list[str]:
-    found = args.mtp_num_layers or 0
-    if not family.predicts or announced == found:
+def _predicting_layers_note(announced: int, found: int) -> list[str]:
+    if announced == found:
         return []
     return [
         f"config.json speaks of {announced} layers that predict further tokens, there are {found}"

@@ -163,7 +163,9 @@ def _arguments_to_write(
     sizes = (
         vocab_size,
         base.get("vocab_size"),
-        _vocabulary_of_tokenizer(args),
+        _vocabulary_of_tokenizer(
+            getattr(args, "tokenizer_type", None), getattr(args, "vocab_size", None)
+        ),
         args.padded_vocab_size,
     )
     asked = next(size for size in sizes if size is not None)
@@ -176,15 +178,18 @@ def _arguments_to_write(
     return args
 
 
-def _vocabulary_of_tokenizer(args: argparse.Namespace) -> int | None:
-    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
-    tokenizer = getattr(args, "tokenizer_type", None)
-    size: int | None = getattr(args, "vocab_size", None)
-    if tokenizer == "ByteTokenizer":
+def _vocabulary_of_tokenizer(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
+    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it.
+
+    Args:
+        tokenizer_type: the run's --tokenizer-type, or None if it is not known.
+        vocab_size: the run's --vocab-size in tokens, or None.
+    """
+    if tokenizer_type == "ByteTokenizer":
         return 257  # 256 bytes and the end of a document
-    if tokenizer == "NullTokenizer" and size is not None:
-        return size + 1  # the end of a document comes after the ids that were asked for
-    return size
+    if tokenizer_type == "NullTokenizer" and vocab_size is not None:
+        return vocab_size + 1  # the end of a document comes after the ids that were asked for
+    return vocab_size
 
 
 def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, Config]:

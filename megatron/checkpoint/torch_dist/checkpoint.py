@@ -119,7 +119,12 @@ def _add_optimizer(
     numbers = None
     if group_numbers is not None:
         numbers = param_groups.parse_group_map(group_numbers, shapes)
-    state.groups = param_groups.assign(shapes, optimizer.param_groups, state.args, numbers)
+    state.groups = param_groups.assign(
+        shapes,
+        optimizer.param_groups,
+        decay_query_key_norms=getattr(state.args, "apply_wd_to_qk_layernorm", False),
+        numbers=numbers,
+    )
     add_optimizer_state(state, optimizer.main, optimizer.moments)
 
 

@@ -82,6 +82,13 @@ def gathered_buffers(
     """
     tensor_parallel_size = getattr(args, "tensor_model_parallel_size", None) or 1
     pipeline_parallel_size = getattr(args, "pipeline_model_parallel_size", None) or 1
+    bucket_size_of_run = functools.partial(
+        _bucket_size,
+        overlaps=getattr(args, "overlap_grad_reduce", False),
+        num_buckets=getattr(args, "ddp_num_buckets", None),
+        asked=getattr(args, "ddp_bucket_size", None),
+        data_parallel_size=getattr(args, "data_parallel_size", 1),
+    )
 
     # One whole parameter is read from the objects of all its tensor-parallel ranks.
     @functools.lru_cache(maxsize=tensor_parallel_size)
@@ -103,7 +110,7 @@ def gathered_buffers(
                 dtype = str(dtypes[0])
                 # Later model chunks have one bucket: their reductions are not on the critical path.
                 is_first_chunk = all(buffer.dtype != dtype for buffer in buffers)
-                bucket_size = _bucket_size(args) if is_first_stage and is_first_chunk else None
+                bucket_size = bucket_size_of_run() if is_first_stage and is_first_chunk else None
                 read = functools.partial(_tensors_of_buffer, load, key, number, dtypes)
                 buffers.append(GatheredBuffer(read, dtype, bucket_size))
     return found
@@ -113,14 +120,25 @@ def _tensors_of_buffer(load: Any, key: str, number: int, dtypes: tuple[Any, Any]
     return load(key)[number][dtypes]
 
 
-def _bucket_size(args: argparse.Namespace | None) -> int | None:
-    """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket."""
-    if not getattr(args, "overlap_grad_reduce", False):
+def _bucket_size(
+    *, overlaps: bool, num_buckets: int | None, asked: int | None, data_parallel_size: int
+) -> int | None:
+    """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket.
+
+    Args:
+        overlaps: the run reduces gradients during backward.
+        num_buckets: the run's --ddp-num-buckets.
+        asked: the run's --ddp-bucket-size, in elements.
+        data_parallel_size: number of data-parallel ranks of the run.
+
+    Raises:
+        ValueError: with ``num_buckets``.
+    """
+    if not overlaps:
         return None
-    if getattr(args, "ddp_num_buckets", None):
+    if num_buckets:
         raise ValueError(
             "dp_zero_gather_scatter of a run with --ddp-num-buckets: where its buckets end is not"
             " known"
         )
-    default = max(40_000_000, 1_000_000 * getattr(args, "data_parallel_size", 1))
-    return getattr(args, "ddp_bucket_size", None) or default
+    return asked or max(40_000_000, 1_000_000 * data_parallel_size)

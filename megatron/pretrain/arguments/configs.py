@@ -42,7 +42,9 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     return from_destinations(
         MLATransformerConfig if args.multi_latent_attention else TransformerConfig,
         args,
-        activation_func=activation(args),
+        activation_func=activation(
+            gated=args.swiglu, squared=args.squared_relu, tanh=args.openai_gelu
+        ),
         gated_linear_unit=args.swiglu,
         bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
         num_moe_experts=args.num_experts,
@@ -60,14 +62,20 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the MLP's activation."""
-    if args.swiglu:
+def activation(*, gated: bool, squared: bool, tanh: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the MLP's activation: GELU, unless a flag asks for another one.
+
+    Args:
+        gated: SiLU, the gate of SwiGLU.
+        squared: the square of ReLU.
+        tanh: GELU by its tanh formula.
+    """
+    if gated:
         return silu
-    if args.squared_relu:
+    if squared:
         return squared_relu
     # The tanh formula, which Megatron-Core's fused GELU computes too.
-    return partial(gelu, approximate="tanh") if args.openai_gelu else gelu
+    return partial(gelu, approximate="tanh") if tanh else gelu
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of batch sizes and of the length of a run."""
 
-import argparse
+from collections.abc import Sequence
 
 from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
@@ -27,9 +27,16 @@ def complete_batch_and_length(check: Check) -> None:
     )
     grows = args.rampup_batch_size is not None and check_growing_batch(check)
     if args.train_samples and args.global_batch_size and args.global_batch_size > 0:
-        args.train_iters = (
-            growing_iterations(args) if grows else args.train_samples // args.global_batch_size
-        )
+        if grows:
+            args.train_iters = growing_iterations(
+                args.train_samples,
+                args.rampup_batch_size,
+                args.global_batch_size,
+                args.micro_batch_size,
+                args.data_parallel_size,
+            )
+        else:
+            args.train_iters = args.train_samples // args.global_batch_size
         check.require(
             args.train_iters,
             f"--train-samples {args.train_samples} is less than one --global-batch-size"
@@ -70,13 +77,28 @@ def check_growing_batch(check: Check) -> bool:
     return count == len(check.problems)
 
 
-def growing_iterations(args: argparse.Namespace) -> int:
-    """Return the iterations of whole batches in --train-samples, with --rampup-batch-size."""
-    start, increment, samples = args.rampup_batch_size
+def growing_iterations(
+    train_samples: int,
+    rampup_batch_size: Sequence[int],
+    global_batch_size: int,
+    micro_batch_size: int,
+    data_parallel_size: int,
+) -> int:
+    """Return the iterations of whole batches in a run whose global batch size grows.
+
+    Args:
+        train_samples: of the run.
+        rampup_batch_size: the first global batch size, its increment, and the number of samples
+            after which it has its last value.
+        global_batch_size: the last one, in samples.
+        micro_batch_size: samples of one rank in one pass.
+        data_parallel_size: number of data-parallel ranks.
+    """
+    start, increment, samples = rampup_batch_size
     calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        args.global_batch_size,
-        args.micro_batch_size,
-        args.data_parallel_size,
+        global_batch_size,
+        micro_batch_size,
+        data_parallel_size,
         False,
         1,
         start,
@@ -87,8 +109,8 @@ def growing_iterations(args: argparse.Namespace) -> int:
     while consumed <= samples:
         calculator.update(consumed, consistency_check=False)
         size = calculator.get_current_global_batch_size()
-        if consumed + size > args.train_samples:
+        if consumed + size > train_samples:
             return iterations
         consumed += size
         iterations += 1
-    return iterations + (args.train_samples - consumed) // args.global_batch_size
+    return iterations + (train_samples - consumed) // global_batch_size

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Assignment of parameters to the optimizer's groups."""
 
-import argparse
 from pathlib import Path
 
 import pytest
@@ -40,10 +39,8 @@ def test_embedding_and_output_layer_have_the_rates_that_a_run_has_decoupled(tmp_
 def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
     groups = [{**USUAL, "wd_mult": 1.0, "lr_mult": multiplier} for multiplier in (1.0, 0.1)]
     with pytest.raises(ValueError, match=r"linear_fc2.weight: groups 0, 1 fit, and they differ"):
-        param_groups.assign({TENSOR: (8, 12)}, groups, argparse.Namespace())
-    first, second = param_groups.assign(
-        {TENSOR: (8, 12)}, groups, argparse.Namespace(), {TENSOR: 1}
-    )
+        param_groups.assign({TENSOR: (8, 12)}, groups)
+    first, second = param_groups.assign({TENSOR: (8, 12)}, groups, numbers={TENSOR: 1})
     assert (first.names, second.names) == ([], [TENSOR])
 
 
@@ -53,7 +50,5 @@ def test_a_parameter_that_fits_two_different_groups_is_an_error() -> None:
 def test_norms_of_query_and_key_decay_if_the_run_says_so(norm: str, end: str, decays: bool) -> None:
     name = f"decoder.layers.0.self_attention.{norm}.{end}"
     groups = [{**USUAL, "wd_mult": multiplier} for multiplier in (1.0, 0.0)]
-    result = param_groups.assign(
-        {name: (4,)}, groups, argparse.Namespace(apply_wd_to_qk_layernorm=decays)
-    )
+    result = param_groups.assign({name: (4,)}, groups, decay_query_key_norms=decays)
     assert [group.fields["wd_mult"] for group in result if group.names] == [1.0 if decays else 0.0]
