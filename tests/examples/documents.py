@@ -16,7 +16,7 @@ from tests.examples.conftest import Shell
 
 BLOCK = re.compile(r"^```(bash|bash fails|text)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 END_OF_BLOCK = "-- exit code of the block: "
-NUMBER = re.compile(r"-?\d+\.\d+(?:E[+-]\d+)?")
+NUMBER = re.compile(r"-?\d+\.\d+(?:E[+-]\d+)?(?!\d|\.\.\.)")  # but not the beginning of one
 
 
 @dataclass(frozen=True)
