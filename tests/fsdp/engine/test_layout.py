@@ -7,7 +7,7 @@ reach world sizes of 4096.
 
 import subprocess
 import sys
-from itertools import product
+from itertools import combinations_with_replacement, product
 from math import prod
 from pathlib import Path
 from random import Random
@@ -327,6 +327,17 @@ def test_the_layout_does_not_depend_on_the_hash_seed_and_needs_no_torch() -> Non
         for seed in ("1", "2")
     ]
     assert printed[0] == printed[1] and printed[0].count(b"Layout") == 100
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_parts_of_a_range_have_its_elements(count: int) -> None:
+    size = 12 // count
+    for start, stop in combinations_with_replacement(range(13), 2):
+        elements: list[int] = []
+        for number, part in enumerate(FlatRange((4, 3), start, stop, by_rows=False).parts(count)):
+            assert part.shape == (4 // count, 3)
+            elements += range(number * size + part.start, number * size + part.stop)
+        assert elements == list(range(start, stop))
 
 
 def test_equal_layers_are_planned_once() -> None:
