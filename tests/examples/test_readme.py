@@ -148,7 +148,7 @@ def test_a_command_of_the_figures_runs(command: str, commands: dict[str, str]) -
         env={**commands, "PATH": f"{Path(sys.executable).parent}:{commands['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
 
