@@ -67,6 +67,7 @@ _SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
     "twice_hidden": lambda args: 2 * args.hidden_size,
     "vocabulary": lambda args: args.padded_vocab_size,
     "positions": lambda args: args.max_position_embeddings,
+    "token_types": lambda args: args.num_tokentypes,
     "head_dim": lambda args: args.kv_channels,
     "attention_width": _attention_width,
     "qkv_rows": _qkv_rows,
