@@ -12,6 +12,8 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 py
 # On its own and first: it is by far the largest part, and a machine with a GPU may name another build of 2.10 to 2.13 here.
 TORCH ?= torch==2.13.0
 ARGS ?=
+# Two processes share the test files: while one waits for its ranks or for the disk, the other works.
+PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: pretrain lint test test-all clean
 .DELETE_ON_ERROR:
@@ -20,10 +22,10 @@ pretrain: .venv/.installed
 	PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/megatron_fsdp/pretrain_gpt_laptop.sh $(ARGS)
 
 test: .venv/.installed
-	.venv/bin/python -m pytest -m "not exhaustive" $(ARGS)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
 
 test-all: test
-	.venv/bin/python -m pytest -m exhaustive $(ARGS)
+	$(PYTEST) -m exhaustive $(ARGS)
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

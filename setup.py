@@ -70,6 +70,13 @@ setup(
         "hf": ["transformers"],
         "plot": ["matplotlib"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
-        "test": ["pytest>=8.2", "hypothesis", "matplotlib", "transformers>=5", "safetensors"],
+        "test": [
+            "pytest>=8.2",
+            "pytest-xdist>=3.6",
+            "hypothesis",
+            "matplotlib",
+            "transformers>=5",
+            "safetensors",
+        ],
     },
 )
