@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 ROOMS = {
     "engine": [
-        *("policy", "states", "planner", "layout", "axes", "mesh_checks", "mesh"),
+        *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks", "mesh"),
         *("device", "collectives", "buffer"),
         *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),

@@ -109,7 +109,8 @@ def fully_shard_model(
         fsdp_unit_modules: classes, instances or import paths of units. The parameters of a unit
             must be used inside its forward only, or passed on as arguments. Outside the named
             units, each module that owns parameters is a unit by itself: little memory, many small
-            all-gathers.
+            all-gathers. The smallest of them, together at most as large as the largest named unit,
+            are gathered with the parameters that ``module`` owns directly.
         zero_dp_strategy: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".
         outer_dp_sharding_strategy: 0 ("no_shard"), or 1 ("optim"): the outer axis shards optimizer
             state too.
@@ -122,7 +123,8 @@ def fully_shard_model(
         overlap_param_gather: overlap all-gathers of weights with compute.
         sync_model_each_microbatch: after every backward the gradients on ``param.grad`` are final;
             several backward passes before a step add up. False: the optimizer's step, or
-            ``finish_grad_sync``, makes them final.
+            ``finish_grad_sync``, makes them final, and levels 0 and 1 reduce nothing before it,
+            unless ``no_sync`` marks all microbatches but the last.
         preproc_state_dict_for_dcp_ckpt: make state dicts ready for torch.distributed.checkpoint.
         report_nan_in_param_grad: raise an error that names the parameter and the rank of a NaN or
             Inf gradient.

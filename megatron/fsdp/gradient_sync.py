@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 
@@ -35,26 +36,23 @@ class GradientSync:
 
     Args:
         sharded_params: all parameters of the model.
-        sync_each_backward: make gradients final at the end of every backward pass.
+        microbatches: tells which backward passes end with final gradients.
         use_decoupled_grad: put gradients on ``param.decoupled_grad``, in the dtype in which they
             accumulate, instead of on ``param.grad``, in the dtype of the parameter.
         report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
             this rank, which may be none. It raises if any rank has one. None: gradients are not
             checked.
-
-    Attributes:
-        sync_each_backward: the argument; may be changed at any time.
     """
 
     def __init__(
         self,
         sharded_params: Iterable[ShardedParam],
         *,
-        sync_each_backward: bool,
+        microbatches: Microbatches,
         use_decoupled_grad: bool,
         report_nonfinite: Callable[[list[ShardedParam]], None] | None,
     ):
-        self.sync_each_backward = sync_each_backward
+        self._microbatches = microbatches
         self._use_decoupled_grad = use_decoupled_grad
         self._grad_attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         self._report_nonfinite = report_nonfinite
@@ -94,7 +92,7 @@ class GradientSync:
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
         self._is_final = False
-        if self.sync_each_backward and self._own_schedule.is_last_microbatch:
+        if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()
 
     # ---- reductions

@@ -39,7 +39,8 @@ class MegatronFSDP(ShardedModule):
         mixed_precision_policy: dtypes of main weights and gradients; the default policy takes them
             from ``ddp_config``.
         fsdp_unit_modules: classes, instances or import paths of the modules that are units.
-            Outside them, every module that owns parameters is a unit by itself.
+            Outside them, every module that owns parameters is a unit by itself, but for small ones,
+            which the model's own unit includes.
         disable_bucketing: make the whole model one unit, with as few groups as dtypes and
             trainability allow.
         device: the device that the module is moved to; None: the mesh's.
@@ -138,11 +139,11 @@ class MegatronFSDP(ShardedModule):
     @property
     def is_last_microbatch(self) -> bool:
         """True if the next backward is the last one of the step; may be assigned."""
-        return self._schedule.is_last_microbatch
+        return self._microbatches.is_last
 
     @is_last_microbatch.setter
     def is_last_microbatch(self, value: bool) -> None:
-        self._schedule.is_last_microbatch = value
+        self._microbatches.is_last = value
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -156,16 +157,19 @@ class MegatronFSDP(ShardedModule):
     @contextmanager
     def sync(self) -> Iterator[None]:
         """Make every backward inside the context end with final gradients."""
-        before = self._gradients.sync_each_backward
-        self._gradients.sync_each_backward = True
+        before, self._microbatches.sync_each = self._microbatches.sync_each, True
         try:
             yield
         finally:
-            self._gradients.sync_each_backward = before
+            self._microbatches.sync_each = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Choose whether every backward ends with final gradients on ``param.grad``."""
-        self._gradients.sync_each_backward = sync_model
+        """Choose whether every backward ends with final gradients on ``param.grad``.
+
+        Otherwise the optimizer's step makes them final, and levels 0 and 1 reduce nothing before
+        it, unless the caller marks microbatches by :meth:`no_sync`.
+        """
+        self._microbatches.set_sync_each(sync_model)
 
     # ---- gradients
 

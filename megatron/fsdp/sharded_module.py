@@ -23,9 +23,10 @@ from megatron.fsdp.dtensor.sharded_param import (
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
-from megatron.fsdp.engine.units import assign_parameters, find_units
+from megatron.fsdp.engine.units import assign_parameters, find_units, merge_small_units
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.model_state import load_model_state
@@ -75,6 +76,8 @@ class ShardedModule(nn.Module):
         )
         self.module = _move(module, resolved.device)
         parameters_of = assign_parameters(self._units)
+        if not resolved.fine_grained:
+            merge_small_units(self._units, parameters_of)
         check_agreement(resolved, parameters_of)
 
         # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
@@ -85,9 +88,10 @@ class ShardedModule(nn.Module):
         self._by_name = self._name_parameters(self._sharded_params)
 
         # Gradients, and the schedule: when units are gathered, freed and reduced.
+        self._microbatches = Microbatches(resolved.sync_each_microbatch)
         self._gradients = GradientSync(
             self._sharded_params.values(),
-            sync_each_backward=resolved.sync_each_microbatch,
+            microbatches=self._microbatches,
             use_decoupled_grad=resolved.use_decoupled_grad,
             report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
         )
@@ -95,6 +99,7 @@ class ShardedModule(nn.Module):
             self._units,
             resolved.strategy,
             resolved.overlap,
+            self._microbatches,
             self._gradients.begin_backward,
             self._gradients.end_backward,
         )

@@ -56,7 +56,7 @@ def settings_that_arrive() -> None:
         ),
         "sync_model_each_microbatch": (
             False,
-            lambda model: not model._gradients.sync_each_backward,
+            lambda model: not model._microbatches.sync_each,
         ),
         "report_nan_in_param_grad": (
             True,

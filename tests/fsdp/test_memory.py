@@ -29,7 +29,10 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
     model = build_deep(3, recompute, **settings)
     nothing = Sample([], [], 0, 0, 0)
     window = 1 if overlap else 0
-    sizes = [sum(group.compute.flat.numel() * 4 for group in unit.groups) for unit in model._units]
+    sizes = [
+        sum(group.compute.flat.numel() * 4 for group in unit.groups) for unit in model._units[1:]
+    ]
+    assert sum(group.compute.flat.numel() * 4 for group in model._units[0].groups) < max(sizes)
     two_units = max(left + right for left, right in pairwise(size for size in sizes if size))
     for number in range(3):  # the first pass has no recorded order, the second one has
         assert look_at(model).gathered == nothing.gathered
@@ -41,7 +44,8 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         with watching(model) as samples:
             output = model(torch.randn(BATCH, WIDTH))
         assert 1 <= peak_in_units(samples, "gathered") <= 1 + window
-        assert look_at(model).gathered == nothing.gathered
+        # The last unit is not freed before its backward, once the order is known.
+        assert look_at(model).gathered == (["head.1"] if overlap else [])
 
         with watching(model) as samples:
             loss_of(output).backward()
@@ -168,18 +172,19 @@ def test_level_2_stays_below_level_1_with_units_and_without(ranks: Ranks) -> Non
         assert bytes_2 < bytes_1
 
 
-ENDS = {"embed.0", "embed.1", "head.0", "head.1"}
+ENDS = {"embed.0", "embed.1", "head.1"}
 
 
 def watch_both_ends() -> None:
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])
+    train_deep(model)
     with watching(model) as samples:
         output = model(torch.randn(BATCH, WIDTH))
     assert set().union(*(sample.gathered for sample in samples)) >= ENDS
     assert not any(
         ENDS & set(sample.gathered) for sample in samples if "blocks.3" in sample.gathered
     )
-    assert look_at(model).gathered == []
+    assert look_at(model).gathered == ["head.1"]
     with watching(model) as samples:
         loss_of(output).backward()
     assert not any(
@@ -216,7 +221,7 @@ def watch_recomputation(reentrant: bool) -> None:
     )
     for _ in range(2):
         output = model(torch.randn(BATCH, WIDTH))
-        assert look_at(model).gathered == []
+        assert look_at(model).gathered in ([], ["head.1"])
         with watching(model) as samples:
             loss_of(output).backward()
         assert 1 <= peak_in_units(samples, "gathered") <= 2

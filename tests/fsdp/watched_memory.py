@@ -47,7 +47,11 @@ def stored(tensor: Tensor | None) -> int:
 
 @dataclass
 class Sample:
-    """The living units: with gathered weights, with local gradients, and their bytes."""
+    """The living units: with gathered weights, with local gradients, and their bytes.
+
+    The root's unit, which small modules are merged into, is in use during the whole pass and is not
+    listed.
+    """
 
     gathered: list[str]
     with_gradients: list[str]
@@ -58,7 +62,7 @@ class Sample:
 
 def look_at(model: MegatronFSDP) -> Sample:
     def names(is_alive: Callable[[Any], int]) -> list[str]:
-        return [unit.name for unit in model._units if any(map(is_alive, unit.groups))]
+        return [unit.name for unit in model._units[1:] if any(map(is_alive, unit.groups))]
 
     tensors: list[Tensor | None] = []
     for group in model.groups:
@@ -77,8 +81,8 @@ def look_at(model: MegatronFSDP) -> Sample:
     return Sample(
         names(lambda group: stored(group.compute.flat)),
         names(lambda group: stored(local_gradients(group))),
-        sum(stored(group.compute.flat) for group in model.groups),
-        sum(stored(local_gradients(group)) for group in model.groups),
+        sum(stored(group.compute.flat) for unit in model._units[1:] for group in unit.groups),
+        sum(stored(local_gradients(group)) for unit in model._units[1:] for group in unit.groups),
         sum(storages.values()),
     )
 

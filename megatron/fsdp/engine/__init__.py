@@ -2,6 +2,7 @@
 """The algorithm of fully sharded data parallelism. Each file uses only files above it in this list.
 
     policy        the sharding strategy, the precision, and the overlap of communication
+    microbatches  the backward passes of a step, and which of them synchronise gradients
     states        the states of weights and units: begin with [Note: the life of a unit]
     planner       the order and the starts of parameters in a flat buffer that is cut into shards
     layout        which rank owns which elements of which parameter

@@ -67,11 +67,11 @@ class UnitHooks:
     def _register(self, unit: Unit) -> None:
         for group in unit.groups:
             self._unit_of.update(dict.fromkeys(group.parameters, unit))
-        if unit.module is not None:
-            unit.module.register_forward_pre_hook(
+        for module in (*filter(None, [unit.module]), *unit.members):
+            module.register_forward_pre_hook(
                 self._pre_forward_hook(unit), prepend=True, with_kwargs=True
             )
-            unit.module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
+            module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
 
         def arrived(parameter: nn.Parameter) -> None:
             self._schedule.enter_backward(_queue_callback)
@@ -85,10 +85,10 @@ class UnitHooks:
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @_not_traced
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if unit is self._root:
+            if module is self._root.module:
                 self._schedule.begin_forward()
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
-            call = UnitCall(unit, borrowed + unit.shared)
+            call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
             self._unshard(call)
             if torch.is_grad_enabled():
@@ -105,7 +105,7 @@ class UnitHooks:
             if in_backward():  # recomputation
                 return
             self._end_use(call)
-            if unit is self._root:
+            if module is self._root.module:
                 self._schedule.end_forward()
 
         return post_forward
@@ -118,7 +118,10 @@ class UnitHooks:
     def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:
             self._schedule.unshard_borrowed(borrowed, call)
-        self._schedule.unshard(call.unit, call)
+        if call.is_inside_another:
+            self._schedule.unshard_borrowed(call.unit, call)
+        else:
+            self._schedule.unshard(call.unit, call)
 
     def _end_use(self, call: UnitCall) -> None:
         for unit in call.used_units:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 
+import torch
+
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.policy import OverlapPolicy
 from megatron.fsdp.engine.unit import Unit
@@ -32,20 +34,48 @@ class Prefetcher:
         self._next_in_backward: dict[Unit, Unit] = {}
         self._current = units[0]  # the unit that was used last
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
+        self._last_in_forward: list[Unit] = []  # units that stay unsharded for their backward
+        self._num_recorded = 0  # calls of units in the last recorded forward
 
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._order = []
+        self.reshard_unused()  # kept for a backward that has not come: weights may change till then
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
         order = self._order
+        kept = self._prefetched.intersection(self._last_in_forward)
+        if not torch.is_grad_enabled():
+            kept.clear()
+        self._reshard_prefetched(self._prefetched - kept)
         self._next_in_forward = dict(pairwise(order))
-        self._next_in_backward = dict(zip(order[1:], order))
+        # Never back to the root: it is in use until the end of backward.
+        self._next_in_backward = dict(zip(order[2:], order[1:]))
+        self._num_recorded = len(order)
+        self._last_in_forward = order[:1]
         if order:
             # Backward begins with the root; the last unit of the forward comes next.
             self._next_in_backward[order[0]] = order[-1]
-        self.reshard_unused()
+            if self._is_enabled:
+                self._last_in_forward += order[:0:-1][: self._window_size]
+
+    def keep(self, unit: Unit) -> bool:
+        """Keep a unit that ends its forward unsharded if its backward is among the first.
+
+        These are the root, with which the backward begins, and the units that would be prefetched
+        then. They count as prefetched, so nothing more than the window is unsharded.
+        """
+        is_last = len(self._order) > self._num_recorded - self._window_size
+        is_kept = (
+            unit in self._last_in_forward
+            and is_last
+            and torch.is_grad_enabled()
+            and not in_backward()
+        )
+        if is_kept:
+            self._prefetched.add(unit)
+        return is_kept
 
     def reached(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""

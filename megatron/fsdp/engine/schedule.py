@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.engine.device import current_pass, in_backward
+from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
@@ -27,6 +28,7 @@ class Schedule:
         units: the root first, then in the order of registration.
         strategy: the ZeRO level.
         overlap: how communication overlaps compute.
+        microbatches: tells which backward passes are synchronised.
         on_backward_begin: called when a backward pass first reaches the model.
         on_backward_end: called when that pass is over and every unit is finished.
     """
@@ -36,13 +38,14 @@ class Schedule:
         units: list[Unit],
         strategy: ShardingStrategy,
         overlap: OverlapPolicy,
+        microbatches: Microbatches,
         on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],
     ):
         self.units = units
-        self.is_last_microbatch = True
         self._root = units[0]
         self._strategy = strategy
+        self._microbatches = microbatches
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
         self._prefetcher = Prefetcher(units, overlap)
@@ -79,9 +82,12 @@ class Schedule:
         unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
-        """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
+        """Note that ``user`` no longer needs the unit, and reshard it after its last user.
+
+        The last units of a forward stay unsharded, because their backward follows.
+        """
         unit.users.pop(user, None)
-        if not unit.users:
+        if not unit.users and not self._prefetcher.keep(unit):
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
@@ -126,8 +132,9 @@ class Schedule:
             self._reductions.advance()
             for group in unit.trainable_groups:
                 group.gradients.accumulate()
-            if self._strategy.shards_gradients or self.is_last_microbatch:
-                self._reduce(unit, over_inner=True, over_outer=self.is_last_microbatch)
+            is_complete = self._microbatches.are_synchronised
+            if self._strategy.shards_gradients or is_complete:
+                self._reduce(unit, over_inner=True, over_outer=is_complete)
         unit.reset_backward()
         if not unit.users:
             self._reshard(unit)

@@ -25,11 +25,13 @@ class UnitCall:
 
     Args:
         unit: the unit whose module is called.
+        module: the module that is called: the unit's own, or one of its members.
         borrowed: other units whose parameters the call uses; more are added when they are read.
     """
 
-    def __init__(self, unit: Unit, borrowed: list[Unit]):
+    def __init__(self, unit: Unit, module: nn.Module, borrowed: list[Unit]):
         self.unit = unit
+        self.module = module
         self.borrowed = borrowed
         self.state = CallState.FORWARD
         self.awaited_inputs = 0  # gradients of inputs that are outstanding
@@ -40,6 +42,11 @@ class UnitCall:
 
     def __str__(self) -> str:
         return f"a call of {self.unit}"
+
+    @property
+    def is_inside_another(self) -> bool:
+        """True for a call of a member while its unit is in use: it changes nothing in the order."""
+        return self.module is not self.unit.module and bool(self.unit.users)
 
     @property
     def used_units(self) -> list[Unit]:
@@ -69,6 +76,7 @@ class Unit:
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
         self.name = name
         self.module = module
+        self.members: list[nn.Module] = []  # small modules inside, whose calls use the unit too
         self.is_automatic = is_automatic
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.unit import Unit
 
 
@@ -116,6 +117,50 @@ def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
         for sharer in sharers:
             sharer.shared.append(unit)
     return parameters_of
+
+
+def merge_small_units(
+    units: list[Unit], parameters_of: dict[Unit, dict[str, nn.Parameter]], limit: int | None = None
+) -> None:
+    """Merge small automatic units into the root's unit, whose collectives then serve them too.
+
+    The smallest are merged first, as long as the root's unit does not exceed ``limit``. Their
+    weights stay unsharded while the root computes. A transformer's final norm is merged, and its
+    embedding and output layer if they are small beside a layer.
+
+    Args:
+        units: of the model, the root first; merged units are removed.
+        parameters_of: the parameters of every unit; those of merged units move to the root.
+        limit: bytes. None: the size of the largest unit that the user named; 0 if there is none.
+    """
+    root = units[0]
+    sizes = {unit: num_bytes(parameters.values()) for unit, parameters in parameters_of.items()}
+    if limit is None:
+        named = [sizes[unit] for unit in units[1:] if unit.module and not unit.is_automatic]
+        limit = max(named, default=0)
+    room = limit - sizes[root]
+    merged = []
+    for unit in sorted(units[1:], key=lambda unit: (unit.module is not None, sizes[unit])):
+        sharers = [sharer for sharer in units if unit in sharer.shared]
+        is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
+        # A tied weight comes before its sharers; those that need one that stays behind stay too.
+        is_alone = all(each is root for each in unit.shared)
+        if is_automatic and is_alone and sizes[unit] <= room:
+            room -= sizes[unit]
+            merged.append(unit)
+            for sharer in sharers:
+                sharer.shared = [root if each is unit else each for each in sharer.shared]
+    for unit in [unit for unit in units if unit in merged]:
+        units.remove(unit)
+        parameters_of[root].update(parameters_of.pop(unit))
+        if unit.module is not None:
+            root.members.append(unit.module)
+
+
+def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the bytes of the values of some parameters, of DTensors those of this rank."""
+    tensors = [local_tensor(parameter) for parameter in parameters]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _owners_of_parameters(

@@ -33,8 +33,9 @@ def test_a_wrong_change_names_the_owner_and_both_states() -> None:
 
 
 def test_a_unit_follows_its_calls_through_a_backward_pass() -> None:
-    unit = Unit("layer", nn.Linear(2, 2))
-    first, second = UnitCall(unit, []), UnitCall(unit, [])
+    layer = nn.Linear(2, 2)
+    unit = Unit("layer", layer)
+    first, second = UnitCall(unit, layer, []), UnitCall(unit, layer, [])
     first.awaited_inputs = 1
     unit.begin_backward(first)
     unit.begin_backward(second)

@@ -6,7 +6,12 @@ from itertools import product
 import pytest
 from torch import nn
 
-from megatron.fsdp.engine.units import assign_parameters, find_units, resolve_unit_modules
+from megatron.fsdp.engine.units import (
+    assign_parameters,
+    find_units,
+    merge_small_units,
+    resolve_unit_modules,
+)
 from tests.fsdp import models
 from tests.fsdp.models import Outer, ResidualBlock
 
@@ -127,3 +132,44 @@ def test_a_module_that_two_parents_share_is_one_unit() -> None:
     model = nn.ModuleDict({"left": nn.Sequential(block), "right": nn.Sequential(block)})
     assert [unit.name for unit in find_units(model, [ResidualBlock])] == ["", "left.0"]
     assert len(owners(model, [ResidualBlock])["left.0"]) == 5
+
+
+def merged(module: nn.Module, named: list, limit: int | None = None) -> dict[str, list[str]]:
+    """Return the parameters of every unit, by the unit's name, after merging."""
+    units = find_units(module, named)
+    parameters_of = assign_parameters(units)
+    merge_small_units(units, parameters_of, limit)
+    assert list(parameters_of) == units
+    return {unit.name: list(names) for unit, names in parameters_of.items()}
+
+
+def test_small_automatic_units_are_merged_into_the_root_up_to_a_limit() -> None:
+    """Sizes in bytes: embed 4 * 110, head 4 * 33, a block more than both together."""
+    model = nn.ModuleDict(
+        {"embed": nn.Linear(10, 10), "block": nn.Linear(20, 20), "head": nn.Linear(10, 3)}
+    )
+    named = [model["block"]]
+    embed, head = ["embed.weight", "embed.bias"], ["head.weight", "head.bias"]
+    assert merged(model, named)[""] == embed + head
+    assert merged(model, named, 0)[""] == []
+    assert merged(model, named, 4 * 33) == {
+        "": head,
+        "embed": embed,
+        "block": ["block.weight", "block.bias"],
+    }
+    assert merged(model, named, 4 * 142)[""] == head  # the smallest first
+    assert merged(model, [], None)[""] == []  # nobody asked for few collectives
+
+
+def test_a_weight_tied_between_small_units_is_merged_with_them_or_not_at_all() -> None:
+    model = nn.ModuleDict(
+        {"embed": nn.Linear(10, 10), "block": nn.Linear(20, 20), "head": nn.Linear(10, 10)}
+    )
+    model["head"].weight = model["embed"].weight
+    named = [model["block"]]
+    assert set(merged(model, named)) == {"", "block"}
+    assert set(merged(model, named, 100)) == {"", "embed", "block", "head", "embed+head"}
+    units = find_units(model, named)
+    parameters_of = assign_parameters(units)
+    merge_small_units(units, parameters_of)
+    assert units[0].members == [model["embed"], model["head"]] and not units[0].shared

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number of collectives of a step, beside FSDP2's with the same units, and when none is due."""
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
+from torch.profiler import ProfilerActivity, profile
+
+from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import TanhLayer
+from tests.fsdp.reference import Ranks
+
+NUM_LAYERS = 5
+
+
+class LanguageModel(nn.Module):
+    """A model with small modules before and after its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, 8)
+        self.positions = nn.Embedding(2, 8)
+        self.layers = nn.ModuleList(TanhLayer() for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 2, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
+
+
+TOKENS = torch.tensor([[0, 2], [1, 1]])
+
+
+def collectives_of(step: Callable[[], object]) -> Counter[str]:
+    """Return how often each operation of gloo runs in one step, after two others."""
+    for _ in range(2):
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        step()
+    return Counter(event.name for event in profiled.events() if event.name.startswith("gloo:"))
+
+
+def step_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, num_microbatches: int
+) -> Callable[[], object]:
+    def step() -> None:
+        for _ in range(num_microbatches):
+            model(TOKENS).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def both_counts(num_microbatches: int) -> tuple[int, int]:
+    """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
+    module = LanguageModel()
+    ours = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        shard_mesh(),
+        fsdp_unit_modules=[TanhLayer],
+    )
+    by_torch = LanguageModel()
+    for layer in by_torch.layers:
+        fully_shard_by_torch(layer)
+    fully_shard_by_torch(by_torch)
+    theirs = by_torch, torch.optim.SGD(by_torch.parameters(), lr=0.1)
+    first, second = (
+        collectives_of(step_of(*each, num_microbatches)).total() for each in (ours, theirs)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_step_has_fewer_collectives_than_fsdp2(ranks: Ranks, num_microbatches: int) -> None:
+    """Per microbatch: the root once and layers twice, but the last one once; a reduction each."""
+    (ours, theirs), _ = ranks(2, both_counts, num_microbatches)
+    gathers = 1 + 2 * NUM_LAYERS - 1
+    assert ours == num_microbatches * (gathers + 1 + NUM_LAYERS)
+    assert ours < theirs
+
+
+def reductions_before_the_step(level: int, way: str) -> list[int]:
+    """Return how many reductions two backward passes have started, and then the end of the step."""
+    model = fully_shard_model(
+        LanguageModel(),
+        shard_mesh(),
+        zero_dp_strategy=level,
+        fsdp_unit_modules=[TanhLayer],
+        sync_model_each_microbatch=way != "argument",
+    )
+    if way == "auto_sync":
+        model.set_model_auto_sync(False)
+
+    def two_passes() -> None:
+        for _ in range(2):
+            with model.no_sync() if way == "no_sync" else nullcontext():
+                model(TOKENS).sum().backward()
+
+    def reductions(part: Callable[[], object]) -> int:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            part()
+        return sum(event.name == "gloo:all_reduce" for event in profiled.events())
+
+    counts = [reductions(two_passes), reductions(model.finish_grad_sync)]
+    check_gradients(model)
+    return counts
+
+
+def check_gradients(model: MegatronFSDP) -> None:
+    for _, parameter in model.named_parameters():
+        assert full_tensor(parameter.grad).abs().sum() > 0
+
+
+@pytest.mark.parametrize("way", ["no_sync", "auto_sync", "argument"])
+@pytest.mark.parametrize("level", [0, 1])
+def test_nothing_is_reduced_before_the_end_of_a_step(ranks: Ranks, level: int, way: str) -> None:
+    assert ranks(2, reductions_before_the_step, level, way) == [[0, 1 + NUM_LAYERS]] * 2
+
+
+def gathers_after_a_forward_without_backward() -> list[float]:
+    """Change the weights between two forwards; the second one must see the change."""
+    module = LanguageModel()
+    model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[TanhLayer])
+    for _ in range(2):
+        model(TOKENS)  # with gradients enabled: the last units stay unsharded for a backward
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter._local_tensor.zero_()
+    return [model(TOKENS).abs().sum().item()]
+
+
+def test_a_forward_uses_weights_changed_after_a_forward_without_backward(ranks: Ranks) -> None:
+    assert ranks(2, gathers_after_a_forward_without_backward) == [[0.0]] * 2
