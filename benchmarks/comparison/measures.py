@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures of one training step: time, memory, page faults, copies and collectives."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+COPIES_OF_RESULT = ("cat", "stack", "clone", "_to_copy")
+COPIES_OF_OPERAND = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "_chunk_cat", "chunk_cat")
+"""Operations that copy, in any namespace, and whether their result or first operand is counted."""
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts the bytes that a step copies, and its collectives with the bytes that a rank sends.
+
+    A copy counts the bytes that it writes. The bytes of a collective on n ranks are those of the
+    ring algorithms: (n - 1) / n of the whole tensor for an all-gather or a reduce-scatter, twice
+    that for an all-reduce. gloo runs a reduce-scatter as an all-reduce, and it counts as one there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied_bytes = 0
+        self.wire_bytes = 0.0
+        self.collectives: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in ("c10d", "_c10d_functional"):
+            self._count_collective(name.strip("_"), args)
+        elif name in COPIES_OF_OPERAND:
+            self.copied_bytes += num_bytes(args[0])
+        elif name in COPIES_OF_RESULT:
+            self.copied_bytes += num_bytes(result)
+        elif name == "all_gather_copy_in":  # FSDP2's: the shards, to their place in the output
+            self.copied_bytes += num_bytes(args[0])
+        return result
+
+    def _count_collective(self, name: str, args: tuple[Any, ...]) -> None:
+        num_ranks = dist.get_world_size()
+        share = (num_ranks - 1) / num_ranks
+        if name in ("send", "isend"):
+            self.wire_bytes += num_bytes(args[0])
+        elif name.startswith(("allgather", "all_gather")):
+            self.wire_bytes += share * num_bytes(args[0])
+        elif name.startswith(("allreduce", "all_reduce")):
+            self.wire_bytes += 2 * share * num_bytes(args[0])
+        elif name.startswith(("reduce_scatter", "reduce_scatter_base")):
+            factor = 2 if dist.get_backend() == "gloo" else 1
+            self.wire_bytes += factor * share * num_bytes(args[1])
+        if not name.startswith(("wait_tensor", "recv", "barrier")):
+            self.collectives[name] += 1
+
+
+def num_bytes(value: Any) -> int:
+    """Return the bytes of all tensors in a nest."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def count_step(step: Callable[[], object]) -> dict[str, float]:
+    """Return the counts of one step."""
+    with StepCounter() as counter:
+        step()
+    return {
+        "copied MB": counter.copied_bytes / 1e6,
+        "collectives": counter.collectives.total(),
+        "wire MB": counter.wire_bytes / 1e6,
+    }
+
+
+def time_steps(step: Callable[[], object], count: int) -> dict[str, float]:
+    """Return the milliseconds and the page faults per step, over ``count`` steps."""
+    dist.barrier()
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    begin = time.perf_counter()
+    for _ in range(count):
+        step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {
+        "ms": (time.perf_counter() - begin) * 1000 / count,
+        "page faults": (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults) / count,
+    }
+
+
+def peak_memory(build: Callable[[], Callable[[], object]]) -> dict[str, float]:
+    """Return the peak MB of live tensors, and of resident memory, from construction on.
+
+    Args:
+        build: builds a model with its wrapper and optimizer and returns its step, of which three
+            are run.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        _run(build)
+        live = torch.cuda.max_memory_allocated() - before
+        return {"live MB": live / 1e6, "resident MB": torch.cuda.max_memory_reserved() / 1e6}
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
+    resident = _status("VmRSS")
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        _run(build)
+    total = peak = 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            total += event.nbytes()
+            peak = max(peak, total)
+    return {"live MB": peak / 1e6, "resident MB": (_status("VmHWM") - resident) / 1e3}
+
+
+def _run(build: Callable[[], Callable[[], object]]) -> None:
+    step = build()
+    for _ in range(3):
+        step()
+
+
+def _status(field: str) -> int:
+    """Return a field of this process's status, in kB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise ValueError(f"no {field} in /proc/self/status")
