@@ -302,10 +302,12 @@ def test_bad_calls_are_refused_with_the_fix() -> None:
 def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
     """Start two ranks that hang in a collective, and end the process that started them."""
     program = """
-import threading, time, psutil
+import signal, threading, time, psutil
 from tests.rank_pool import run_ranks
 from tests.test_rank_pool import hang_on_rank_zero, process_id
 if __name__ == "__main__":
+    # A shell may have started the tests in the background, where interrupts are ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run_ranks(2, process_id)
     family = [child.pid for child in psutil.Process().children(recursive=True)]
     threading.Timer(0.5, lambda: print(*family, flush=True)).start()
