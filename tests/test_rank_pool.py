@@ -323,5 +323,5 @@ if __name__ == "__main__":
     assert process.stdout is not None
     family = [int(pid) for pid in process.stdout.readline().split()]
     process.send_signal(ending)
-    assert process.wait(timeout=30) != 0
+    assert process.wait(timeout=300) != 0  # it may take a while beside other work
     assert len(family) >= 3 and all(is_gone(pid) for pid in family)
