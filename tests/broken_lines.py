@@ -102,7 +102,7 @@ BROKEN_LINES = [
         "gradients: the outer axis is not reduced",
         "megatron/fsdp/engine/gradients.py",
         "if over_outer and is_hybrid:",
-        "if over_outer and is_hybrid and not over_inner:",
+        "if over_outer and self._partition.shards_outer:",
         "tests/fsdp/test_gradients.py",
     ),
     BrokenLine(
