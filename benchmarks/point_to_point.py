@@ -137,7 +137,7 @@ def main(rounds: int, sizes: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
     if dist.get_rank() == 0:
         print(
             f"{dist.get_world_size()} ranks\n\n"
-            "| dtype | operation | KiB | gloo ms | point-to-point ms | ratio | processor | caller |\n"
+            "| dtype | operation | KiB | gloo ms | ours ms | ratio | processor | caller |\n"
             "|---|---|---|---|---|---|---|---|"
         )
     for name in dtypes:

@@ -29,12 +29,13 @@ from megatron.fsdp.engine.device import Collective, Work
 _GATHER_TAG = 0x66_73_64_70  # the letters "fsdp"
 _REDUCE_TAG = _GATHER_TAG + 1
 
-SMALLEST_ALL_GATHER = 64 * 1024
+SMALLEST_ALL_GATHER = 2 * 1024 * 1024
 """Bytes of the whole buffer from which an all-gather into another buffer is made of messages.
 
-Below it both ways take equally long, and gloo's own costs the calling thread one call instead of
-one for each message. Reduce-scatters and gathers in place, for which gloo copies the buffer or a
-shard, take less time as messages at every size. See ``benchmarks/results/point_to_point.md``.
+Below it neither way is clearly faster, and gloo's own costs the calling thread one call instead of
+two for each other rank. Reduce-scatters and gathers in place are faster as messages at every size,
+since gloo copies the whole buffer and a shard for them. The measurement is in
+``benchmarks/results/point_to_point.md``.
 """
 
 _has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()

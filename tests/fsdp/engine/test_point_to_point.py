@@ -20,6 +20,8 @@ from tests.fsdp.reference import Ranks
 from tests.rank_pool import RankFailure
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+LARGE = point_to_point.SMALLEST_ALL_GATHER // 4
+"""Elements in fp32 of a buffer of the smallest size that is gathered as messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -160,9 +162,8 @@ def total_bytes(tensors: list[Tensor]) -> int:
 
 def bytes_of_each_collective() -> None:
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    shard_size = point_to_point.SMALLEST_ALL_GATHER // 4
-    full = torch.randn(num_ranks * shard_size)
-    own, shard = full.chunk(num_ranks)[rank], torch.empty(shard_size)
+    full = torch.randn(num_ranks * LARGE)
+    own, shard = full.chunk(num_ranks)[rank], torch.empty(LARGE)
     least = (num_ranks - 1) * shard.nbytes
     for collective in (
         collectives._all_gather(full, shard, group),
@@ -189,7 +190,7 @@ def message_counts_by_size() -> tuple[int, int, int]:
     """Count the messages of a small gather, of one in place, and of a larger one."""
     group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     counts = []
-    for numel, is_in_place in ((96, False), (96, True), (3 << 15, False)):
+    for numel, is_in_place in ((96, False), (96, True), (3 * LARGE, False)):
         full = torch.empty(numel)
         own = full.chunk(num_ranks)[rank]
         shard = own if is_in_place else torch.empty_like(own)
@@ -207,7 +208,7 @@ def messages_of_another_backend() -> None:
     import torch.testing._internal.distributed.fake_pg  # registers the backend
 
     group = dist.new_group(backend="fake")
-    full, shard = torch.ones(1 << 16), torch.ones(1 << 15)
+    full, shard = torch.ones(2 * LARGE), torch.ones(LARGE)
     asked = dist.get_backend_config
     with (
         watching_messages() as (sent, received),
