@@ -6,10 +6,6 @@ divided in this file and nowhere else:
     before the collective    in float16, where the sum could overflow
     inside the collective    if the process group is asked to average
     on the result            otherwise, because it is the smallest tensor
-
-[Note: gathering in place] At levels 1 and 2 the shard that a rank sends is a slice of the buffer
-that it receives. NCCL does not touch that slice. gloo's all-gather writes its unchanged values to
-it at any time before the end, which would undo a concurrent write; sends and receives do not.
 """
 
 from __future__ import annotations

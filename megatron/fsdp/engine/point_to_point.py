@@ -14,6 +14,10 @@ none of them, nothing else can be taken for one of these messages.
 [Note: order of additions] Slices are added up in the order of ranks, whatever order they arrive in:
 ((x0 + x1) + x2) + x3 on every rank, in the dtype of the buffer. With two ranks the result is that
 of gloo's own reduce-scatter to the last bit.
+
+[Note: gathering in place] At levels 1 and 2 the shard that a rank sends is a slice of the buffer
+that it receives. gloo's own all-gather writes its unchanged values to that slice at any time before
+the end, which would undo a concurrent write. Messages do not, and neither does NCCL.
 """
 
 from __future__ import annotations
@@ -69,6 +73,7 @@ def is_better_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.Pr
     """Return True if :func:`all_gather` works on this group and is faster than its own."""
     if not _uses_gloo(full, group):
         return False
+    # See [Note: gathering in place].
     is_in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
     return is_in_place or full.nbytes >= SMALLEST_ALL_GATHER
 
