@@ -92,6 +92,20 @@ BROKEN_LINES = [
         "tests/fsdp/test_gradients.py",
     ),
     BrokenLine(
+        "point to point: additions in another order",
+        "megatron/fsdp/engine/point_to_point.py",
+        "            for other in order[1:]:\n",
+        "            for other in reversed(order[1:]):\n",
+        "tests/fsdp/engine/test_point_to_point.py",
+    ),
+    BrokenLine(
+        "point to point: a gather in place is gloo's own",
+        "megatron/fsdp/engine/point_to_point.py",
+        "    return is_in_place or full.nbytes >= SMALLEST_ALL_GATHER\n",
+        "    return full.nbytes >= SMALLEST_ALL_GATHER\n",
+        "tests/fsdp/engine/test_point_to_point.py",
+    ),
+    BrokenLine(
         "gradients: a second backward overwrites",
         "megatron/fsdp/engine/gradients.py",
         "torch._foreach_add_(targets, grads)",

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.fsdp.engine import collectives
@@ -18,19 +17,17 @@ from megatron.fsdp.engine.device import CpuStreams, Pending
 def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
     """Record name, group and operation of every gather and reduction."""
     calls: list[tuple[str, Any, Any]] = []
-    gather, scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+    gather, scatter = collectives._all_gather, collectives._reduce_scatter
 
-    def watched_gather(full: Tensor, part: Tensor, group: Any, async_op: bool) -> Any:
+    def watched_gather(full: Tensor, shard: Tensor, group: Any) -> Any:
         calls.append(("gather", group, None))
-        return gather(full, part, group=group, async_op=async_op)
+        return gather(full, shard, group)
 
-    def watched_scatter(part: Tensor, full: Tensor, op: Any, group: Any, async_op: bool) -> Any:
-        calls.append(("reduce", group, op))
-        return scatter(part, full, op=op, group=group, async_op=async_op)
+    def watched_scatter(full: Tensor, shard: Tensor, group: Any, operation: Any) -> Any:
+        calls.append(("reduce", group, operation))
+        return scatter(full, shard, group, operation)
 
-    with patch.multiple(
-        collectives, _all_gather_single=watched_gather, _reduce_scatter_single=watched_scatter
-    ):
+    with patch.multiple(collectives, _all_gather=watched_gather, _reduce_scatter=watched_scatter):
         yield calls
 
 
@@ -38,13 +35,13 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
 def watching_dtypes() -> Iterator[list[torch.dtype]]:
     """Record the dtypes in which gradients travel."""
     dtypes: list[torch.dtype] = []
-    scatter = collectives._reduce_scatter_single
+    scatter = collectives._reduce_scatter
 
-    def watched(part: Tensor, full: Tensor, **options: Any) -> Any:
+    def watched(full: Tensor, *arguments: Any) -> Any:
         dtypes.append(full.dtype)
-        return scatter(part, full, **options)
+        return scatter(full, *arguments)
 
-    with patch.object(collectives, "_reduce_scatter_single", watched):
+    with patch.object(collectives, "_reduce_scatter", watched):
         yield dtypes
 
 
@@ -79,18 +76,17 @@ def watching_streams() -> Iterator[list[tuple[str, int]]]:
 def watching_reductions() -> Iterator[list[torch.dtype]]:
     """Record the dtype of everything that travels in a reduction."""
     dtypes: list[torch.dtype] = []
-    reduce_scatter, all_reduce = collectives._reduce_scatter_single, dist.all_reduce
+    reduce_scatter, all_reduce = collectives._reduce_scatter, collectives._all_reduce
 
-    def watched_reduce_scatter(output: Tensor, tensor: Tensor, **options: Any) -> Any:
+    def watched_reduce_scatter(full: Tensor, *arguments: Any) -> Any:
+        dtypes.append(full.dtype)
+        return reduce_scatter(full, *arguments)
+
+    def watched_all_reduce(tensor: Tensor, *arguments: Any) -> Any:
         dtypes.append(tensor.dtype)
-        return reduce_scatter(output, tensor, **options)
+        return all_reduce(tensor, *arguments)
 
-    def watched_all_reduce(tensor: Tensor, **options: Any) -> Any:
-        dtypes.append(tensor.dtype)
-        return all_reduce(tensor, **options)
-
-    with (
-        patch.object(collectives, "_reduce_scatter_single", watched_reduce_scatter),
-        patch.object(dist, "all_reduce", watched_all_reduce),
+    with patch.multiple(
+        collectives, _reduce_scatter=watched_reduce_scatter, _all_reduce=watched_all_reduce
     ):
         yield dtypes

@@ -6,11 +6,6 @@ divided in this file and nowhere else:
     before the collective    in float16, where the sum could overflow
     inside the collective    if the process group is asked to average
     on the result            otherwise, because it is the smallest tensor
-
-[Note: gathering in place] At levels 1 and 2 the shard that a rank sends is a slice of the buffer
-that it receives. NCCL does not touch that slice. gloo writes its unchanged values to it at any time
-before the end, which would undo a concurrent write. With gloo, the slices are therefore received
-one by one, and the rank's own slice is received into a temporary tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.engine import point_to_point
 from megatron.fsdp.engine.device import Collective, CpuStreams, CudaStreams, Pending
 
 # torch 2.13 renamed both and warns about the old names.
@@ -88,12 +84,7 @@ class Communicator:
         if owned is not None:
             collectives.append(_all_gather(shard, owned, self.outer))
         if self.inner_size > 1:
-            is_in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
-            if is_in_place and self.streams.gathers_write_own_part:
-                gather_shards = _all_gather_others  # see [Note: gathering in place]
-            else:
-                gather_shards = _all_gather
-            collectives.append(gather_shards(full, shard, self.all_gather_group))
+            collectives.append(_all_gather(full, shard, self.all_gather_group))
         return self.streams.launch("gather", *collectives)
 
     def broadcast(
@@ -169,16 +160,9 @@ class Communicator:
 def _all_gather(
     full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
 ) -> Collective:
+    if group is not None and point_to_point.is_better_all_gather(full, shard, group):
+        return point_to_point.all_gather(full, shard, group)
     return lambda asynchronous: _all_gather_single(full, shard, group=group, async_op=asynchronous)
-
-
-def _all_gather_others(
-    full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
-) -> Collective:
-    """All-gather in place without writing this rank's own slice of ``full``."""
-    slices = list(full.chunk(dist.get_world_size(group)))
-    slices[dist.get_rank(group)] = torch.empty_like(shard)
-    return lambda asynchronous: dist.all_gather(slices, shard, group=group, async_op=asynchronous)
 
 
 def _reduce_scatter(
@@ -187,6 +171,8 @@ def _reduce_scatter(
     group: dist.ProcessGroup | None,
     operation: dist.ReduceOp.RedOpType,
 ) -> Collective:
+    if group is not None and point_to_point.is_better_reduce_scatter(full, group):
+        return point_to_point.reduce_scatter(full, shard, group, operation)
     return lambda asynchronous: _reduce_scatter_single(
         shard, full, op=operation, group=group, async_op=asynchronous
     )

@@ -51,9 +51,6 @@ class Pending:
 class CpuStreams:
     """Runs collectives as asynchronous work of the process group."""
 
-    # During an in-place all-gather, gloo writes a rank's own slice at any time before the end.
-    gathers_write_own_part = True
-
     def launch(self, stream_name: str, *collectives: Collective) -> Pending:
         """Run ``collectives`` one after another; see :meth:`CudaStreams.launch`.
 
@@ -77,8 +74,6 @@ class CudaStreams:
     Args:
         device: of the operands.
     """
-
-    gathers_write_own_part = False  # NCCL does not touch it
 
     def __init__(self, device: torch.device):
         self._device = device
