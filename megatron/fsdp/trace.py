@@ -93,7 +93,9 @@ def check_directory(
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except OSError as error:
-            problems = [f"cannot write traces to {os.fspath(directory)}: {error.strerror}"]
+            is_file = isinstance(error, FileExistsError)
+            reason = "it is a file, not a directory" if is_file else error.strerror
+            problems = [f"cannot write traces to {os.fspath(directory)}: {reason}"]
     problems = agree(problems)
     if problems:
         raise ValueError("\n".join(problems))

@@ -90,10 +90,12 @@ def test_a_file_in_the_place_of_the_directory_is_one_error(ranks: Ranks, tmp_pat
     file = tmp_path / "file"
     file.touch()
     # One rank alone cannot write, as on a host of its own.
-    for folders in ([file, file], [tmp_path, file / "traces"]):
-        errors = ranks(2, error_of_record, folders)
-        assert errors[0] == errors[1]
-        assert errors[0].startswith(f"cannot write traces to {folders[1]}: ")
+    for folders, reason in (
+        ([file, file], "it is a file, not a directory"),
+        ([tmp_path, file / "traces"], "Not a directory"),
+    ):
+        message = f"cannot write traces to {folders[1]}: {reason}"
+        assert ranks(2, error_of_record, folders) == [message, message]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
@@ -154,7 +156,7 @@ def test_ranges_of_torch_profiler_name_unit_and_phase(ranks: Ranks) -> None:
 
 def leave_one_rank_behind(directory: Path) -> str:
     """Train on two ranks, of which one runs no backward; return what each of them tells."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
     model, optimizer = build_recorded(3, mesh)
     train_step(model, optimizer)

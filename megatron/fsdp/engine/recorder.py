@@ -103,6 +103,7 @@ class Recorder:
         self.explain: Callable[[TraceEntry, Exception], str] = _explain_alone
         self._num_passes = {FORWARD: 0, BACKWARD: 0}
         self._num_collectives: Counter[tuple[int, ...]] = Counter()
+        self._ranks: dict[dist.ProcessGroup | None, tuple[int, ...]] = {}
         self._offset = time.time() - time.perf_counter()
         self._backward: TraceEntry | None = None
 
@@ -144,7 +145,9 @@ class Recorder:
     ) -> TraceEntry:
         """Add a collective over the ranks of ``group`` that begins now."""
         entry = self.begin(track, name, unit, operand)
-        entry.ranks = tuple(dist.get_process_group_ranks(group))
+        if group not in self._ranks:
+            self._ranks[group] = tuple(dist.get_process_group_ranks(group))
+        entry.ranks = self._ranks[group]
         entry.number = self._num_collectives[entry.ranks]
         self._num_collectives[entry.ranks] += 1
         return entry
