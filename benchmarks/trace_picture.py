@@ -57,11 +57,15 @@ def draw(traces: list[list[Event]], picture: Path, begin: float, end: float | No
         panels[2 * rank][0].set_title(f"rank {rank}", loc="left", fontsize=9)
         draw_storage(panels[2 * rank + 1][0], events)
     panels[-1][0].set_xlabel("milliseconds")
-    last = max(event["ts"] + event.get("dur", 0) for events in traces for event in events) / 1e3
-    panels[-1][0].set_xlim(begin, end or last)
+    panels[-1][0].set_xlim(begin, end or max(end_of(events) for events in traces))
     legend = [Patch(color=colour, label=unit) for unit, colour in colours.items()]
     figure.legend(handles=legend, loc="outside right upper", fontsize=7)
     figure.savefig(picture, format="png")
+
+
+def end_of(events: list[Event]) -> float:
+    """Return the last millisecond of a trace."""
+    return max(event["ts"] + event.get("dur", 0) for event in events) / 1e3
 
 
 def row_of(event: Event, threads: dict[int, str]) -> str:

@@ -438,11 +438,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--wandb-exp-name", str, "Weights & Biases run"),
         row("--wandb-entity", str, "Weights & Biases owner"),
         row("--wandb-save-dir", str, "Weights & Biases directory"),
-        row(
-            "--profile",
-            "switch",
-            "write traces of some steps to --tensorboard-dir, or to profile/",
-        ),
+        row("--profile", "switch", "write traces of steps to --tensorboard-dir, or to profile/"),
         row("--profile-step-start", int, "first of them, counted from 0 in this run", 10),
         row("--profile-step-end", int, "step before which the profile ends", 12),
         row("--profile-ranks", int, "ranks that write traces", [0], nargs="+"),
