@@ -21,8 +21,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-ROWS = ("forward", "backward", "wait", "gather", "reduce")
+ROWS = ("forward", "backward", "wait", "gathers", "reductions")
 """From top to bottom."""
+
+THREAD_ROWS = {"gather": "gathers", "reduce": "reductions"}
+"""Rows of the threads of collectives."""
 
 Event = dict[str, Any]
 
@@ -47,9 +50,9 @@ def draw(traces: list[list[Event]], picture: Path, begin: float, end: float | No
     FigureCanvasAgg(figure)
     heights = [3, 1] * len(traces)
     panels = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
-    units = dict.fromkeys(
-        event["args"]["unit"] for event in traces[0] if row_of(event, {}) in ROWS[:2]
-    )
+    units = dict.fromkeys(event["args"]["unit"] for event in traces[0] if event["ph"] == "X")
+    for without_colour in ("", "root"):
+        units.pop(without_colour, None)
     shades = colormaps["tab20"].colors
     colours = {unit: shades[number % len(shades)] for number, unit in enumerate(units)}
     for rank, events in enumerate(traces):
@@ -72,8 +75,10 @@ def row_of(event: Event, threads: dict[int, str]) -> str:
     """Return the row of an event; an empty name if it is not drawn."""
     if event["ph"] != "X" or event["args"]["unit"] == "root":
         return ""
-    name = event["name"].split(" ")[0]
-    return name if name in ROWS else threads.get(event["tid"], "")
+    # The host's work of starting a reduction is called "reduce" too, but is on the first thread.
+    thread = threads[event["tid"]]
+    first_word: str = event["name"].split(" ")[0]
+    return first_word if thread == "compute" else THREAD_ROWS.get(thread, "")
 
 
 def draw_spans(panel: Axes, events: list[Event], colours: dict[str, Any]) -> None:
