@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 ROOMS = {
     "engine": [
         *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks", "mesh"),
-        *("device", "point_to_point", "collectives", "buffer"),
+        *("device", "recorder", "point_to_point", "collectives", "buffer"),
         *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
@@ -25,7 +25,8 @@ ROOMS = {
         *("validation", "splitting", "uneven_dtensor"),
     ],
     "": [
-        *("config", "problems", "meta_init", "checks", "settings", "agreement", "sharding"),
+        *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
+        *("settings", "agreement", "sharding"),
         *("gradient_sync", "model_state", "sharded_module", "model"),
         *("elementwise", "optimizer_state", "optimizer", "fully_shard"),
     ],

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
@@ -78,6 +79,7 @@ class GradientSync:
 
         The gradients of this pass would otherwise be added to them.
         """
+        recorder.begin_backward_pass()
         if not self._is_attached:
             return
         for group, members in self._trainable.items():
@@ -91,6 +93,7 @@ class GradientSync:
 
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
+        recorder.end_backward_pass()
         self._is_final = False
         if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()

@@ -16,6 +16,7 @@ from megatron.fsdp.config import (
     refuse_unbuilt,
     refuse_unbuilt_config,
 )
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.problems import Problems
@@ -237,6 +238,7 @@ class MegatronFSDP(ShardedModule):
                 compute and main weights share storage, so weights gathered before are stale.
             only_trainable: skip groups that no optimizer updates.
         """
+        recorder.begin_step()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
             if is_wanted and (group.main_is_compute or not only_shared):

@@ -63,7 +63,8 @@ class Sharder:
         sharded_params: ShardedParams = {}
         for unit, parameters in parameters_of.items():
             for key, names in self._names_of_groups(parameters).items():
-                group = self._make_group(key, {name: parameters[name] for name in names})
+                members = {name: parameters[name] for name in names}
+                group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
                 parameter_mesh = self._parameter_mesh(key.is_expert)
                 for index, parameter in enumerate(group.parameters):
@@ -106,7 +107,9 @@ class Sharder:
             names[key].append(name)
         return names
 
-    def _make_group(self, key: GroupKey, parameters: dict[str, nn.Parameter]) -> ParamGroup:
+    def _make_group(
+        self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str
+    ) -> ParamGroup:
         settings = self._settings
         return ParamGroup(
             list(parameters),
@@ -116,6 +119,7 @@ class Sharder:
             settings.precision.resolve(key.dtype, key.trainable),
             self._communicator(key.is_expert),
             settings.device,
+            unit_name,
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:

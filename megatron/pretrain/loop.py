@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
+from megatron.fsdp import trace
 from megatron.pretrain import checkpointing
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.data import build_datasets
@@ -42,6 +43,7 @@ from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.model_statistics import count_zeros, number_of_parameters, params_norm
+from megatron.pretrain.profiling import profile_directory, profiling
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size
 from megatron.pretrain.report import Report
@@ -75,6 +77,8 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
             cause is.
     """
     checkpointing.check_save_directory(args.save)
+    if args.profile:
+        trace.check_directory(profile_directory(args), args.profile_ranks)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     rows = padded_vocab_size(
         tokenizer,
@@ -147,16 +151,10 @@ def train(
     report.begin(progress)
     saved_at = progress.iteration
 
-    with profiler(
-        args.profile_ranks if args.profile else [],
-        first_step=args.profile_step_start,
-        end_step=args.profile_step_end,
-        directory=args.tensorboard_dir or "profile",
-    ) as profile:
+    with profiling(args, report.say) as step_is_over:
         while progress.iteration < args.train_iters:
             train_step(run, data)
-            if profile is not None:
-                profile.step()
+            step_is_over()
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
@@ -347,24 +345,3 @@ def should_stop(run: TrainingRun) -> bool:
         run.report.say(f"stopping at iteration {iteration}: --exit-interval")
         return True
     return False
-
-
-def profiler(
-    ranks: Sequence[int], *, first_step: int, end_step: int, directory: str
-) -> AbstractContextManager[Any]:
-    """Return torch's profiler on some ranks, a context of None on others.
-
-    Args:
-        ranks: that are profiled.
-        first_step: number of steps before the first one that is recorded.
-        end_step: the number of steps, counted alike, after which nothing more is recorded.
-        directory: gets the traces.
-    """
-    if dist.get_rank() not in ranks:
-        return nullcontext()
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(
-            wait=first_step, warmup=0, active=end_step - first_step, repeat=1
-        ),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(directory),
-    )

@@ -7,6 +7,7 @@ import torch
 
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.layout import Layout
 
 
@@ -25,6 +26,7 @@ class FlatBuffer:
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):
         self.layout = layout
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        recorder.storage("allocate", self.flat)
         self._padding = self._between_parameters()
         # Created now, because a tensor without storage cannot be sliced.
         self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
@@ -48,12 +50,14 @@ class FlatBuffer:
         if not self._is_allocated:
             memory.allocate(self.flat)
             self._is_allocated = True
+            recorder.storage("allocate", self.flat)
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self._is_allocated:
             memory.free(self.flat)
             self._is_allocated = False
+            recorder.storage("release", self.flat)
 
     def zero_padding(self) -> None:
         """Set the padding to zero; sums over the flat tensor are then sums over parameters."""
@@ -117,11 +121,14 @@ class RunningSum:
 
     def free(self) -> None:
         """Begin a new sum and free the storage."""
+        if self._total is not None:
+            recorder.storage("release", self._total)
         self.is_empty, self._total = True, None
 
     def _allocated(self) -> torch.Tensor:
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
+            recorder.storage("allocate", self._total)
         return self._total
 
 

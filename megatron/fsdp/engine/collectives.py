@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron.fsdp.engine import point_to_point
 from megatron.fsdp.engine.device import Collective, CpuStreams, CudaStreams, Pending
+from megatron.fsdp.engine.recorder import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -82,9 +83,12 @@ class Communicator:
         """
         collectives = []
         if owned is not None:
-            collectives.append(_all_gather(shard, owned, self.outer))
+            gather = _all_gather(shard, owned, self.outer)
+            collectives.append(observed(GATHER, "all_gather", shard, self.outer, gather))
         if self.inner_size > 1:
-            collectives.append(_all_gather(full, shard, self.all_gather_group))
+            group = self.all_gather_group
+            gather = _all_gather(full, shard, group)
+            collectives.append(observed(GATHER, "all_gather", full, group, gather))
         return self.streams.launch("gather", *collectives)
 
     def broadcast(
@@ -93,7 +97,8 @@ class Communicator:
         """Broadcast ``tensor`` from the first rank of one or both axes, synchronously."""
         for group, is_wanted in ((self.inner, over_inner), (self.outer, over_outer)):
             if is_wanted and group is not None and dist.get_world_size(group) > 1:
-                dist.broadcast(tensor, group=group, group_src=0)
+                with observing("broadcast", tensor, group):
+                    dist.broadcast(tensor, group=group, group_src=0)
 
     # ---- gradients
 
@@ -106,11 +111,15 @@ class Communicator:
             full: ``[inner_size * n]``; may be overwritten.
             shard: ``[n]``.
         """
-        return self._divide(full, shard, _reduce_scatter(full, shard, self.inner, self._operation))
+        reduction = _reduce_scatter(full, shard, self.inner, self._operation)
+        reduction = observed(REDUCE, "reduce_scatter", full, self.inner, reduction)
+        return self._divide(full, shard, reduction)
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
-        return self._divide(full, full, _all_reduce(full, self.inner, self._operation))
+        reduction = _all_reduce(full, self.inner, self._operation)
+        reduction = observed(REDUCE, "all_reduce", full, self.inner, reduction)
+        return self._divide(full, full, reduction)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
         """Reduce ``shard`` over the outer axis; ``owned`` becomes this rank's slice of the result.
@@ -119,13 +128,15 @@ class Communicator:
             shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
             owned: ``[n]``.
         """
-        return self.streams.launch(
-            "reduce", _reduce_scatter(shard, owned, self.outer, self._operation)
-        )
+        reduction = _reduce_scatter(shard, owned, self.outer, self._operation)
+        reduction = observed(REDUCE, "reduce_scatter", shard, self.outer, reduction)
+        return self.streams.launch("reduce", reduction)
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        return self.streams.launch("reduce", _all_reduce(shard, self.outer, self._operation))
+        reduction = _all_reduce(shard, self.outer, self._operation)
+        reduction = observed(REDUCE, "all_reduce", shard, self.outer, reduction)
+        return self.streams.launch("reduce", reduction)
 
     @property
     def _operation(self) -> dist.ReduceOp.RedOpType:
@@ -199,7 +210,8 @@ def agree(
     known = set(problems)
     for group in groups:
         of_all_ranks: list[set[str]] = [set()] * dist.get_world_size(group)
-        dist.all_gather_object(of_all_ranks, known, group=group)
+        with observing("all_gather_object", None, group):
+            dist.all_gather_object(of_all_ranks, known, group=group)
         known = set().union(*of_all_ranks)
     return sorted(known)
 
@@ -210,7 +222,8 @@ def all_reduce_over(
     """All-reduce ``tensor`` in place over one group after the other; return it."""
     for group in groups:
         if dist.get_world_size(group) > 1:
-            dist.all_reduce(tensor, op=op, group=group)
+            with observing("all_reduce", tensor, group):
+                dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
@@ -221,11 +234,13 @@ def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[tor
     """
     num_ranks = dist.get_world_size(group)
     sizes = torch.empty(num_ranks, dtype=torch.int64, device=shard.device)
-    _all_gather_single(sizes, sizes.new_tensor([shard.numel()]), group=group)
+    with observing("all_gather", sizes, group):
+        _all_gather_single(sizes, sizes.new_tensor([shard.numel()]), group=group)
     longest = int(sizes.max())
     padded = shard.new_zeros(longest)
     padded[: shard.numel()] = shard
     gathered = shard.new_empty(num_ranks * longest)
-    _all_gather_single(gathered, padded, group=group)
+    with observing("all_gather", gathered, group):
+        _all_gather_single(gathered, padded, group=group)
     rows = gathered.view(num_ranks, longest)
     return [row[:size] for row, size in zip(rows, sizes.tolist())]

@@ -32,6 +32,7 @@ from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
+from megatron.fsdp.engine.recorder import named
 
 
 class GroupGradients:
@@ -45,6 +46,7 @@ class GroupGradients:
         precision: dtypes of the group.
         communicator: the axes over which gradients are reduced.
         device: where the buffers are allocated.
+        unit_name: name of the unit of the group, for traces.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class GroupGradients:
         precision: Precision,
         communicator: Communicator,
         device: torch.device,
+        unit_name: str,
     ):
         self._parameters = parameters
         self._layout = layout
@@ -63,6 +66,7 @@ class GroupGradients:
         self._reduces_every_backward = strategy.shards_gradients
         self._communicator = communicator
         self._device = device
+        self._unit_name = unit_name
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
@@ -103,13 +107,14 @@ class GroupGradients:
         ]
         if not arrived:
             return
-        self._open_local(covers_all=len(arrived) == len(self._parameters))
-        targets = [self._local_views[index] for index in arrived]
-        grads = [local_grad(self._parameters[index]) for index in arrived]
-        if self._has_local:
-            torch._foreach_add_(targets, grads)
-        else:
-            torch._foreach_copy_(targets, grads)
+        with named(self._unit_name, "accumulate gradients"):
+            self._open_local(covers_all=len(arrived) == len(self._parameters))
+            targets = [self._local_views[index] for index in arrived]
+            grads = [local_grad(self._parameters[index]) for index in arrived]
+            if self._has_local:
+                torch._foreach_add_(targets, grads)
+            else:
+                torch._foreach_copy_(targets, grads)
         self._has_local = True
         for index in arrived:
             self._parameters[index].grad = None
@@ -151,14 +156,16 @@ class GroupGradients:
         """
         self.wait_for_reduce()
         self._reduction = self._reduce(over_inner, over_outer)
-        self._collective = next(self._reduction, None)
+        with named(self._unit_name, "reduce"):
+            self._collective = next(self._reduction, None)
 
     @torch.no_grad()
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
-            self._collective.wait()
-            self._collective = next(self._reduction, None)
+            with named(self._unit_name, "wait for reduce"):
+                self._collective.wait()
+                self._collective = next(self._reduction, None)
         return self._collective is not None
 
     def wait_for_reduce(self) -> None:

@@ -29,6 +29,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
@@ -90,6 +91,7 @@ class UnitHooks:
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
+            recorder.begin_forward(call, unit.shown_name, unit is self._root)
             self._unshard(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
@@ -100,6 +102,7 @@ class UnitHooks:
         @_not_traced
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._calls.pop()
+            recorder.end_forward(call)
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
             if in_backward():  # recomputation
@@ -113,7 +116,9 @@ class UnitHooks:
     def forget_calls(self) -> None:
         """End the forwards under way after an exception for which torch calls no hooks."""
         while self._calls and not in_backward():
-            self._end_use(self._calls.pop())
+            call = self._calls.pop()
+            recorder.end_forward(call)
+            self._end_use(call)
 
     def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:
@@ -180,6 +185,8 @@ class UnitHooks:
         self._schedule.enter_backward(_queue_callback)
         if call.state is CallState.FORWARD:
             call.unit.begin_backward(call)
+            if call.unit.groups:
+                recorder.begin_backward(call.unit.shown_name)
             self._unshard(call)
 
     def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:

@@ -31,6 +31,7 @@ from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
+from megatron.fsdp.engine.recorder import named
 from megatron.fsdp.engine.states import WeightState, change_state
 
 
@@ -46,6 +47,7 @@ class ParamGroup:
         precision: dtypes of weights and gradients.
         communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
+        unit_name: name of the unit of the group, for traces.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class ParamGroup:
         precision: Precision,
         communicator: Communicator,
         device: torch.device,
+        unit_name: str,
     ):
         self.names = list(names)
         self.parameters = list(parameters)
         self.strategy = strategy
         self.precision = precision
+        self.unit_name = unit_name
         self.requires_grad = parameters[0].requires_grad
         self._communicator = communicator
         self._partition = Partition.of(communicator, strategy, shards_outer)
@@ -78,6 +82,7 @@ class ParamGroup:
             precision,
             communicator,
             device,
+            unit_name,
         )
 
     def __str__(self) -> str:
@@ -114,7 +119,8 @@ class ParamGroup:
         """
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
-        self._communicator.broadcast(values)
+        with named(self.unit_name, "shard"):
+            self._communicator.broadcast(values)
         slot = self.layout.slots[index]
         if self._reshards_after_use:
             shard_start = self._partition.inner_rank * self.compute_shard.numel()
@@ -137,19 +143,21 @@ class ParamGroup:
         """Start the all-gather of the compute parameters, unless it is done or under way."""
         if self.state not in (WeightState.SHARDED, WeightState.STALE):
             return
-        self.compute.allocate()
-        self._all_gather = self._communicator.all_gather(
-            self.compute.flat,
-            self.compute_shard,
-            self._owned_shard if self._compute_shard_is_stale else None,
-        )
+        with named(self.unit_name, "unshard"):
+            self.compute.allocate()
+            self._all_gather = self._communicator.all_gather(
+                self.compute.flat,
+                self.compute_shard,
+                self._owned_shard if self._compute_shard_is_stale else None,
+            )
         self._compute_shard_is_stale = False
         self._become(WeightState.UNSHARDING)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :meth:`unshard` has started, if any."""
         if self._all_gather is not None:
-            self._all_gather.wait()
+            with named(self.unit_name, "wait for unshard"):
+                self._all_gather.wait()
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
 
@@ -157,7 +165,8 @@ class ParamGroup:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self._reshards_after_use:
             self.wait_for_unshard()
-            self.compute.free()
+            with named(self.unit_name, "reshard"):
+                self.compute.free()
             self._become(WeightState.SHARDED)
 
     @property
@@ -187,11 +196,12 @@ class ParamGroup:
         """Broadcast main weights from the first of the ranks that own the same shard."""
         num_ranks = self._communicator.inner_size * self._communicator.outer_size
         if self.layout.world_size < num_ranks:
-            self._communicator.broadcast(
-                self.main_shard,
-                over_inner=self._partition.num_inner == 1,
-                over_outer=self._partition.num_outer == 1,
-            )
+            with named(self.unit_name, "broadcast"):
+                self._communicator.broadcast(
+                    self.main_shard,
+                    over_inner=self._partition.num_inner == 1,
+                    over_outer=self._partition.num_outer == 1,
+                )
             self.install_main_weights()
 
     def _become(self, state: WeightState) -> None:

@@ -90,6 +90,11 @@ class Unit:
     def __str__(self) -> str:
         return f"unit {self.name!r}"
 
+    @property
+    def shown_name(self) -> str:
+        """The name in traces, where that of the root is not empty."""
+        return self.name or "root"
+
     @cached_property
     def trainable_groups(self) -> list[ParamGroup]:
         """The groups that have gradients; the groups must be complete when this is first read."""

@@ -36,7 +36,7 @@ EXTRA_SAVES = (
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 RERUN = "repeating iterations to find hardware faults is not built yet"
 WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
-TIMERS = "timers are not built yet; --log-throughput and --profile --use-pytorch-profiler measure"
+TIMERS = "timers are not built yet; --log-throughput and --profile measure"
 FILE_TOKENIZERS = (
     "tokenizers from vocabulary files are not built yet; use HuggingFaceTokenizer with a local"
     " folder"

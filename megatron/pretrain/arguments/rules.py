@@ -59,13 +59,20 @@ def check_checkpoints_and_logging(check: Check) -> None:
             f" --save-interval {args.save_interval}",
         )
     if args.profile:
+        start, ranks = args.profile_step_start, args.profile_ranks
+        check.require(not args.skip_train, "--profile and --skip-train exclude each other")
         check.require(
-            args.use_pytorch_profiler,
-            "--profile needs --use-pytorch-profiler: other profilers are not built in",
+            0 <= start < args.profile_step_end,
+            "--profile-step-start must be less than --profile-step-end",
         )
         check.require(
-            0 <= args.profile_step_start < args.profile_step_end,
-            "--profile-step-start must be less than --profile-step-end",
+            not args.train_iters or start < args.train_iters,
+            f"--profile-step-start {start} must be less than --train-iters {args.train_iters}",
+        )
+        check.require(
+            all(0 <= rank < check.machine.world_size for rank in ranks),
+            f"--profile-ranks {' '.join(map(str, ranks))}: there are ranks 0 to"
+            f" {check.machine.world_size - 1}",
         )
 
 

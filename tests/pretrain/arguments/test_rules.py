@@ -104,8 +104,8 @@ def test_all_conflicts_are_reported_at_once() -> None:
             --use-torch-fsdp2 --ckpt-format torch_dist --overlap-param-gather --optimizer sgd
             --global-batch-size 3 --max-position-embeddings 8 --lr-warmup-fraction 0.5
             --lr-warmup-samples 4 --save x --data-path a --ddp-average-in-collective
-            --calculate-per-token-loss --profile --swiglu --squared-relu --deterministic-mode
-            --cross-entropy-loss-fusion""",
+            --calculate-per-token-loss --swiglu --squared-relu --deterministic-mode
+            --cross-entropy-loss-fusion --profile --profile-ranks 9 --skip-train""",
         cuda=True,
         environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     )
@@ -127,7 +127,8 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "several data sources",
         "a.idx and a.bin not found",
         "--ddp-average-in-collective and --calculate-per-token-loss exclude",
-        "--profile needs",
+        "--profile-ranks 9: there are ranks 0 to 1",
+        "--profile and --skip-train exclude each other",
         "--swiglu and --squared-relu exclude",
         "--deterministic-mode excludes --cross-entropy-loss-fusion",
         "NCCL_ALGO",
@@ -170,8 +171,12 @@ def test_all_conflicts_are_reported_at_once() -> None:
         ("--attention-backend quick", "choose from flash"),
         ("--split 1,1,1 stray", "--split: does not take stray"),
         (
-            "--profile --use-pytorch-profiler --profile-step-start 12",
+            "--profile --profile-step-start 12",
             "must be less than --profile-step-end",
+        ),
+        (
+            "--profile --profile-step-start 20 --profile-step-end 30",
+            "--profile-step-start 20 must be less than --train-iters 20",
         ),
         ("--seq", "--seq: unknown flag"),
         ("--lr-decay-stile linear", "did you mean --lr-decay-style?"),

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Profiles of some steps: traces of collectives, storage and units, and torch.profiler's."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp import trace
+
+
+def profile_directory(args: argparse.Namespace) -> str:
+    """Return the directory that the files of ``--profile`` are written to."""
+    return args.tensorboard_dir or "profile"
+
+
+@contextmanager
+def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+    """Profile steps as ``--profile`` and the flags beside it say. Leaving early ends the profile.
+
+    All ranks record, so that they can be compared if a collective fails; the ranks of
+    ``--profile-ranks`` write files.
+
+    Args:
+        args: of the run.
+        say: prints a line for the user.
+
+    Yields:
+        A function to call after every step.
+    """
+    num_steps = 0
+    with ExitStack() as profile:
+
+        def follow() -> None:
+            if args.profile and num_steps == args.profile_step_end:
+                profile.close()
+            if args.profile and num_steps == args.profile_step_start:
+                directory = profile_directory(args)
+                say(f"profiling steps {num_steps} to {args.profile_step_end - 1}: see {directory}")
+                profile.enter_context(trace.record(directory, ranks=args.profile_ranks))
+                if args.use_pytorch_profiler and dist.get_rank() in args.profile_ranks:
+                    write = torch.profiler.tensorboard_trace_handler(directory)
+                    profile.enter_context(torch.profiler.profile(on_trace_ready=write))
+
+        def step_is_over() -> None:
+            nonlocal num_steps
+            num_steps += 1
+            follow()
+
+        follow()
+        yield step_is_over

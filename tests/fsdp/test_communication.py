@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The collectives of one step: the same on all ranks, in a fixed order, at a fixed cost.
+
+A change of the schedule changes the two tables here, and shows in them what it gains.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import pytest
+
+from megatron.fsdp.engine.recorder import GATHER, REDUCE, STORAGE, TraceEntry
+from tests.fsdp.recorded_steps import record_step
+from tests.fsdp.reference import LEVELS, Ranks
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Number of gathers and reductions of a step, and the bytes of their whole operands."""
+
+    gathers: int
+    gathered_bytes: int
+    reductions: int
+    reduced_bytes: int
+
+
+ALL_BYTES = 1664
+"""Of all units on two ranks, with padding: embed 192, three blocks of 448, head 128."""
+
+COSTS = {
+    # level, microbatches
+    (0, 1): StepCost(0, 0, 5, 1504),  # nothing is padded
+    (1, 1): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
+    (2, 1): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
+    (3, 1): StepCost(11, 2 * ALL_BYTES + 448, 5, ALL_BYTES),
+    (0, 4): StepCost(0, 0, 5, 1504),
+    (1, 4): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
+    (2, 4): StepCost(5, ALL_BYTES, 20, 4 * ALL_BYTES),
+    (3, 4): StepCost(44, 4 * (2 * ALL_BYTES + 448), 20, 4 * ALL_BYTES),
+}
+
+ORDER = {
+    0: """
+        backward all_reduce head blocks.2 blocks.1 blocks.0 embed
+    """,
+    1: """
+        backward reduce_scatter head blocks.2 blocks.1 blocks.0 embed
+        step all_gather embed blocks.0 blocks.1 blocks.2 head
+    """,
+    2: """
+        backward reduce_scatter head blocks.2 blocks.1 blocks.0 embed
+        step all_gather embed blocks.0 blocks.1 blocks.2 head
+    """,
+    3: """
+        forward all_gather embed blocks.0 blocks.1 blocks.2 head
+        backward all_gather head blocks.2 blocks.2
+        backward reduce_scatter head
+        backward all_gather blocks.1
+        backward reduce_scatter blocks.2
+        backward all_gather blocks.0
+        backward reduce_scatter blocks.1
+        backward all_gather embed
+        backward reduce_scatter blocks.0 embed
+    """,
+}
+"""The collectives of a step of one microbatch: phase, operation, units."""
+
+
+def collectives(entries: list[TraceEntry]) -> list[TraceEntry]:
+    return [entry for entry in entries if entry.is_collective]
+
+
+def cost_of(entries: list[TraceEntry]) -> StepCost:
+    gathers = [entry.num_bytes for entry in entries if entry.track == GATHER]
+    reductions = [entry.num_bytes for entry in entries if entry.track == REDUCE]
+    return StepCost(len(gathers), sum(gathers), len(reductions), sum(reductions))
+
+
+def order_of(entries: list[TraceEntry]) -> list[str]:
+    """Return a line for each run of collectives of one operation in one phase."""
+    return [
+        " ".join((phase, name, *(entry.unit for entry in run)))
+        for (phase, name), run in groupby(
+            collectives(entries), key=lambda entry: (entry.phase, entry.name)
+        )
+    ]
+
+
+@pytest.mark.parametrize("microbatches", [1, 4], ids=["one_microbatch", "four_microbatches"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_costs_what_the_table_says(ranks: Ranks, level: int, microbatches: int) -> None:
+    entries = ranks(2, record_step, level, "flat", microbatches)[0]
+    assert cost_of(entries) == COSTS[level, microbatches]
+    assert {entry.dtype for entry in collectives(entries)} == {"float32"}
+    in_step = {entry.microbatch for entry in entries if entry.phase == "backward"}
+    assert in_step == set(range(microbatches))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_issues_its_collectives_in_this_order(ranks: Ranks, level: int) -> None:
+    entries = ranks(2, record_step, level)[0]
+    assert order_of(entries) == [line.strip() for line in ORDER[level].strip().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("flat", {}),
+        ("outer2", {}),
+        ("outer2", {"outer_dp_sharding_strategy": 1}),
+        ("gather_group", {"overlap_param_gather": False, "overlap_grad_reduce": False}),
+    ],
+    ids=["flat", "hsdp", "hsdp_optim", "no_overlap"],
+)
+def test_all_ranks_of_a_group_issue_the_same_collectives(
+    ranks: Ranks, mesh: str, settings: dict[str, Any]
+) -> None:
+    issued = defaultdict(dict)
+    for rank, entries in enumerate(ranks(4, record_step, 3, mesh, 2, **settings)):
+        for entry in collectives(entries):
+            what = (entry.number, entry.name, entry.num_bytes, entry.dtype, entry.unit, entry.phase)
+            issued[entry.ranks].setdefault(rank, []).append((*what, entry.microbatch))
+    assert sorted({len(group) for group in issued}) == ([4] if mesh != "outer2" else [2])
+    for group, by_rank in issued.items():
+        assert sorted(by_rank) == sorted(group)
+        assert all(each == by_rank[group[0]] for each in by_rank.values())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_releases_the_storage_that_it_allocates(ranks: Ranks, level: int) -> None:
+    changes = defaultdict(int)
+    for entry in ranks(2, record_step, level, "flat", 2)[0]:
+        if entry.track == STORAGE:
+            changes[entry.unit] += entry.num_bytes * (1 if entry.name == "allocate" else -1)
+    assert set(changes) == {"embed", "blocks.0", "blocks.1", "blocks.2", "head"}
+    assert not any(changes.values())
