@@ -26,43 +26,42 @@ class StepCost:
     reduced_bytes: int
 
 
-ALL_BYTES = 1664
-"""Of all units on two ranks, with padding: embed 192, three blocks of 448, head 128."""
+ALL_BYTES = 1600
+"""Of all units on two ranks, with padding: the root, with embed and head, 256; a block 448."""
+
+GATHERED_BYTES = ALL_BYTES + 2 * 448
+"""Of level 3: every unit once, and for backward the blocks that the forward has freed."""
 
 COSTS = {
     # level, microbatches
-    (0, 1): StepCost(0, 0, 5, 1504),  # nothing is padded
-    (1, 1): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
-    (2, 1): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
-    (3, 1): StepCost(11, 2 * ALL_BYTES + 448, 5, ALL_BYTES),
-    (0, 4): StepCost(0, 0, 5, 1504),
-    (1, 4): StepCost(5, ALL_BYTES, 5, ALL_BYTES),
-    (2, 4): StepCost(5, ALL_BYTES, 20, 4 * ALL_BYTES),
-    (3, 4): StepCost(44, 4 * (2 * ALL_BYTES + 448), 20, 4 * ALL_BYTES),
+    (0, 1): StepCost(0, 0, 4, 1504),  # nothing is padded
+    (1, 1): StepCost(4, ALL_BYTES, 4, ALL_BYTES),
+    (2, 1): StepCost(4, ALL_BYTES, 4, ALL_BYTES),
+    (3, 1): StepCost(6, GATHERED_BYTES, 4, ALL_BYTES),
+    (0, 4): StepCost(0, 0, 4, 1504),
+    (1, 4): StepCost(4, ALL_BYTES, 4, ALL_BYTES),
+    (2, 4): StepCost(4, ALL_BYTES, 16, 4 * ALL_BYTES),
+    (3, 4): StepCost(24, 4 * GATHERED_BYTES, 16, 4 * ALL_BYTES),
 }
 
 ORDER = {
     0: """
-        backward all_reduce head blocks.2 blocks.1 blocks.0 embed
+        backward all_reduce blocks.2 blocks.1 blocks.0 root
     """,
     1: """
-        backward reduce_scatter head blocks.2 blocks.1 blocks.0 embed
-        step all_gather embed blocks.0 blocks.1 blocks.2 head
+        backward reduce_scatter blocks.2 blocks.1 blocks.0 root
+        step all_gather root blocks.0 blocks.1 blocks.2
     """,
     2: """
-        backward reduce_scatter head blocks.2 blocks.1 blocks.0 embed
-        step all_gather embed blocks.0 blocks.1 blocks.2 head
+        backward reduce_scatter blocks.2 blocks.1 blocks.0 root
+        step all_gather root blocks.0 blocks.1 blocks.2
     """,
     3: """
-        forward all_gather embed blocks.0 blocks.1 blocks.2 head
-        backward all_gather head blocks.2 blocks.2
-        backward reduce_scatter head
+        forward all_gather root blocks.0 blocks.1 blocks.2
         backward all_gather blocks.1
         backward reduce_scatter blocks.2
         backward all_gather blocks.0
-        backward reduce_scatter blocks.1
-        backward all_gather embed
-        backward reduce_scatter blocks.0 embed
+        backward reduce_scatter blocks.1 blocks.0 root
     """,
 }
 """The collectives of a step of one microbatch: phase, operation, units."""
@@ -134,5 +133,5 @@ def test_a_step_releases_the_storage_that_it_allocates(ranks: Ranks, level: int)
     for entry in ranks(2, record_step, level, "flat", 2)[0]:
         if entry.track == STORAGE:
             changes[entry.unit] += entry.num_bytes * (1 if entry.name == "allocate" else -1)
-    assert set(changes) == {"embed", "blocks.0", "blocks.1", "blocks.2", "head"}
+    assert set(changes) == {"root", "blocks.0", "blocks.1", "blocks.2"}
     assert not any(changes.values())

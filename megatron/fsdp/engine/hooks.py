@@ -91,7 +91,7 @@ class UnitHooks:
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
-            recorder.begin_forward(call, unit.shown_name, unit is self._root)
+            recorder.begin_forward(call, unit.shown_name, module is self._root.module)
             self._unshard(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
