@@ -20,6 +20,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from datetime import date
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -94,7 +95,7 @@ def plot(results: dict[str, Figures], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(2, 1, figsize=(2 + 1.8 * len(results), 7), sharex=True)
-    names = list(dict.fromkeys(name for figures in results.values() for name in figures))
+    names = list(dict.fromkeys(chain.from_iterable(results.values())))
     width = 0.8 / len(names)
     for axis, column in zip(axes, ("time ratio", "live ratio")):
         for number, name in enumerate(names):

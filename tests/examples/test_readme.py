@@ -28,7 +28,7 @@ FIGURES = re.findall(r"^\|.*\| `([^`|]+)`[^|]*\|$", README.read_text(), re.MULTI
 """Commands of the table of figures."""
 
 SMALLER = {
-    "against_fsdp2.py": "--rounds 1 --layers 2 --hidden 64 --length 32 --steps 1",
+    "compare.py": "--rounds 1 --layers 2 --hidden 64 --length 32 --steps 1",
     "convert_checkpoint.py": "--gigabytes 0.05",
     "parity_with_ddp.py": "--iterations 3",
     "padding_table.py": "",

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -78,11 +79,12 @@ def look_at(model: MegatronFSDP) -> Sample:
         for tensor in tensors
         if tensor is not None
     }
+    groups_of_units = [*chain.from_iterable(unit.groups for unit in model._units[1:])]
     return Sample(
         names(lambda group: stored(group.compute.flat)),
         names(lambda group: stored(local_gradients(group))),
-        sum(stored(group.compute.flat) for unit in model._units[1:] for group in unit.groups),
-        sum(stored(local_gradients(group)) for unit in model._units[1:] for group in unit.groups),
+        sum(stored(group.compute.flat) for group in groups_of_units),
+        sum(stored(local_gradients(group)) for group in groups_of_units),
         sum(storages.values()),
     )
 
