@@ -71,8 +71,8 @@ def check_checkpoints_and_logging(check: Check) -> None:
         )
         check.require(
             all(0 <= rank < check.machine.world_size for rank in ranks),
-            f"--profile-ranks {' '.join(map(str, ranks))}: there are ranks 0 to"
-            f" {check.machine.world_size - 1}",
+            f"--profile-ranks {' '.join(map(str, ranks))}: must be less than the number of ranks,"
+            f" {check.machine.world_size}",
         )
 
 

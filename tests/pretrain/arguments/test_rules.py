@@ -127,7 +127,7 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "several data sources",
         "a.idx and a.bin not found",
         "--ddp-average-in-collective and --calculate-per-token-loss exclude",
-        "--profile-ranks 9: there are ranks 0 to 1",
+        "--profile-ranks 9: must be less than the number of ranks, 1",
         "--profile and --skip-train exclude each other",
         "--swiglu and --squared-relu exclude",
         "--deterministic-mode excludes --cross-entropy-loss-fusion",
