@@ -139,7 +139,7 @@ class FlatUpdate:
                 if present:
                     others[-1] += parameters
                     self._must_divide |= len(present) < len(parameters)
-        # The ids are enough, because sharded parameters keep these gradients.
+        # The ids are enough: the model keeps these gradients, and shows them in every step.
         self._gradient_ids = list(map(id, gradients)) if are_all_flat else None
         return flat, others
 

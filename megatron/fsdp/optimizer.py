@@ -99,16 +99,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             set_to_none: False leaves gradients of zeros on the parameters.
             zero_grad_buffer: clear the accumulation buffers behind ``param.grad`` too.
         """
-        if zero_grad_buffer:
-            for model in self._fsdp_models:
-                if model not in self._fsdp_whole_models:
-                    self._clear_own_shards(model)
-        super().zero_grad(set_to_none)
-        if zero_grad_buffer:
-            for model in self._fsdp_whole_models:
-                model.zero_grad_buffer()
-                if not set_to_none:
-                    model.attach_grad_to_optimizer_state()  # zeros
+        if not zero_grad_buffer:
+            super().zero_grad(set_to_none)
+            return
+        shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
+        if shared:
+            for model in shared:
+                self._clear_own_shards(model)
+            super().zero_grad(set_to_none)
+        for model in self._fsdp_whole_models:
+            model.zero_grad_buffer()
+            if not set_to_none:
+                model.attach_grad_to_optimizer_state()  # zeros
 
     def _clear_own_shards(self, model: MegatronFSDP) -> None:
         """Clear the gradients of the parameters of a model that this optimizer steps."""

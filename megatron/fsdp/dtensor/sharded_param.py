@@ -77,7 +77,6 @@ class ShardedParam:
         self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
-        self._grad: ShardedGradient | None = None
 
     def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
         placements: list[Placement] = []
@@ -95,16 +94,16 @@ class ShardedParam:
     # ---- gradients and optimizer state
 
     def gradient(self, flat: torch.Tensor) -> ShardedGradient:
-        """Return this parameter's gradient in ``flat``, the rank's shard of the group's gradients.
+        """Return a DTensor over this parameter's gradient in ``flat``.
 
-        The DTensor is created once per dtype, since ``flat`` is the same tensor at every step.
+        Args:
+            flat: the rank's shard of the group's gradients.
         """
-        if self._grad is None or self._grad.dtype != flat.dtype:
-            shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
-            self._grad = self._dtensor(shard, ShardedGradient)
-            self._grad.norm_group = self._norm_group
-            link(self._grad, self)
-        return self._grad
+        shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
+        gradient = self._dtensor(shard, ShardedGradient)
+        gradient.norm_group = self._norm_group
+        link(gradient, self)
+        return gradient
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
