@@ -31,7 +31,6 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.gradient import ShardedGradient
@@ -103,7 +102,7 @@ class Segment:
     grad_offset: int = 0
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[torch.Tensor]:
         """The parameters that the optimizer steps."""
         return [member.sharded_param.parameter for member in self.members]
 
@@ -118,7 +117,7 @@ class Segment:
         flat = _flat_over(shards, self.members, self.start, self.weight.numel())
         if flat is None or flat.dtype != self.weight.dtype:
             return False
-        self.grad_offset = flat.storage_offset()
+        self.grad_offset = int(flat.storage_offset())
         return True
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
@@ -204,12 +203,12 @@ class Segments:
         kind: OptimizerClass,
         groups: Sequence[Setting],
         state: State,
-        gradients: dict[nn.Parameter, torch.Tensor | None],
+        gradients: dict[torch.Tensor, torch.Tensor | None],
         before: Segments | None,
     ):
         self._own = before.storages() if before is not None else set()
         self.of_group: list[list[Segment]] = []
-        self.others: list[list[nn.Parameter]] = []
+        self.others: list[list[torch.Tensor]] = []
         self.state: State = defaultdict(dict)
         self._flats: list[torch.Tensor] = []
         runs_of_group: list[list[Run]] = []
@@ -286,7 +285,7 @@ class Segments:
 # ---- parameters
 
 
-def _member(parameter: nn.Parameter, slots: Slots, has_grad: bool) -> Member:
+def _member(parameter: torch.Tensor, slots: Slots, has_grad: bool) -> Member:
     sharded_param = sharded_param_of(parameter)
     group = sharded_param.group
     start, stop = group.layout.shard_range(sharded_param.index, group.rank)
@@ -337,9 +336,9 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
                     own.append([])
                 own[-1].append(member)
             previous = member
-        for member in by_index.values():
-            if member.is_empty:
-                _add_empty(member, own)
+        for each in by_index.values():
+            if each.is_empty:
+                _add_empty(each, own)
         runs += own
     return runs
 

@@ -16,7 +16,6 @@ from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron.fsdp.elementwise import OnLocalShards, OptimizerClass
 from megatron.fsdp.flat_segments import Segment, Segments, State
@@ -25,6 +24,10 @@ from megatron.fsdp.optimizer_state import Slots
 # Loops over all parameters, which many steps repeat, are left to `map`: they run in C.
 _grad = attrgetter("grad")
 _values = methodcaller("values")
+
+
+Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
+"""Segments to update, and other parameters to update one by one, of each param group."""
 
 
 class FlatUpdate:
@@ -40,10 +43,13 @@ class FlatUpdate:
         self._segments: Segments | None = None
         self._first_of: dict[Segment, int] = {}  # index of the parameter of `segment.first`
         self._must_divide = False  # the gradients have divided a segment in the last step
-        self._gradient_ids: list[int] | None = None  # if all of them are views of flat gradients
+        # The gradients of the last step, if all were views of flat gradients or None, and what was
+        # updated.
+        self._gradient_ids: list[int] | None = None
+        self._last: Division = ([], [])
         # What the segments were made from, to notice changes.
         self._settings: list[tuple[bool, bool]] = []
-        self._parameters: list[nn.Parameter] = []
+        self._parameters: list[torch.Tensor] = []
         self._slots: list[Slots] = []
         self._slot_values: list[Any] = []
 
@@ -78,6 +84,7 @@ class FlatUpdate:
         """Let go of the state that the segments are over."""
         self._segments = None
         self._first_of, self._slots, self._slot_values = {}, [], []
+        self._last = ([], [])
 
     def _run(
         self,
@@ -98,32 +105,32 @@ class FlatUpdate:
 
     # ---- gradients
 
-    def _divide(
-        self, segments: Segments, gradients: list[torch.Tensor | None]
-    ) -> tuple[list[list[Segment]], list[list[nn.Parameter]]]:
-        """Return the segments to update, with their gradients, and the other parameters to update.
-
-        Both are lists for each param group.
+    def _divide(self, segments: Segments, gradients: list[torch.Tensor | None]) -> Division:
+        """Return what to update; the segments have their gradients.
 
         Args:
             segments: all segments.
             gradients: of ``self._parameters``.
         """
-        if self._gradient_ids is None or self._gradient_ids != list(map(id, gradients)):
-            return self._divide_anew(segments, gradients)
-        for segment, first in self._first_of.items():
-            gradient = gradients[first]
+        ids = list(map(id, gradients))
+        if self._gradient_ids is None or self._gradient_ids != ids:
+            are_all_flat = self._divide_anew(segments, gradients)
+            # The ids are enough: the model keeps its gradients, and shows them in every step.
+            self._gradient_ids = ids if are_all_flat else None
+        for segment in chain.from_iterable(self._last[0]):
+            gradient = gradients[self._first_of[segment]]
             assert gradient is not None
             segment.take_gradient(gradient)
-        return segments.of_group, segments.others
+        return self._last
 
-    def _divide_anew(
-        self, segments: Segments, gradients: list[torch.Tensor | None]
-    ) -> tuple[list[list[Segment]], list[list[nn.Parameter]]]:
-        """Divide as :meth:`_divide` does, for gradients that are not those of the last step."""
+    def _divide_anew(self, segments: Segments, gradients: list[torch.Tensor | None]) -> bool:
+        """Divide for gradients that are not those of the last step.
+
+        Return True if all gradients in segments are views of flat gradients, or None.
+        """
         gradient_of = dict(zip(self._parameters, gradients))
         flat: list[list[Segment]] = []
-        others: list[list[nn.Parameter]] = []
+        others: list[list[torch.Tensor]] = []
         are_all_flat = True
         for own, alone in zip(segments.of_group, segments.others):
             flat.append([])
@@ -131,17 +138,16 @@ class FlatUpdate:
             for segment in own:
                 parameters = segment.parameters
                 present = [each for each in map(gradient_of.get, parameters) if each is not None]
+                if not present:
+                    continue
                 if len(present) == len(parameters) and segment.find_gradient(present):
-                    segment.take_gradient(present[0])
                     flat[-1].append(segment)
                     continue
                 are_all_flat = False
-                if present:
-                    others[-1] += parameters
-                    self._must_divide |= len(present) < len(parameters)
-        # The ids are enough: the model keeps these gradients, and shows them in every step.
-        self._gradient_ids = list(map(id, gradients)) if are_all_flat else None
-        return flat, others
+                others[-1] += parameters
+                self._must_divide |= len(present) < len(parameters)
+        self._last = (flat, others)
+        return are_all_flat
 
     # ---- segments
 
@@ -175,11 +181,11 @@ class FlatUpdate:
         return self._segments
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return chain.from_iterable([group["params"] for group in optimizer.param_groups])
 
 
-def _gradients_of(parameters: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     with torch._C.DisableTorchFunctionSubclass():
         return list(map(_grad, parameters))
 

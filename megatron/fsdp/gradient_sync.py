@@ -25,7 +25,6 @@ from operator import attrgetter, is_not
 from sys import getrefcount
 
 import torch
-from torch import nn
 
 from megatron.fsdp.dtensor.gradient import ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
@@ -53,7 +52,7 @@ class GroupHandover:
     def __init__(self, sharded_params: Sequence[ShardedParam], attribute: str):
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group
-        self.parameters: list[nn.Parameter] = [each.parameter for each in sharded_params]
+        self.parameters: list[torch.Tensor] = [each.parameter for each in sharded_params]
         self._computes = [each.compute for each in sharded_params]
         self._attribute = attribute
         self._flat: torch.Tensor | None = None
@@ -153,7 +152,7 @@ class GradientSync:
             else:
                 self._frozen.append(sharded_param)
         attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-        self._frozen_tensors = [each.parameter for each in self._frozen]
+        self._frozen_tensors: list[torch.Tensor] = [each.parameter for each in self._frozen]
         self._frozen_tensors += [each.compute for each in self._frozen]
         self._handovers = [GroupHandover(members, attribute) for members in trainable.values()]
 
@@ -273,13 +272,13 @@ class GradientSync:
             if torch.isfinite(handover.group.gradients.shard.sum(dtype=torch.float32)):
                 continue
             for sharded_param, gradient in zip(handover.sharded_params, handover.shown()):
-                if gradient is not None and not torch.isfinite(gradient._local_tensor).all():
+                if gradient is not None and not torch.isfinite(_local_tensor(gradient)).all():
                     found.append(sharded_param)
         return found
 
 
 def _set_all(
-    parameters: Sequence[nn.Parameter], attribute: str, values: Iterable[torch.Tensor | None]
+    parameters: Sequence[torch.Tensor], attribute: str, values: Iterable[torch.Tensor | None]
 ) -> None:
     """Set an attribute of every parameter."""
     deque(map(setattr, parameters, repeat(attribute), values), maxlen=0)

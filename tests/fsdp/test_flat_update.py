@@ -17,30 +17,47 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
-from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.optimizers import FLOAT64, OPTIMIZERS, sharding, two_groups
-from tests.fsdp.reference import Ranks, batch, loss_of
+from tests.fsdp.optimizers import OPTIMIZERS, two_groups
+from tests.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer
 Pair = list[tuple[nn.Module, Optimizer]]
 
 
-def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float64) -> Pair:
+class OddUnit(nn.Module):
+    """Sizes that leave padding, and elements that fill no vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.up, self.norm, self.down = nn.Linear(5, 13), nn.LayerNorm(13), nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.norm(self.up(x)))
+
+
+def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32) -> Pair:
     """Shard the same model twice; the second optimizer steps on single parameters only."""
     pair = []
     for _ in range(2):
-        module = models.build("several_units", dtype)
-        settings = {**sharding(module), "mixed_precision_policy": FLOAT64}
+        torch.manual_seed(0)
+        # The last layer consists of whole blocks, which 16 bits and fused kernels need.
+        layers = [nn.Linear(8, 5), OddUnit(), nn.Linear(5, 8), nn.Linear(8, 256)]
+        module = nn.Sequential(*layers).to(dtype)
+        precision = MixedPrecisionPolicy(main_params_dtype=None)
+        settings = {"fsdp_unit_modules": [OddUnit], "mixed_precision_policy": precision}
         pair.append(fully_shard(module, make(two_groups(module)), shard_mesh(), **settings))
     pair[1][1]._fsdp_flat = None
     return pair
 
 
-def backward(pair: Pair, step: int, dtype: torch.dtype = torch.float64) -> None:
+def backward(pair: Pair, step: int, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(3, 8, generator=generator).to(dtype)
     for model, optimizer in pair:
         optimizer.zero_grad()
-        loss_of(model(batch(step, dist.get_rank(), 0).to(dtype))).backward()
+        model(x).square().mean().backward()
 
 
 def step_and_compare(pair: Pair, what: str) -> None:
@@ -92,31 +109,33 @@ EVENTS = [
 ]
 
 
-def compare_with_single_updates(names: list[str], dtype: torch.dtype) -> None:
-    for name in names:
-        pair = flat_and_single(OPTIMIZERS[name], dtype)
-        for step, event in enumerate(EVENTS):
-            backward(pair, step, dtype)
-            for _, optimizer in pair:
-                if event is not None:
-                    event(optimizer)
-            step_and_compare(pair, f"{name} in {dtype}, step {step}")
-        segments = pair[0][1]._fsdp_flat._segments
-        if "fused" not in name and dtype != torch.bfloat16:
-            assert not any(segments.others), f"{name}: {segments.others}"
-            members = [len(segment.members) for segment in segments.all()]
-            assert max(members) > 1
+def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
+    pair = flat_and_single(OPTIMIZERS[name], dtype)
+    for step, event in enumerate(EVENTS):
+        backward(pair, step, dtype)
+        for _, optimizer in pair:
+            if event is not None:
+                event(optimizer)
+        step_and_compare(pair, f"{name} in {dtype}, step {step}")
+    segments = pair[0][1]._fsdp_flat._segments
+    assert segments.all()
+    if "fused" not in name and dtype != torch.bfloat16:
+        assert not any(segments.others)
+        assert max(len(segment.members) for segment in segments.all()) > 1
 
 
-NAMES = list(OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("part", range(3))
-def test_updates_have_the_bits_of_single_updates(
-    ranks: Ranks, part: int, dtype: torch.dtype
-) -> None:
-    ranks(2, compare_with_single_updates, NAMES[part::3], dtype)
+IN_16_BITS = ["adamw", "adamw_fused", "adam_amsgrad", "sgd_momentum", "rmsprop"]
+"""Some of them round the last elements of a tensor in another way."""
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.bfloat16)
 
 
 def exchange_states() -> None:
