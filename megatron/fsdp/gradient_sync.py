@@ -20,13 +20,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_not
 from sys import getrefcount
 
 import torch
 
-from megatron.fsdp.dtensor.gradient import ShardedGradient
+from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine.buffer import shard_view
@@ -47,14 +47,22 @@ class GroupHandover:
     Args:
         sharded_params: the parameters of the group.
         attribute: the attribute of the parameters that shows the gradients.
+        family: all gradients of the model.
+
+    Attributes:
+        attached: the gradients that the parameters have been given.
     """
 
-    def __init__(self, sharded_params: Sequence[ShardedParam], attribute: str):
+    def __init__(
+        self, sharded_params: Sequence[ShardedParam], attribute: str, family: GradientFamily
+    ):
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group
         self.parameters: list[torch.Tensor] = [each.parameter for each in sharded_params]
         self._computes = [each.compute for each in sharded_params]
         self._attribute = attribute
+        self._family = family
+        self.attached: list[ShardedGradient] = []
         self._flat: torch.Tensor | None = None
         self._is_sum = False  # `_flat` is the sum itself, and not its copy in another dtype
         self._gradients: list[ShardedGradient] = []
@@ -65,13 +73,17 @@ class GroupHandover:
         if flat is not self._flat:  # it is the same tensor in every step
             self._flat = flat
             self._gradients = [each.gradient(flat) for each in self.sharded_params]
+            for gradient in self._gradients:
+                gradient.family = self._family
             self._is_sum = flat is self.group.gradients.shard
             self._references = self._count_references()
         gradients: Sequence[ShardedGradient | None] = self._gradients
+        self.attached = self._gradients
         with torch._C.DisableTorchFunctionSubclass():
             trains = all(map(_requires_grad, self.parameters))
             if not (trains and all(map(_requires_grad, self._computes))):
                 gradients = self._gradients_of_trained()
+                self.attached = [each for each in gradients if each is not None]
             _set_all(self.parameters, self._attribute, gradients)
 
     def _gradients_of_trained(self) -> list[ShardedGradient | None]:
@@ -85,6 +97,7 @@ class GroupHandover:
 
     def detach(self) -> None:
         """Show no gradients."""
+        self.attached = []
         with torch._C.DisableTorchFunctionSubclass():
             _set_all(self.parameters, self._attribute, repeat(None))
 
@@ -154,7 +167,10 @@ class GradientSync:
         attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         self._frozen_tensors: list[torch.Tensor] = [each.parameter for each in self._frozen]
         self._frozen_tensors += [each.compute for each in self._frozen]
-        self._handovers = [GroupHandover(members, attribute) for members in trainable.values()]
+        self._family = GradientFamily()
+        self._handovers = [
+            GroupHandover(members, attribute, self._family) for members in trainable.values()
+        ]
 
     def connect(self, schedule: Schedule) -> None:
         """Set the schedule whose backward passes call this object."""
@@ -222,6 +238,7 @@ class GradientSync:
         for handover in self._handovers:
             gradients = handover.group.gradients
             handover.attach(gradients.final(in_main_dtype=not self._use_decoupled_grad))
+        self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
         self._is_final = self._is_attached = True
         if self._report_nonfinite is not None:
             self._report_nonfinite(self._find_nonfinite())
@@ -235,6 +252,7 @@ class GradientSync:
 
     def clear(self) -> None:
         """Drop all gradients: accumulated, reduced, and attached."""
+        self._family.assign([])
         for handover in self._handovers:
             handover.group.gradients.clear()
             handover.detach()

@@ -11,7 +11,7 @@ Gradients are clipped in every step, so loops over all of them are left to ``map
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, compress
@@ -46,9 +46,15 @@ class NormGroup:
 
 
 class ShardedGradient(UnevenDTensor):
-    """The gradient of a sharded parameter."""
+    """The gradient of a sharded parameter.
+
+    Attributes:
+        norm_group: the ranks that share it.
+        family: the gradients that it belongs to.
+    """
 
     norm_group: NormGroup
+    family: GradientFamily
 
     @classmethod
     def __torch_function__(
@@ -65,6 +71,39 @@ class ShardedGradient(UnevenDTensor):
             if result is not NotImplemented:
                 return result
         return super().__torch_function__(func, types, args, kwargs)
+
+
+class GradientFamily:
+    """The gradients of a model, whose norms are computed together, by one collective.
+
+    Without multi-tensor kernels, as on CPU, torch's ``clip_grad_norm_`` asks for one norm after the
+    other. The first request computes all norms, and every gradient takes its own once. All ranks
+    ask in the same order, so all find theirs or compute anew.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[ShardedGradient] = []
+        # Norms that nobody has taken yet, with the version of the gradient, by order and dtype.
+        self._waiting: dict[object, dict[int, tuple[torch.Tensor, int]]] = {}
+
+    def assign(self, gradients: Iterable[ShardedGradient]) -> None:
+        """Set the members, with new values, in the same order on all ranks."""
+        self._members = list(gradients)
+        self._waiting.clear()
+
+    def norm(
+        self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Return the norm of one gradient; see :func:`norms`."""
+        waiting = self._waiting.setdefault((order, dtype), {})
+        if not waiting:
+            for member, norm in zip(self._members, norms(self._members, order, dtype)):
+                waiting[id(member)] = norm, member._local_tensor._version
+        if id(gradient) in waiting:
+            norm, version = waiting.pop(id(gradient))
+            if version == gradient._local_tensor._version:
+                return norm
+        return norms([gradient], order, dtype)[0]
 
 
 @torch.no_grad()
@@ -160,10 +199,10 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    if dim is not None or keepdim or not isinstance(ord, (int, float)):
+    is_whole = dim is None and not keepdim and isinstance(ord, (int, float)) and ord > 0
+    if not (is_whole and type(x) is ShardedGradient):
         return NotImplemented
-    result = _foreach_norm([x], ord, dtype)
-    return result if result is NotImplemented else result[0]
+    return x.family.norm(x, float(ord), dtype)
 
 
 def _norm(
