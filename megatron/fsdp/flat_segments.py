@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flat segments of main weights, with their gradients and optimizer state, and no DTensors.
+"""Flat segments of main weights, with their gradients and optimizer state.
 
 [Note: flat segments] The local tensors of the sharded parameters of a group are views of one flat
 tensor, and so are those of their gradients. An element-wise update of the flat tensor is the update

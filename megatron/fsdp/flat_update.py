@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The update of torch's optimizers on flat segments, and on single parameters where it must be.
+"""The update of torch's optimizers on flat segments, or parameter by parameter.
 
 Parameters are updated one by one, as DTensors, if they cannot be in a segment: those whose gradient
 or state the user has replaced by other tensors, and those whose state the first step must create.

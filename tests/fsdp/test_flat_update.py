@@ -369,6 +369,21 @@ def test_clipping_costs_one_collective(ranks: Ranks) -> None:
     assert ranks(2, count_collectives_of_clipping) == [1, 1]
 
 
+def measure_while_gradients_change() -> None:
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad.mul_(2.0)
+            for order in (2.0, torch.inf):
+                expected = torch.linalg.vector_norm(parameter.grad.full_tensor(), order)
+                torch.testing.assert_close(parameter.grad.norm(order), expected)
+
+
+def test_norms_that_are_computed_together_are_those_of_the_gradients_now(ranks: Ranks) -> None:
+    ranks(2, measure_while_gradients_change)
+
+
 # ---- memory
 
 
