@@ -27,7 +27,7 @@ from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 PHASES = ("forward and backward", "clip_grad_norm_", "step", "zero_grad")
 
 
-class TwoLayers(nn.Module):
+class SmallUnit(nn.Module):
     """A unit, float (batch, width) to the same shape."""
 
     def __init__(self, width: int):
@@ -42,7 +42,7 @@ class TwoLayers(nn.Module):
 def build(units: int, width: int) -> nn.Module:
     """Build the same model on every call."""
     torch.manual_seed(0)
-    return nn.Sequential(*[TwoLayers(width) for _ in range(units)])
+    return nn.Sequential(*[SmallUnit(width) for _ in range(units)])
 
 
 Trained = tuple[nn.Module, torch.optim.Optimizer]
@@ -66,7 +66,7 @@ def with_ours(model: nn.Module) -> Trained:
     return fully_shard(
         model,
         torch.optim.AdamW(model.parameters()),
-        fsdp_unit_modules=[TwoLayers],
+        fsdp_unit_modules=[SmallUnit],
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
     )
 

@@ -330,15 +330,15 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
         own: list[Run] = []
         previous: Member | None = None
         for index in _order(param_group):
-            member = by_index.get(index)
-            if member is not None:
-                if previous is None or not _follows(member, previous, dense):
+            current = by_index.get(index)
+            if current is not None:
+                if previous is None or not _follows(current, previous, dense):
                     own.append([])
-                own[-1].append(member)
-            previous = member
-        for each in by_index.values():
-            if each.is_empty:
-                _add_empty(each, own)
+                own[-1].append(current)
+            previous = current
+        for member in by_index.values():
+            if member.is_empty:
+                _add_empty(member, own)
         runs += own
     return runs
 

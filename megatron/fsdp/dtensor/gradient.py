@@ -199,8 +199,9 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    is_whole = dim is None and not keepdim and isinstance(ord, (int, float)) and ord > 0
-    if not (is_whole and type(x) is ShardedGradient):
+    if dim is not None or keepdim or not isinstance(ord, (int, float)) or ord <= 0:
+        return NotImplemented
+    if type(x) is not ShardedGradient:
         return NotImplemented
     return x.family.norm(x, float(ord), dtype)
 
