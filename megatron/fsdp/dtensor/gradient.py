@@ -30,6 +30,7 @@ _local_tensor_of = attrgetter("_local_tensor")
 _norm_group_of = attrgetter("norm_group")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
+_copies_of = attrgetter("copies")
 
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
@@ -128,10 +129,8 @@ def norms(
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        copies = [norm_group.copies for norm_group in dict.fromkeys(norm_groups)]
-        if max(copies) > 1:
-            result /= result.new_tensor([norm_group.copies for norm_group in norm_groups])
-        result = result ** (1 / order)
+        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
+        result = (result / copies) ** (1 / order)
     dtypes = list(map(_dtype_of, shards))
     if dtype is None and len(set(dtypes)) > 1:
         return [norm.to(_at_least_float32(each)) for norm, each in zip(result, dtypes)]
