@@ -72,9 +72,7 @@ class GroupHandover:
         """Show the gradients in ``flat``, the gradient shard; frozen parameters show none."""
         if flat is not self._flat:  # it is the same tensor in every step
             self._flat = flat
-            self._gradients = [each.gradient(flat) for each in self.sharded_params]
-            for gradient in self._gradients:
-                gradient.family = self._family
+            self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
             self._is_sum = flat is self.group.gradients.shard
             self._references = self._count_references()
         gradients: Sequence[ShardedGradient | None] = self._gradients

@@ -74,6 +74,9 @@ class ShardedGradient(UnevenDTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+Version = tuple[int, int]
+
+
 class GradientFamily:
     """The gradients of a model, whose norms are computed together, by one collective.
 
@@ -85,7 +88,7 @@ class GradientFamily:
     def __init__(self) -> None:
         self._members: list[ShardedGradient] = []
         # Norms that nobody has taken yet, with the version of the gradient, by order and dtype.
-        self._waiting: dict[object, dict[int, tuple[torch.Tensor, int]]] = {}
+        self._waiting: dict[object, dict[int, tuple[torch.Tensor, Version]]] = {}
 
     def assign(self, gradients: Iterable[ShardedGradient]) -> None:
         """Set the members, with new values, in the same order on all ranks."""
@@ -99,12 +102,18 @@ class GradientFamily:
         waiting = self._waiting.setdefault((order, dtype), {})
         if not waiting:
             for member, norm in zip(self._members, norms(self._members, order, dtype)):
-                waiting[id(member)] = norm, member._local_tensor._version
+                waiting[id(member)] = norm, _version(member)
         if id(gradient) in waiting:
             norm, version = waiting.pop(id(gradient))
-            if version == gradient._local_tensor._version:
+            if version == _version(gradient):
                 return norm
         return norms([gradient], order, dtype)[0]
+
+
+def _version(gradient: ShardedGradient) -> Version:
+    """Return a value that changes when the gradient is changed in place."""
+    # An operation on the DTensor does not count as a change of its local tensor.
+    return gradient._version, gradient._local_tensor._version
 
 
 @torch.no_grad()

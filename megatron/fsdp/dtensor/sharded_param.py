@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
-from megatron.fsdp.dtensor.gradient import NormGroup, ShardedGradient
+from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
 from megatron.fsdp.dtensor.uneven import AnyDTensor, UnevenDTensor, dtensor_over, wrap_local
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
@@ -93,15 +93,16 @@ class ShardedParam:
 
     # ---- gradients and optimizer state
 
-    def gradient(self, flat: torch.Tensor) -> ShardedGradient:
+    def gradient(self, flat: torch.Tensor, family: GradientFamily) -> ShardedGradient:
         """Return a DTensor over this parameter's gradient in ``flat``.
 
         Args:
             flat: the rank's shard of the group's gradients.
+            family: all gradients of the model.
         """
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
         gradient = self._dtensor(shard, ShardedGradient)
-        gradient.norm_group = self._norm_group
+        gradient.norm_group, gradient.family = self._norm_group, family
         link(gradient, self)
         return gradient
 
