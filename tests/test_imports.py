@@ -28,7 +28,8 @@ ROOMS = {
         *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
         *("settings", "agreement", "sharding"),
         *("gradient_sync", "model_state", "sharded_module", "model"),
-        *("elementwise", "optimizer_state", "optimizer", "fully_shard"),
+        *("elementwise", "optimizer_state", "flat_segments", "flat_update", "optimizer"),
+        "fully_shard",
     ],
 }
 """Rooms of megatron/fsdp, the lowest first, and the files of each in order.

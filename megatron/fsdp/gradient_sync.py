@@ -7,29 +7,125 @@
     start             the reduction of all accumulated gradients starts
     wait              the results of all reductions are in the gradient shards
     attach            the shards are put on ``param.grad``, as DTensors
-    clear             all gradients are dropped (``zero_grad``)
+    clear             all gradients are dropped (``zero_grad``), and the storage of the shards is
+                      freed until the first reduction of the next backward
 A plain ``optimizer.zero_grad()`` of torch clears ``param.grad`` and nothing else. The next backward
 pass notices that, and clears the gradient shards too.
+
+Attaching and clearing set an attribute of every parameter. What is done for every parameter in
+every step is a ``map`` over lists that are made once: it runs in C, without a call of Python.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_not
+from sys import getrefcount
 
 import torch
-from torch.distributed.tensor import DTensor
 
+from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 
+_requires_grad = attrgetter("requires_grad")
+_local_tensor = attrgetter("_local_tensor")
+
 
 class GradientError(RuntimeError):
     """A gradient that is NaN or Inf; the message names parameters and ranks."""
+
+
+class GroupHandover:
+    """The gradients of a group of trainable parameters, as the parameters show them.
+
+    Args:
+        sharded_params: the parameters of the group.
+        attribute: the attribute of the parameters that shows the gradients.
+        family: all gradients of the model.
+
+    Attributes:
+        attached: the gradients that the parameters have been given.
+    """
+
+    def __init__(
+        self, sharded_params: Sequence[ShardedParam], attribute: str, family: GradientFamily
+    ):
+        self.sharded_params = sharded_params
+        self.group: ParamGroup = sharded_params[0].group
+        self.parameters: list[torch.Tensor] = [each.parameter for each in sharded_params]
+        self._computes = [each.compute for each in sharded_params]
+        self._attribute = attribute
+        self._family = family
+        self.attached: list[ShardedGradient] = []
+        self._flat: torch.Tensor | None = None
+        self._is_sum = False  # `_flat` is the sum itself, and not its copy in another dtype
+        self._gradients: list[ShardedGradient] = []
+        self._references: list[int] = []  # to the gradients, by the engine itself
+
+    def attach(self, flat: torch.Tensor) -> None:
+        """Show the gradients in ``flat``, the gradient shard; frozen parameters show none."""
+        if flat is not self._flat:  # it is the same tensor in every step
+            self._flat = flat
+            self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
+            self._is_sum = flat is self.group.gradients.shard
+            self._references = self._count_references()
+        gradients: Sequence[ShardedGradient | None] = self._gradients
+        self.attached = self._gradients
+        with torch._C.DisableTorchFunctionSubclass():
+            trains = all(map(_requires_grad, self.parameters))
+            if not (trains and all(map(_requires_grad, self._computes))):
+                gradients = self._gradients_of_trained()
+                self.attached = [each for each in gradients if each is not None]
+            _set_all(self.parameters, self._attribute, gradients)
+
+    def _gradients_of_trained(self) -> list[ShardedGradient | None]:
+        """Return the gradients, with None for parameters that were frozen after sharding."""
+        return [
+            gradient if parameter.requires_grad and compute.requires_grad else None
+            for gradient, parameter, compute in zip(
+                self._gradients, self.parameters, self._computes
+            )
+        ]
+
+    def detach(self) -> None:
+        """Show no gradients."""
+        self.attached = []
+        with torch._C.DisableTorchFunctionSubclass():
+            _set_all(self.parameters, self._attribute, repeat(None))
+
+    def free(self) -> None:
+        """Free the storage of the gradient shard, unless the user has kept one of its gradients.
+
+        The sum is empty, and no parameter shows a gradient.
+        """
+        if self._flat is None or not self._is_sum:
+            return
+        storage = self._flat.untyped_storage()
+        # Tensors over the storage: the shard, and the local tensor of each gradient. `storage`
+        # itself counts too.
+        is_kept = torch._C._storage_Use_Count(storage._cdata) > len(self._gradients) + 2
+        # NumPy arrays make storage fixed for good.
+        if storage.resizable() and not is_kept and self._count_references() == self._references:
+            memory.free(self._flat)
+            recorder.storage("release", self._flat)
+
+    def _count_references(self) -> list[int]:
+        """Count the references to every gradient and its local tensor."""
+        gradients = self._gradients
+        return [*map(getrefcount, gradients), *map(getrefcount, map(_local_tensor, gradients))]
+
+    def shown(self) -> list[torch.Tensor | None]:
+        """Return the gradient that each parameter shows; the user may have replaced it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(getattr, self.parameters, repeat(self._attribute), repeat(None)))
 
 
 class GradientSync:
@@ -55,18 +151,24 @@ class GradientSync:
     ):
         self._microbatches = microbatches
         self._use_decoupled_grad = use_decoupled_grad
-        self._grad_attribute = "decoupled_grad" if use_decoupled_grad else "grad"
         self._report_nonfinite = report_nonfinite
         self._schedule: Schedule | None = None
         self._is_attached = False  # reduced gradients are on the parameters
         self._is_final = True  # no backward pass has ended since they were attached or cleared
         self._frozen: list[ShardedParam] = []
-        self._trainable: dict[ParamGroup, list[ShardedParam]] = defaultdict(list)
+        trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
-                self._trainable[sharded_param.group].append(sharded_param)
+                trainable.setdefault(sharded_param.group, []).append(sharded_param)
             else:
                 self._frozen.append(sharded_param)
+        attribute = "decoupled_grad" if use_decoupled_grad else "grad"
+        self._frozen_tensors: list[torch.Tensor] = [each.parameter for each in self._frozen]
+        self._frozen_tensors += [each.compute for each in self._frozen]
+        self._family = GradientFamily()
+        self._handovers = [
+            GroupHandover(members, attribute, self._family) for members in trainable.values()
+        ]
 
     def connect(self, schedule: Schedule) -> None:
         """Set the schedule whose backward passes call this object."""
@@ -82,10 +184,17 @@ class GradientSync:
         recorder.begin_backward_pass()
         if not self._is_attached:
             return
-        for group, members in self._trainable.items():
-            cleared = [each for each in members if self._grad_of(each) is None]
-            if len(cleared) == len(members):
-                group.gradients.forget_reduced()
+        for handover in self._handovers:
+            shown = handover.shown()
+            if all(map(is_not, shown, repeat(None))):
+                continue
+            cleared = [
+                sharded_param
+                for sharded_param, gradient in zip(handover.sharded_params, shown)
+                if gradient is None
+            ]
+            if len(cleared) == len(shown):
+                handover.group.gradients.forget_reduced()
                 continue
             for sharded_param in cleared:
                 clear_gradient_shard(sharded_param)
@@ -126,14 +235,10 @@ class GradientSync:
             RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
         self._refuse_thawed()
-        for group, members in self._trainable.items():
-            flat = group.gradients.final(in_main_dtype=not self._use_decoupled_grad)
-            for sharded_param in members:
-                # A parameter may have been frozen since it was sharded.
-                trains = (
-                    sharded_param.parameter.requires_grad and sharded_param.compute.requires_grad
-                )
-                self._set_grad(sharded_param, sharded_param.gradient(flat) if trains else None)
+        for handover in self._handovers:
+            gradients = handover.group.gradients
+            handover.attach(gradients.final(in_main_dtype=not self._use_decoupled_grad))
+        self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
         self._is_final = self._is_attached = True
         if self._report_nonfinite is not None:
             self._report_nonfinite(self._find_nonfinite())
@@ -142,15 +247,16 @@ class GradientSync:
 
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply every gradient, reduced or not yet, by a number or a 0-d tensor."""
-        for group in self._trainable:
-            group.gradients.scale(factor)
+        for handover in self._handovers:
+            handover.group.gradients.scale(factor)
 
     def clear(self) -> None:
         """Drop all gradients: accumulated, reduced, and attached."""
-        for group, members in self._trainable.items():
-            group.gradients.clear()
-            for sharded_param in members:
-                self._set_grad(sharded_param, None)
+        self._family.assign([])
+        for handover in self._handovers:
+            handover.group.gradients.clear()
+            handover.detach()
+            handover.free()
         self._is_attached = False
         self._is_final = True
 
@@ -161,38 +267,39 @@ class GradientSync:
         assert self._schedule is not None, "connect() comes first"
         return self._schedule
 
-    def _grad_of(self, sharded_param: ShardedParam) -> DTensor | None:
-        gradient: DTensor | None = getattr(sharded_param.parameter, self._grad_attribute, None)
-        return gradient
-
-    def _set_grad(self, sharded_param: ShardedParam, gradient: DTensor | None) -> None:
-        setattr(sharded_param.parameter, self._grad_attribute, gradient)
-
     def _refuse_thawed(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            if not any(map(_requires_grad, self._frozen_tensors)):
+                return
         thawed = [
             each.name
             for each in self._frozen
             if each.parameter.requires_grad or each.compute.requires_grad
         ]
-        if thawed:
-            raise RuntimeError(
-                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
-                " gradients; shard the model with every parameter trainable that is to be trained,"
-                " and freeze afterwards"
-            )
+        raise RuntimeError(
+            f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
+            " gradients; shard the model with every parameter trainable that is to be trained,"
+            " and freeze afterwards"
+        )
 
     def _find_nonfinite(self) -> list[ShardedParam]:
         """Return the parameters whose gradient is NaN or Inf on this rank."""
         found = []
-        for group, members in self._trainable.items():
+        for handover in self._handovers:
             # One check per group; its parameters are checked only if that finds something.
-            if torch.isfinite(group.gradients.shard.sum(dtype=torch.float32)):
+            if torch.isfinite(handover.group.gradients.shard.sum(dtype=torch.float32)):
                 continue
-            for sharded_param in members:
-                gradient = self._grad_of(sharded_param)
-                if gradient is not None and not torch.isfinite(gradient._local_tensor).all():
+            for sharded_param, gradient in zip(handover.sharded_params, handover.shown()):
+                if gradient is not None and not torch.isfinite(_local_tensor(gradient)).all():
                     found.append(sharded_param)
         return found
+
+
+def _set_all(
+    parameters: Sequence[torch.Tensor], attribute: str, values: Iterable[torch.Tensor | None]
+) -> None:
+    """Set an attribute of every parameter."""
+    deque(map(setattr, parameters, repeat(attribute), values), maxlen=0)
 
 
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:

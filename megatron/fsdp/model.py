@@ -221,7 +221,6 @@ class MegatronFSDP(ShardedModule):
         Args:
             set_to_none: False leaves gradients of zeros on the parameters.
         """
-        super().zero_grad(set_to_none)
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()

@@ -22,6 +22,7 @@ from megatron.fsdp.elementwise import (
     torch_class,
     why_not_elementwise,
 )
+from megatron.fsdp.flat_update import FlatUpdate
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
 from megatron.fsdp.optimizer_state import (
@@ -40,6 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_models: list[MegatronFSDP]
     _fsdp_whole_models: list[MegatronFSDP]  # those whose parameters no other optimizer steps
     _fsdp_checkpoint_ready: bool
+    _fsdp_flat: FlatUpdate | None  # of torch's optimizers
 
     def step(
         self,
@@ -57,21 +59,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ``model.install_optimized_model_weights()``, if their dtype differs from that of the
                 main weights. Otherwise they share storage with the main weights.
         """
-        on_local_shards = OnLocalShards()
-
-        def synchronised(closure: Callable[[], Any]) -> Any:
-            with on_local_shards.paused():
-                with torch.enable_grad():
-                    loss = closure()
-                self._finish_communication(sync_grad_before_optimizer_step)
-            return loss
-
         self._finish_communication(sync_grad_before_optimizer_step)
-        with on_local_shards:
-            if closure is None:
-                loss = super().step()
-            else:
-                loss = super().step(partial(synchronised, closure))
+        reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
+        if self._fsdp_flat is None:
+            loss = self._step_by_parameter(closure, reduce)
+        elif closure is None:
+            loss = _flat_step(self)
+        else:
+            loss = _flat_step(self, partial(_with_reduction, closure, reduce))
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -79,8 +74,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.start_param_sync()
         return loss
 
-    # torch's hooks run in the wrapped step; it would put them around this one too.
+    # torch's hooks run around the update; it would put them around this one too.
     step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
+
+    def _step_by_parameter(
+        self, closure: Callable[[], Any] | None, reduce: Callable[[], None]
+    ) -> Any:
+        """Run the user's step over all parameters, as DTensors."""
+        on_local_shards = OnLocalShards()
+
+        def synchronised(closure: Callable[[], Any]) -> Any:
+            with on_local_shards.paused():
+                return _with_reduction(closure, reduce)
+
+        with on_local_shards:
+            if closure is None:
+                return super().step()
+            return super().step(partial(synchronised, closure))
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
         """Clear the gradients of the parameters that this optimizer steps, as in torch.
@@ -89,16 +99,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             set_to_none: False leaves gradients of zeros on the parameters.
             zero_grad_buffer: clear the accumulation buffers behind ``param.grad`` too.
         """
-        if zero_grad_buffer:
-            for model in self._fsdp_models:
-                if model not in self._fsdp_whole_models:
-                    self._clear_own_shards(model)
-        super().zero_grad(set_to_none)
-        if zero_grad_buffer:
-            for model in self._fsdp_whole_models:
-                model.zero_grad_buffer()
-                if not set_to_none:
-                    model.attach_grad_to_optimizer_state()  # zeros
+        if not zero_grad_buffer:
+            super().zero_grad(set_to_none)
+            return
+        shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
+        if shared:
+            for model in shared:
+                self._clear_own_shards(model)
+            super().zero_grad(set_to_none)
+        for model in self._fsdp_whole_models:
+            model.zero_grad_buffer()
+            if not set_to_none:
+                model.attach_grad_to_optimizer_state()  # zeros
 
     def _clear_own_shards(self, model: MegatronFSDP) -> None:
         """Clear the gradients of the parameters of a model that this optimizer steps."""
@@ -171,6 +183,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             key: shard_slots(sharded_params[key], slots, names) if key in sharded_params else slots
             for key, slots in state_dict["state"].items()
         }
+        if self._fsdp_flat is not None:
+            self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
 
@@ -198,6 +212,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     slots = initial_state(self, kind, group, parameter)
                     if slots or has_none:
                         self.state[parameter] = slots
+        if self._fsdp_flat is not None:
+            self._fsdp_flat.prepare(self)
 
     def _finish_communication(self, reduce: bool) -> None:
         for model in self._fsdp_models:
@@ -206,6 +222,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.synchronize_param_gather()
             if reduce:
                 model.finish_grad_sync()
+
+
+def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:
+    """Call a closure, and then ``reduce`` its gradients."""
+    with torch.enable_grad():
+        loss = closure()
+    reduce()
+    return loss
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Update the main weights on flat segments, with torch's hooks around it."""
+    loss = None if closure is None else closure()
+    assert optimizer._fsdp_flat is not None
+    optimizer._fsdp_flat.step(optimizer)
+    return loss
 
 
 def shard_optimizer(
@@ -241,6 +274,8 @@ def shard_optimizer(
     )
     sharded = cast(ShardedOptimizer, optimizer)
     sharded._fsdp_checkpoint_ready = checkpoint_ready
+    known = torch_class(kind)
+    sharded._fsdp_flat = FlatUpdate(known) if known is not None else None
     sharded._find_models()
     for group in sharded.param_groups:
         group["param_names"] = _names(group["params"])

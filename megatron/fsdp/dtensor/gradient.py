@@ -3,16 +3,20 @@
 
 torch computes norms of DTensors mesh by mesh. It can neither combine norms over different meshes
 (expert parameters), nor compute an infinity norm if a rank owns nothing. Here every rank computes
-the norms of its shards, and one reduction for each norm group combines them. The results are plain
-tensors, equal on all ranks.
+the norms of its shards, and one all-reduce over each process group combines all of them. The
+results are plain tensors, equal on all ranks.
+
+Gradients are clipped in every step, so loops over all of them are left to ``map``, which runs in C.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain, compress
 from math import inf
+from operator import attrgetter
 from typing import Any, TypeGuard
 
 import torch
@@ -22,8 +26,14 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
 from megatron.fsdp.engine.collectives import all_reduce_over
 
+_local_tensor_of = attrgetter("_local_tensor")
+_norm_group_of = attrgetter("norm_group")
+_dtype_of = attrgetter("dtype")
+_groups_of = attrgetter("groups")
+_copies_of = attrgetter("copies")
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)  # its hash is not computed in Python
 class NormGroup:
     """The ranks over which the norm of a parameter is summed.
 
@@ -37,9 +47,15 @@ class NormGroup:
 
 
 class ShardedGradient(UnevenDTensor):
-    """The gradient of a sharded parameter."""
+    """The gradient of a sharded parameter.
+
+    Attributes:
+        norm_group: the ranks that share it.
+        family: the gradients that it belongs to.
+    """
 
     norm_group: NormGroup
+    family: GradientFamily
 
     @classmethod
     def __torch_function__(
@@ -58,46 +74,112 @@ class ShardedGradient(UnevenDTensor):
         return super().__torch_function__(func, types, args, kwargs)
 
 
+Version = tuple[int, int]
+
+
+class GradientFamily:
+    """The gradients of a model, whose norms are computed together, by one collective.
+
+    Without multi-tensor kernels, as on CPU, torch's ``clip_grad_norm_`` asks for one norm after the
+    other. The first request computes all norms, and every gradient takes its own once. All ranks
+    ask in the same order, so all find theirs or compute anew.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[ShardedGradient] = []
+        # Norms that nobody has taken yet, with the version of the gradient, by order and dtype.
+        self._waiting: dict[object, dict[int, tuple[torch.Tensor, Version]]] = {}
+
+    def assign(self, gradients: Iterable[ShardedGradient]) -> None:
+        """Set the members, with new values, in the same order on all ranks."""
+        self._members = list(gradients)
+        self._waiting.clear()
+
+    def norm(
+        self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Return the norm of one gradient; see :func:`norms`."""
+        waiting = self._waiting.setdefault((order, dtype), {})
+        if not waiting:
+            for member, norm in zip(self._members, norms(self._members, order, dtype)):
+                waiting[id(member)] = norm, _version(member)
+        if id(gradient) in waiting:
+            norm, version = waiting.pop(id(gradient))
+            if version == _version(gradient):
+                return norm
+        return norms([gradient], order, dtype)[0]
+
+
+def _version(gradient: ShardedGradient) -> Version:
+    """Return a value that changes when the gradient is changed in place."""
+    # An operation on the DTensor does not count as a change of its local tensor.
+    return gradient._version, gradient._local_tensor._version
+
+
 @torch.no_grad()
 def norms(
     gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
     """Compute the norm of each whole gradient: 0-d tensors, equal on every rank.
 
-    This is a collective: one all-reduce over each process group of each norm group.
+    This is a collective: one all-reduce over each process group of all norm groups.
 
     Args:
         gradients: in the same order on all ranks.
         order: of the norm; positive, may be infinity.
         dtype: of the results. None: the dtype of each gradient, at least float32.
     """
-    indices_of: dict[NormGroup, list[int]] = defaultdict(list)
-    for index, gradient in enumerate(gradients):
-        indices_of[gradient.norm_group].append(index)
-    result = [torch.empty(0)] * len(gradients)
-    for group, indices in indices_of.items():
-        local = torch.stack([_measure(gradients[index]._local_tensor, order) for index in indices])
-        if order == inf:
-            whole = all_reduce_over(local, group.groups, dist.ReduceOp.MAX)
-        else:
-            summed = all_reduce_over(local, group.groups, dist.ReduceOp.SUM)
-            whole = (summed / group.copies) ** (1 / order)
-        for index, norm in zip(indices, whole):
-            at_least_float32 = torch.promote_types(gradients[index].dtype, torch.float32)
-            result[index] = norm.to(dtype or at_least_float32)
-    return result
+    if not gradients:
+        return []
+    shards = list(map(_local_tensor_of, gradients))
+    norm_groups = list(map(_norm_group_of, gradients))
+    result = _powers(shards, order)
+    if order == inf:
+        _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
+    else:
+        _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
+        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
+        result = (result / copies) ** (1 / order)
+    dtypes = list(map(_dtype_of, shards))
+    if dtype is None and len(set(dtypes)) > 1:
+        return [norm.to(_at_least_float32(each)) for norm, each in zip(result, dtypes)]
+    return list(result.to(dtype or _at_least_float32(dtypes[0])).unbind())
 
 
-def _measure(shard: torch.Tensor, order: float) -> torch.Tensor:
-    """Return norm ** order of a shard in float64; for the infinity norm, the norm itself.
+def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Return norm ** order of each shard in float64; for the infinity norm, the norm itself.
 
     The sum over the shards of a tensor is that of the tensor; for the infinity norm, the maximum.
     """
-    if not shard.numel():
-        return torch.zeros((), dtype=torch.float64, device=shard.device)
-    wide = torch.promote_types(shard.dtype, torch.float32)
-    norm: torch.Tensor = torch.linalg.vector_norm(shard, order, dtype=wide).double()
-    return norm if order == inf else norm**order
+    sizes = list(map(torch.Tensor.numel, shards))
+    filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
+    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
+    if filled:
+        wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
+        norms_ = torch.stack(torch._foreach_norm(filled, order, dtype=wide)).double()
+        if order != inf:
+            norms_ = norms_**order
+        if len(filled) == len(shards):
+            return norms_
+        result[list(compress(range(len(shards)), sizes))] = norms_
+    return result
+
+
+def _all_reduce(
+    values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
+) -> None:
+    """All-reduce each value over the process groups of its norm group, in place."""
+    distinct = list(dict.fromkeys(norm_groups))
+    for group in dict.fromkeys(chain.from_iterable(map(_groups_of, distinct))):
+        if all(group in norm_group.groups for norm_group in distinct):
+            all_reduce_over(values, [group], op)
+            continue
+        members = [index for index, each in enumerate(norm_groups) if group in each.groups]
+        values[members] = all_reduce_over(values[members], [group], op)
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 # ---- replacements of torch's functions, with the same arguments
@@ -106,7 +188,7 @@ def _measure(shard: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
-    return all(isinstance(tensor, ShardedGradient) for tensor in tensors)
+    return set(map(type, tensors)) == {ShardedGradient}
 
 
 def _foreach_norm(
@@ -125,10 +207,11 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    if dim is not None or keepdim or not isinstance(ord, (int, float)):
+    if dim is not None or keepdim or not isinstance(ord, (int, float)) or ord <= 0:
         return NotImplemented
-    result = _foreach_norm([x], ord, dtype)
-    return result if result is NotImplemented else result[0]
+    if type(x) is not ShardedGradient:
+        return NotImplemented
+    return x.family.norm(x, float(ord), dtype)
 
 
 def _norm(
@@ -149,7 +232,7 @@ def _foreach_mul_(tensors: Sequence[DTensor], factor: Any) -> Any:
     """
     if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor):
         return NotImplemented
-    torch._foreach_mul_([tensor._local_tensor for tensor in tensors], factor)
+    torch._foreach_mul_(list(map(_local_tensor_of, tensors)), factor)
     return None
 
 
@@ -163,10 +246,11 @@ def _unscale_(
     """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
     if not _are_gradients(gradients):
         return NotImplemented
-    shards = [gradient._local_tensor for gradient in gradients]
+    shards = list(map(_local_tensor_of, gradients))
     torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-    for groups in dict.fromkeys(gradient.norm_group.groups for gradient in gradients):
-        all_reduce_over(found_inf, groups, dist.ReduceOp.MAX)
+    distinct = dict.fromkeys(map(_norm_group_of, gradients))
+    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, distinct)))
+    all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
     return None
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
-from megatron.fsdp.dtensor.gradient import NormGroup, ShardedGradient
+from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
 from megatron.fsdp.dtensor.uneven import AnyDTensor, UnevenDTensor, dtensor_over, wrap_local
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
@@ -77,7 +77,6 @@ class ShardedParam:
         self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
-        self._grad: ShardedGradient | None = None
 
     def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
         placements: list[Placement] = []
@@ -94,17 +93,18 @@ class ShardedParam:
 
     # ---- gradients and optimizer state
 
-    def gradient(self, flat: torch.Tensor) -> ShardedGradient:
-        """Return this parameter's gradient in ``flat``, the rank's shard of the group's gradients.
+    def gradient(self, flat: torch.Tensor, family: GradientFamily) -> ShardedGradient:
+        """Return a DTensor over this parameter's gradient in ``flat``.
 
-        The DTensor is created once per dtype, since ``flat`` is the same tensor at every step.
+        Args:
+            flat: the rank's shard of the group's gradients.
+            family: all gradients of the model.
         """
-        if self._grad is None or self._grad.dtype != flat.dtype:
-            shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
-            self._grad = self._dtensor(shard, ShardedGradient)
-            self._grad.norm_group = self._norm_group
-            link(self._grad, self)
-        return self._grad
+        shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
+        gradient = self._dtensor(shard, ShardedGradient)
+        gradient.norm_group, gradient.family = self._norm_group, family
+        link(gradient, self)
+        return gradient
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""

@@ -81,6 +81,8 @@ class RunningSum:
         numel: number of elements.
         dtype: in which addends are summed.
         device: of the storage, which is allocated with the first addend.
+
+    While the sum is empty, its storage may be freed (:func:`~megatron.fsdp.engine.device.free`).
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
@@ -128,6 +130,9 @@ class RunningSum:
     def _allocated(self) -> torch.Tensor:
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
+            recorder.storage("allocate", self._total)
+        elif self.is_empty and not self._total.untyped_storage().nbytes():
+            memory.allocate(self._total)
             recorder.storage("allocate", self._total)
         return self._total
 

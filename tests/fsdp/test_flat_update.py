@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates on flat segments have the bits of updates of single parameters, and cost less."""
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.fsdp.dtensor.uneven import UnevenDTensor
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.optimizers import OPTIMIZERS, two_groups
+from tests.fsdp.reference import Ranks
+
+Optimizer = torch.optim.Optimizer
+Pair = list[tuple[nn.Module, Optimizer]]
+
+
+class OddUnit(nn.Module):
+    """Sizes that leave padding, and elements that fill no vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.up, self.norm, self.down = nn.Linear(5, 13), nn.LayerNorm(13), nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.norm(self.up(x)))
+
+
+def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32) -> Pair:
+    """Shard the same model twice; the second optimizer steps on single parameters only."""
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        # The last layer consists of whole blocks, which 16 bits and fused kernels need.
+        layers = [nn.Linear(8, 5), OddUnit(), nn.Linear(5, 8), nn.Linear(8, 256)]
+        module = nn.Sequential(*layers).to(dtype)
+        precision = MixedPrecisionPolicy(main_params_dtype=None)
+        settings = {"fsdp_unit_modules": [OddUnit], "mixed_precision_policy": precision}
+        pair.append(fully_shard(module, make(two_groups(module)), shard_mesh(), **settings))
+    pair[1][1]._fsdp_flat = None
+    return pair
+
+
+def backward(pair: Pair, step: int, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(3, 8, generator=generator).to(dtype)
+    for model, optimizer in pair:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+
+
+def step_and_compare(pair: Pair, what: str) -> None:
+    for _, optimizer in pair:
+        optimizer.step()
+    (model, optimizer), (other_model, other) = pair
+    for (name, mine), theirs in zip(model.named_parameters(), other_model.parameters()):
+        assert torch.equal(mine._local_tensor, theirs._local_tensor), f"{what}: {name}"
+        slots, expected = optimizer.state.get(mine, {}), other.state.get(theirs, {})
+        assert slots.keys() == expected.keys(), f"{what}: state of {name}"
+        for slot, value in slots.items():
+            assert type(value) is type(expected[slot])
+            assert torch.equal(local(value), local(expected[slot])), f"{what}: {slot} of {name}"
+
+
+def local(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [*optimizer.param_groups[0]["params"], *optimizer.param_groups[1]["params"]]
+
+
+def drop_a_gradient(optimizer: Optimizer) -> None:
+    parameters_of(optimizer)[1].grad = None
+
+
+def replace_a_gradient(optimizer: Optimizer) -> None:
+    parameter = parameters_of(optimizer)[2]
+    parameter.grad = parameter.grad * 2
+
+
+def clip(optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.1)
+
+
+def load_own_state(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def decay_rates(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+
+
+EVENTS = [
+    *(None, None, drop_a_gradient, None, replace_a_gradient, None),
+    *(clip, decay_rates, load_own_state, None),
+]
+
+
+def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
+    pair = flat_and_single(OPTIMIZERS[name], dtype)
+    for step, event in enumerate(EVENTS):
+        backward(pair, step, dtype)
+        for _, optimizer in pair:
+            if event is not None:
+                event(optimizer)
+        step_and_compare(pair, f"{name} in {dtype}, step {step}")
+    segments = pair[0][1]._fsdp_flat._segments
+    assert segments.all()
+    if "fused" not in name and dtype != torch.bfloat16:
+        assert not any(segments.others)
+        assert max(len(segment.members) for segment in segments.all()) > 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.float32)
+
+
+IN_16_BITS = ["adamw", "adamw_fused", "adam_amsgrad", "sgd_momentum", "rmsprop"]
+"""Some of them round the last elements of a tensor in another way."""
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.bfloat16)
+
+
+def exchange_states() -> None:
+    """Load the state of either optimizer into the other, after different numbers of steps."""
+    for name in ("adamw", "sgd_momentum", "nadam", "asgd", "rprop"):
+        pair, other_pair = flat_and_single(OPTIMIZERS[name]), flat_and_single(OPTIMIZERS[name])
+        for step in range(3):
+            backward(pair, step)
+            step_and_compare(pair, name)
+        for (_, optimizer), (_, source) in zip(other_pair, reversed(pair)):
+            optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+        for step in range(2):
+            backward(other_pair, step)
+            step_and_compare(other_pair, f"{name}, loaded")
+
+
+def test_states_are_those_of_single_updates(ranks: Ranks) -> None:
+    ranks(2, exchange_states)
+
+
+def count_in_place(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[0]]["step"].fill_(9)
+
+
+def replace_a_counter(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[1]]["step"] = torch.tensor(5.0)
+
+
+def replace_a_moment(optimizer: Optimizer) -> None:
+    slots = optimizer.state[parameters_of(optimizer)[3]]
+    slots["exp_avg"] = slots["exp_avg"] * 3
+
+
+def write_to_a_moment(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[0]]["exp_avg"].mul_(0.5)
+
+
+def replace_a_state(optimizer: Optimizer) -> None:
+    parameter = parameters_of(optimizer)[2]
+    optimizer.state[parameter] = copy.deepcopy(optimizer.state[parameter])
+
+
+def forget_a_state(optimizer: Optimizer) -> None:
+    optimizer.state.pop(parameters_of(optimizer)[2])
+
+
+def freeze(optimizer: Optimizer) -> None:
+    parameters_of(optimizer)[0].requires_grad_(False)
+
+
+def move_to_the_other_group(optimizer: Optimizer) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def turn_uphill(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["maximize"] = True
+
+
+CHANGES = [
+    *(count_in_place, replace_a_counter, replace_a_moment, write_to_a_moment, replace_a_state),
+    *(forget_a_state, move_to_the_other_group, turn_uphill, freeze),
+]
+
+
+def change_between_steps() -> None:
+    pair = flat_and_single(OPTIMIZERS["adamw"])
+    for step, change in enumerate([None, *CHANGES]):
+        if change is not None:
+            for _, optimizer in pair:
+                change(optimizer)
+        for again in range(2):
+            backward(pair, step)
+            step_and_compare(pair, f"{change and change.__name__}, step {again}")
+
+
+def test_changes_of_the_optimizer_between_steps_are_noticed(ranks: Ranks) -> None:
+    ranks(2, change_between_steps)
+
+
+def begin_momentum() -> None:
+    pair = flat_and_single(OPTIMIZERS["sgd"])
+    for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5)):
+        for _, optimizer in pair:
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+        backward(pair, step)
+        step_and_compare(pair, f"momentum {momentum} at step {step}")
+
+
+def test_momentum_can_begin_and_end_later(ranks: Ranks) -> None:
+    ranks(2, begin_momentum)
+
+
+def write_to_a_counter() -> None:
+    (_, optimizer), _ = pair = flat_and_single(OPTIMIZERS["adamw"])
+    backward(pair, 0)
+    step_and_compare(pair, "adamw")
+    state = optimizer.state_dict()["state"]
+    state[0]["step"].add_(1)
+    assert [slots["step"].item() for slots in state.values()] == [2.0] + [1.0] * (len(state) - 1)
+
+
+def test_every_parameter_has_a_counter_of_its_own(ranks: Ranks) -> None:
+    """An unsharded optimizer that loads counters which are one tensor would count several times."""
+    ranks(1, write_to_a_counter)
+
+
+# ---- host time
+
+
+class Layers(nn.Sequential):
+    def __init__(self, count: int):
+        super().__init__(*[nn.Linear(8, 8) for _ in range(count)])
+
+
+def shard_layers(count: int) -> tuple[nn.Module, Optimizer]:
+    """Return a sharded model of four units of ``count`` layers each."""
+    module = nn.Sequential(*[Layers(count) for _ in range(4)])
+    optimizer = torch.optim.AdamW(module.parameters())
+    precision = MixedPrecisionPolicy(main_params_dtype=None)
+    return fully_shard(
+        module, optimizer, fsdp_unit_modules=[Layers], mixed_precision_policy=precision
+    )
+
+
+class DTensorOperations(TorchDispatchMode):
+    """Records operations with DTensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching_dtensors() -> Iterator[list[str]]:
+    """Record DTensors that are made, and torch's functions and operations with DTensors."""
+    made = DTensor.__new__
+
+    def watched_new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        operations.found.append(f"{cls.__name__}()")
+        return made(cls, *args, **kwargs)
+
+    def watched_function(cls: type, function: Any, *args: Any, **kwargs: Any) -> Any:
+        operations.found.append(str(function))
+        return original(function, *args, **kwargs)
+
+    original = UnevenDTensor.__torch_function__
+    operations = DTensorOperations()
+    with (
+        patch.object(DTensor, "__new__", watched_new),
+        patch.object(UnevenDTensor, "__torch_function__", classmethod(watched_function)),
+        operations,
+    ):
+        yield operations.found
+
+
+def phases_of(model: nn.Module, optimizer: Optimizer) -> list[Callable[[], object]]:
+    """Return the parts of a step after the backward, but for clipping, which is torch's own."""
+    return [model.attach_grad_to_optimizer_state, optimizer.step, optimizer.zero_grad]
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
+    for _ in range(steps):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def watch_steps() -> list[str]:
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    with watching_dtensors() as found:
+        for phase in phases_of(model, optimizer):
+            phase()
+    with watching_dtensors() as control:
+        next(model.parameters()).detach() + 1
+    assert len(control) >= 2
+    return found
+
+
+def test_a_steady_step_makes_no_dtensor_and_calls_nothing_with_one(ranks: Ranks) -> None:
+    for found in ranks(2, watch_steps):
+        assert found == []
+
+
+def count_calls(count: int) -> list[int]:
+    """Count the calls of each phase, of Python and of C."""
+    model, optimizer = shard_layers(count)
+    train(model, optimizer)
+    numbers = []
+    for phase in phases_of(model, optimizer):
+        calls = 0
+
+        def watch(frame: Any, event: str, argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(watch)
+        try:
+            phase()
+        finally:
+            sys.setprofile(None)
+        numbers.append(calls)
+    return numbers
+
+
+def test_calls_do_not_grow_with_the_parameters_of_a_unit(ranks: Ranks) -> None:
+    few, many = ranks(1, count_calls, 2)[0], ranks(1, count_calls, 9)[0]
+    assert few == many
+    assert min(few) > 10
+
+
+def count_collectives_of_clipping() -> int:
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as watched:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return watched.call_count
+
+
+def test_clipping_costs_one_collective(ranks: Ranks) -> None:
+    assert ranks(2, count_collectives_of_clipping) == [1, 1]
+
+
+def measure_while_gradients_change() -> None:
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad.mul_(2.0)
+            for order in (2.0, torch.inf):
+                expected = torch.linalg.vector_norm(parameter.grad.full_tensor(), order)
+                torch.testing.assert_close(parameter.grad.norm(order), expected)
+
+
+def test_norms_that_are_computed_together_are_those_of_the_gradients_now(ranks: Ranks) -> None:
+    ranks(2, measure_while_gradients_change)
+
+
+# ---- memory
+
+
+def stored_gradients(model: nn.Module) -> list[int]:
+    return [
+        group.gradients._grad_sum._total.untyped_storage().nbytes()
+        for group in model.groups
+        if group.requires_grad
+    ]
+
+
+KEPT: dict[str, Callable[[Tensor], object] | None] = {
+    "nothing": None,
+    "gradient": lambda gradient: gradient,
+    "local": lambda gradient: gradient.to_local(),
+    "local_itself": lambda gradient: gradient._local_tensor,
+    "numpy": lambda gradient: gradient._local_tensor.numpy(),
+}
+
+
+def watch_storage(kept: str) -> list[int]:
+    """Return the bytes of gradient shards after clearing, and check that nothing else changes."""
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    expected = [parameter.grad._local_tensor.clone() for parameter in model.parameters()]
+    keep = KEPT[kept]
+    users_own = keep and keep(next(model.parameters()).grad)
+    optimizer.zero_grad()
+    stored = stored_gradients(model)
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.equal(parameter.grad._local_tensor, gradient)
+    assert all(stored_gradients(model))
+    del users_own
+    return stored
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_gradient_shards_have_no_storage_after_clearing_unless_the_user_keeps_one(
+    ranks: Ranks, kept: str
+) -> None:
+    for stored in ranks(2, watch_storage, kept):
+        assert sum(1 for size in stored if size) == (0 if kept == "nothing" else 1)
