@@ -143,7 +143,7 @@ BROKEN_LINES = [
     BrokenLine(
         "prefetch: nothing is prefetched in backward",
         "megatron/fsdp/engine/prefetch.py",
-        "self._next_in_backward = dict(zip(order[1:], order))",
+        "self._next_in_backward = dict(zip(order[2:], order[1:]))",
         "self._next_in_backward = {}",
         "tests/fsdp/test_fully_shard.py tests/fsdp/test_memory.py tests/fsdp/engine",
     ),

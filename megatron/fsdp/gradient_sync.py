@@ -115,7 +115,8 @@ class GroupHandover:
         # NumPy arrays make storage fixed for good.
         if storage.resizable() and not is_kept and self._count_references() == self._references:
             memory.free(self._flat)
-            recorder.storage("release", self._flat)
+            with recorder.named(self.group.unit_name, "free gradients"):
+                recorder.storage("release", self._flat)
 
     def _count_references(self) -> list[int]:
         """Count the references to every gradient and its local tensor."""

@@ -5,12 +5,22 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def has_uneven_slices(parameter: nn.Parameter) -> bool:
+    """Return True if tensor parallelism has divided ``parameter`` into slices of unequal sizes."""
+    if not isinstance(parameter, DTensor):
+        return False
+    return any(
+        isinstance(placement, Shard) and parameter.shape[placement.dim] % size
+        for placement, size in zip(parameter.placements, parameter.device_mesh.shape)
+    )
 
 
 def set_local_tensor(parameter: nn.Parameter, value: torch.Tensor) -> None:

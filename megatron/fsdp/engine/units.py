@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from megatron.fsdp.engine.local_tensor import local_tensor
+from megatron.fsdp.engine.local_tensor import has_uneven_slices, local_tensor
 from megatron.fsdp.engine.unit import Unit
 
 
@@ -145,7 +145,10 @@ def merge_small_units(
         is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
         is_alone = all(each is root for each in unit.shared)
-        if is_automatic and is_alone and sizes[unit] <= room:
+        # Unequal slices would shift the other parameters of the root by different amounts on
+        # different tensor-parallel ranks.
+        is_even = not any(map(has_uneven_slices, parameters_of[unit].values()))
+        if is_automatic and is_alone and is_even and sizes[unit] <= room:
             room -= sizes[unit]
             merged.append(unit)
             for sharer in sharers:

@@ -225,7 +225,7 @@ def shows_disable_bucketing(make: Make) -> None:
     assert names_of_units(
         make(build_stack(), fsdp_unit_modules=[ResidualBlock], disable_bucketing=True)
     ) == {""}
-    assert len(names_of_units(make(build_stack(), fsdp_unit_modules=[ResidualBlock]))) == 5
+    assert len(names_of_units(make(build_stack(), fsdp_unit_modules=[ResidualBlock]))) == 4
 
 
 @shows_both("calculate_per_token_loss")
