@@ -48,24 +48,24 @@ def build(units: int, width: int) -> nn.Module:
 Trained = tuple[nn.Module, torch.optim.Optimizer]
 
 
-def bare(model: nn.Module) -> Trained:
+def bare(model: nn.Module, **options: bool) -> Trained:
     """Leave a model as it is, and make its optimizer."""
-    return model, torch.optim.AdamW(model.parameters())
+    return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-def with_fsdp2(model: nn.Module) -> Trained:
+def with_fsdp2(model: nn.Module, **options: bool) -> Trained:
     """Shard a model with FSDP2, and make its optimizer."""
     for unit in model.children():
         torch_fully_shard(unit)
     torch_fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters())
+    return model, torch.optim.AdamW(model.parameters(), **options)
 
 
-def with_ours(model: nn.Module) -> Trained:
+def with_ours(model: nn.Module, **options: bool) -> Trained:
     """Shard a model with this engine, and make its optimizer."""
     return fully_shard(
         model,
-        torch.optim.AdamW(model.parameters()),
+        torch.optim.AdamW(model.parameters(), **options),
         fsdp_unit_modules=[SmallUnit],
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
     )
@@ -95,11 +95,19 @@ def time_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tenso
 @click.option("--units", default=64, show_default=True)
 @click.option("--width", default=16, show_default=True, help="inputs and outputs of every layer")
 @click.option("--rounds", default=30, show_default=True, help="after three that do not count")
-def main(units: int, width: int, rounds: int) -> None:
+@click.option(
+    "--update",
+    default="plain",
+    show_default=True,
+    type=click.Choice(["plain", "foreach", "fused"]),
+    help="the implementation of AdamW",
+)
+def main(units: int, width: int, rounds: int, update: str) -> None:
     """Time the phases of a step and print a line for each."""
     dist.init_process_group("gloo")
     wrappers = {"bare": bare, "fsdp2": with_fsdp2, "ours": with_ours}
-    trained = {name: wrap(build(units, width)) for name, wrap in wrappers.items()}
+    options = {} if update == "plain" else {update: True}
+    trained = {name: wrap(build(units, width), **options) for name, wrap in wrappers.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in wrappers}
     x = torch.randn(4, width)
     for number in range(rounds + 3):
@@ -109,7 +117,7 @@ def main(units: int, width: int, rounds: int) -> None:
             if number >= 3:
                 times[name].append([each * 1e6 / units for each in seconds])
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks, {units} units, microseconds per unit")
+        print(f"{dist.get_world_size()} ranks, {units} units, {update}: microseconds per unit")
         for phase, label in enumerate(PHASES):
             print_phase(label, {name: [row[phase] for row in rows] for name, rows in times.items()})
     dist.destroy_process_group()
