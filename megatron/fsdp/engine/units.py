@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from megatron.fsdp.engine.local_tensor import has_uneven_slices, local_tensor
+from megatron.fsdp.engine.local_tensor import has_uneven_slices
 from megatron.fsdp.engine.unit import Unit
 
 
@@ -161,9 +161,8 @@ def merge_small_units(
 
 
 def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
-    """Return the bytes of the values of some parameters, of DTensors those of this rank."""
-    tensors = [local_tensor(parameter) for parameter in parameters]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    """Return the bytes of some whole parameters, which are the same on every rank."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
 def _owners_of_parameters(

@@ -224,7 +224,7 @@ def shows_average_in_collective(make: Make) -> None:
 def shows_disable_bucketing(make: Make) -> None:
     assert names_of_units(
         make(build_stack(), fsdp_unit_modules=[ResidualBlock], disable_bucketing=True)
-    ) == {""}
+    ) == {"root"}
     assert len(names_of_units(make(build_stack(), fsdp_unit_modules=[ResidualBlock]))) == 4
 
 

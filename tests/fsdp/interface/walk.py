@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from megatron.fsdp import trace
+from megatron.fsdp.engine.recorder import GATHER
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -22,7 +24,6 @@ from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from tests.fsdp.meshes import mesh_of
 from tests.fsdp.models import BATCH, WIDTH, build_stack
 from tests.fsdp.reference import batch, loss_of
-from tests.fsdp.watched_memory import watching
 from tests.fsdp.wrong_calls import message_of
 
 Make = Callable[..., MegatronFSDP]
@@ -94,9 +95,9 @@ def mean_gradient(num_ranks: int) -> Tensor:
 
 def names_of_units(model: MegatronFSDP) -> set[str]:
     """Return the names of the units that are gathered by themselves."""
-    with watching(model) as samples, torch.no_grad():
+    with trace.record() as recorder, torch.no_grad():
         model(torch.randn(BATCH, WIDTH, dtype=torch.float64))
-    return set().union(*(sample.gathered for sample in samples))
+    return {entry.unit for entry in recorder.collectives if entry.track == GATHER}
 
 
 def num_local(model: nn.Module) -> int:
