@@ -162,8 +162,9 @@ def test_units_may_be_given_as_classes_or_as_import_paths() -> None:
     ]
     by_class = run_ranks(2, groups_of, [TransformerLayer, LanguageModelEmbedding])[0]
     assert run_ranks(2, groups_of, paths)[0] == by_class
-    assert {"output_layer.weight"} in by_class  # outside of units every module stands alone
-    assert {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"} in by_class
+    # Outside of units, small modules are gathered together.
+    norm = {"decoder.final_layernorm.weight", "decoder.final_layernorm.bias"}
+    assert {"output_layer.weight"} | norm in by_class
 
 
 def test_without_bucketing_there_is_one_group() -> None:
