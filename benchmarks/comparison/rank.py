@@ -81,7 +81,7 @@ def main() -> None:
     job = json.loads(sys.argv[1])
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group()
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     names = list(job["wrappers"])
     if "megatron-core ddp" in names:
         try:
