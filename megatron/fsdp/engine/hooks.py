@@ -68,7 +68,7 @@ class UnitHooks:
     def _register(self, unit: Unit) -> None:
         for group in unit.groups:
             self._unit_of.update(dict.fromkeys(group.parameters, unit))
-        for module in (*filter(None, [unit.module]), *unit.members):
+        for module in unit.modules:
             module.register_forward_pre_hook(
                 self._pre_forward_hook(unit), prepend=True, with_kwargs=True
             )

@@ -95,6 +95,11 @@ class Unit:
         """The name in traces, where that of the root is not empty."""
         return self.name or "root"
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules whose calls use the unit."""
+        return self.members if self.module is None else [self.module, *self.members]
+
     @cached_property
     def trainable_groups(self) -> list[ParamGroup]:
         """The groups that have gradients; the groups must be complete when this is first read."""

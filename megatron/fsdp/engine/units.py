@@ -136,7 +136,7 @@ def merge_small_units(
     root = units[0]
     sizes = {unit: num_bytes(parameters.values()) for unit, parameters in parameters_of.items()}
     if limit is None:
-        named = [sizes[unit] for unit in units[1:] if unit.module and not unit.is_automatic]
+        named = [sizes[unit] for unit in units[1:] if unit.modules and not unit.is_automatic]
         limit = max(named, default=0)
     room = limit - sizes[root]
     merged = []
