@@ -175,6 +175,11 @@ def test_hybrid_sharding_keeps_the_gradients_of_every_microbatch(ranks: Ranks) -
     ranks(4, compare_all, cases)
 
 
+def test_a_reduction_that_is_still_under_way_goes_on_over_the_outer_axis(ranks: Ranks) -> None:
+    case = gradients_of("several_units", mesh="outer2")
+    ranks(2, compare_all, [replace(case, sync=sync) for sync in ("manual", "step")])
+
+
 def test_averaging_in_the_collective_remembers_the_expert_factor(ranks: Ranks) -> None:
     model = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
     case = gradients_of(

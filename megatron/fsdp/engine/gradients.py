@@ -94,7 +94,13 @@ class GroupGradients:
 
     @property
     def has_inner_sum(self) -> bool:
-        """True if there are gradients that were reduced over the inner axis only."""
+        """True if there are gradients that were reduced over the inner axis only.
+
+        The reduction over the inner axis may be under way; this waits for it.
+        """
+        if self._communicator.outer is None:
+            return False
+        self.wait_for_reduce()
         return not self._inner_sum.is_empty
 
     # ---- accumulation
