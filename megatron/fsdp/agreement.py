@@ -38,6 +38,8 @@ def check_agreement(
         "sync_model_each_microbatch": settings.sync_each_microbatch,
         "overlap_grad_reduce": settings.overlap.grad_reduce,
         "overlap_param_gather": settings.overlap.param_gather,
+        "suggested_communication_unit_size": settings.overlap.prefetch_bytes,
+        "the settings of memory slots": settings.slots,
         "use_decoupled_grad": settings.use_decoupled_grad,
         "the list of units": ", ".join(unit.name or "the model" for unit in parameters_of),
     }

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -82,6 +84,45 @@ def parse_device(device: torch.device | str | None) -> torch.device | None:
             " modules built there"
         )
     return found
+
+
+def parse_size(suggested_communication_unit_size: int | None) -> int | None:
+    """Return the suggested number of bytes of one communication.
+
+    Raises:
+        ValueError: for anything but None and a positive whole number.
+    """
+    size = suggested_communication_unit_size
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ValueError(
+            "suggested_communication_unit_size expects a positive number of bytes or None but got"
+            f" {size!r}"
+        )
+    return size
+
+
+def check_nccl(device: torch.device | None) -> None:
+    """Check that memory can be registered with NCCL.
+
+    Args:
+        device: of the buffers; None: the accelerator if there is one, otherwise the CPU.
+
+    Raises:
+        ValueError: for a device without NCCL, or an allocator whose memory cannot be registered.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    kind = (device or accelerator or torch.device("cpu")).type
+    if kind != "cuda":
+        raise ValueError(
+            f"nccl_ub registers memory with NCCL, which there is none of on {kind}: use"
+            " fsdp_double_buffer alone"
+        )
+    options = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in options.lower().replace(" ", ""):
+        raise ValueError(
+            "nccl_ub needs memory whose segments do not grow: remove expandable_segments from"
+            " PYTORCH_CUDA_ALLOC_CONF"
+        )
 
 
 def check_module(

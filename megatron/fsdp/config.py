@@ -17,6 +17,10 @@ class DistributedDataParallelConfig:
     Megatron-Core's class of this name is accepted as well: fields are read by name, and fields
     of this class alone have their defaults here.
 
+    ``suggested_communication_unit_size`` is a number of bytes: the size up to which small units are
+    merged, and the bound of what is gathered ahead. ``fsdp_manual_registration`` registers memory
+    after the first step, as ``nccl_ub`` always does here.
+
     ``bucket_size``, ``gradient_reduce_div_fusion`` and ``fsdp_all_gather_in_start_param_sync`` tune
     a communication scheme that this implementation does not have. They have no effect.
     """
@@ -67,15 +71,7 @@ def precision_of(config: object) -> MixedPrecisionPolicy:
 
 UNBUILT_FIELDS = (
     "fp8_param_gather",
-    "suggested_communication_unit_size",
     "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "disable_symmetric_registration",
-    "fsdp_manual_registration",
-    "megatron_fsdp_cuda_graph_mode",
-    "megatron_fsdp_max_pool_double_buffer",
 )
 """Fields that request a feature that is not built yet if they are set."""
 

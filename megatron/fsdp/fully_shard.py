@@ -55,6 +55,7 @@ def fully_shard_model(
     check_for_nan_in_grad: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     preserve_fp32_weights: bool | None = None,
+    suggested_communication_unit_size: int | None = None,
 ) -> MegatronFSDP:
     """Shard a model over the data-parallel ranks: ZeRO levels 0 to 3, plain or hybrid.
 
@@ -133,19 +134,27 @@ def fully_shard_model(
             trainability allow.
         calculate_per_token_loss: sum gradients instead of averaging them.
         keep_fp8_transpose_cache: not built yet.
-        nccl_ub: not built yet.
-        fsdp_double_buffer: not built yet.
-        fsdp_db_use_persist_buf_on_alloc_fail: not built yet.
-        disable_symmetric_registration: not built yet.
+        nccl_ub: register the memory slots of ``fsdp_double_buffer``, which this implies, with NCCL.
+        fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots,
+            whose addresses never change. The first step finds out what is needed at the same time;
+            ``model.memory_slots`` tells the bytes of the slots.
+        fsdp_db_use_persist_buf_on_alloc_fail: if slots cannot be allocated, train with separate
+            storage for each buffer; otherwise that is an error.
+        disable_symmetric_registration: register memory with NCCL locally, not as symmetric windows.
         enable_fine_grained_param_gather: make each module that owns parameters a unit by itself,
             inside named units too.
         use_decoupled_grad: put gradients on ``param.decoupled_grad``, in ``main_grads_dtype``, for
             optimizers that read it.
-        cuda_graph_mode: not built yet.
-        maxpool_double_buffer: not built yet.
+        cuda_graph_mode: hold the addresses of gathered weights and gradients for good, as CUDA
+            graphs need; implies ``fsdp_double_buffer``.
+        maxpool_double_buffer: give every memory slot the size of the largest unit; implies
+            ``fsdp_double_buffer``.
         check_for_nan_in_grad: older name of ``report_nan_in_param_grad``.
         grad_reduce_in_fp32: older spelling: both gradient dtypes of the policy are float32.
         preserve_fp32_weights: older spelling: ``main_params_dtype`` is float32, or None if False.
+        suggested_communication_unit_size: bytes up to which small units outside the named ones are
+            gathered with the parameters that ``module`` owns directly, and the bound of what is
+            gathered ahead. None: the size of the largest named unit, and one unit ahead.
 
     Returns:
         The wrapper; the user's module is its ``module``.
@@ -194,6 +203,7 @@ def fully_shard_model(
         check_for_nan_in_grad=check_for_nan_in_grad,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
+        suggested_communication_unit_size=suggested_communication_unit_size,
     )
     # From here on the settings stand for all arguments. `ShardedModule.__init__` builds what the
     # paragraphs above describe, in this order: settings and mesh, units, groups with their flat
@@ -263,6 +273,7 @@ def fully_shard(
     check_for_nan_in_grad: bool | None = None,
     grad_reduce_in_fp32: bool | None = None,
     preserve_fp32_weights: bool | None = None,
+    suggested_communication_unit_size: int | None = None,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard an existing model and its optimizer together.
 
@@ -315,6 +326,7 @@ def fully_shard(
         check_for_nan_in_grad=check_for_nan_in_grad,
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
+        suggested_communication_unit_size=suggested_communication_unit_size,
     )
     problems = Problems()
     check_optimizer(problems, optimizer, module, use_decoupled_grad)

@@ -51,10 +51,12 @@ class MegatronFSDP(ShardedModule):
         sync_model_each_microbatch: end every backward outside ``no_sync`` with final gradients on
             ``param.grad``.
         keep_fp8_transpose_cache: not built yet.
-        nccl_ub: not built yet.
-        fsdp_double_buffer: not built yet.
-        fsdp_db_use_persist_buf_on_alloc_fail: not built yet.
-        disable_symmetric_registration: not built yet.
+        nccl_ub: register the memory slots of gathered weights and gradients with NCCL; implies
+            ``fsdp_double_buffer``.
+        fsdp_double_buffer: gather weights and collect gradients in a fixed set of memory slots.
+        fsdp_db_use_persist_buf_on_alloc_fail: train with separate storage if slots cannot be
+            allocated.
+        disable_symmetric_registration: register memory locally, not as symmetric windows.
         enable_fine_grained_param_gather_hook: together with the next argument: every module that
             owns parameters is gathered and freed by itself, inside units too.
         enable_fine_grained_param_gather_backward_hook: see the previous argument.
@@ -108,10 +110,12 @@ class MegatronFSDP(ShardedModule):
             init_model_with_meta_device=bool(init_model_with_meta_device),
             sync_model_each_microbatch=bool(sync_model_each_microbatch),
             keep_fp8_transpose_cache=bool(keep_fp8_transpose_cache),
-            nccl_ub=bool(nccl_ub),
-            fsdp_double_buffer=bool(fsdp_double_buffer),
-            fsdp_db_use_persist_buf_on_alloc_fail=bool(fsdp_db_use_persist_buf_on_alloc_fail),
-            disable_symmetric_registration=bool(disable_symmetric_registration),
+            nccl_ub=bool(nccl_ub) or of_config.nccl_ub,
+            fsdp_double_buffer=bool(fsdp_double_buffer) or of_config.fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=bool(fsdp_db_use_persist_buf_on_alloc_fail)
+            or of_config.fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=bool(disable_symmetric_registration)
+            or of_config.disable_symmetric_registration,
             enable_fine_grained_param_gather=bool(fine_grained),
             report_nan_in_param_grad=bool(report_nan_in_param_grad)
             or of_config.report_nan_in_param_grad,
@@ -238,6 +242,7 @@ class MegatronFSDP(ShardedModule):
             only_trainable: skip groups that no optimizer updates.
         """
         recorder.begin_step()
+        self._assign_memory_slots()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
             if is_wanted and (group.main_is_compute or not only_shared):
@@ -256,7 +261,8 @@ class MegatronFSDP(ShardedModule):
         if self.strategy.shards_parameters and not force_dispatch:
             return
         for unit in self._units:
-            unit.unshard()
+            if not unit.is_blocked:  # otherwise it is gathered when its memory slot is free
+                unit.unshard()
         if force_sync or not self.ddp_config.overlap_param_gather:
             self.synchronize_param_gather()
 
@@ -361,6 +367,20 @@ def _settings_of(
         overlap_param_gather=bool(config.overlap_param_gather),
         average_in_collective=bool(getattr(config, "average_in_collective", False)),
         report_nan_in_param_grad=bool(getattr(config, "check_for_nan_in_grad", False)),
+        suggested_communication_unit_size=getattr(
+            config, "suggested_communication_unit_size", None
+        ),
+        nccl_ub=bool(getattr(config, "nccl_ub", False)),
+        fsdp_double_buffer=bool(getattr(config, "fsdp_double_buffer", False)),
+        fsdp_db_use_persist_buf_on_alloc_fail=bool(
+            getattr(config, "fsdp_db_use_persist_buf_on_alloc_fail", False)
+        ),
+        disable_symmetric_registration=bool(
+            getattr(config, "disable_symmetric_registration", False)
+        ),
+        fsdp_manual_registration=bool(getattr(config, "fsdp_manual_registration", False)),
+        cuda_graph_mode=bool(getattr(config, "megatron_fsdp_cuda_graph_mode", False)),
+        maxpool_double_buffer=bool(getattr(config, "megatron_fsdp_max_pool_double_buffer", False)),
         use_decoupled_grad=bool(getattr(config, "megatron_fsdp_use_decoupled_grad", False)),
         enable_fine_grained_param_gather=bool(
             getattr(config, "megatron_fsdp_enable_fine_grained_param_gather", False)

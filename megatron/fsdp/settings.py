@@ -11,7 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.checks import check_flags, check_module, parse_device, parse_outer_strategy
+from megatron.fsdp.checks import (
+    check_flags,
+    check_module,
+    check_nccl,
+    parse_device,
+    parse_outer_strategy,
+    parse_size,
+)
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import (
@@ -19,6 +26,7 @@ from megatron.fsdp.engine.policy import (
     MixedPrecisionPolicy,
     OverlapPolicy,
     ShardingStrategy,
+    SlotPolicy,
 )
 from megatron.fsdp.engine.units import resolve_unit_modules
 from megatron.fsdp.meta_init import Initialiser
@@ -73,6 +81,8 @@ class ShardingSettings:
     check_for_nan_in_grad: bool | None = None
     grad_reduce_in_fp32: bool | None = None
     preserve_fp32_weights: bool | None = None
+    suggested_communication_unit_size: int | None = None
+    fsdp_manual_registration: bool = False
 
     def resolve(
         self, module: nn.Module, initialiser: Initialiser, problems: Problems
@@ -105,24 +115,28 @@ class ShardingSettings:
             GradientPolicy, self.calculate_per_token_loss, self.average_in_collective
         )
         unit_modules = problems.check(resolve_unit_modules, self.fsdp_unit_modules)
-        device = problems.check(parse_device, self.device)
+        device = problems.check(self._parse_device, mesh)
+        slots = problems.check(self._slot_policy, device)
+        overlap = problems.check(self._overlap_policy)
         initialiser_or_none = initialiser if self.init_model_with_meta_device else None
         problems.check(check_module, module, mesh, strategy, initialiser_or_none)
         problems.raise_everywhere(self._reach())
 
         assert mesh is not None and strategy is not None and outer_strategy is not None
         assert precision is not None and gradients is not None and unit_modules is not None
+        assert overlap is not None and device is not None
         return ResolvedSettings(
             mesh=mesh,
             strategy=strategy,
             outer_strategy=outer_strategy,
             precision=precision,
             gradients=gradients,
-            overlap=OverlapPolicy(self.overlap_grad_reduce, self.overlap_param_gather),
+            overlap=overlap,
+            slots=slots,
             unit_modules=tuple(unit_modules),
             root_only=self.disable_bucketing,
             fine_grained=self.enable_fine_grained_param_gather,
-            device=mesh.device if device is None or initialiser_or_none is not None else device,
+            device=device,
             initialiser=initialiser_or_none,
             sync_each_microbatch=self.sync_model_each_microbatch,
             report_nan=self._reports_nan,
@@ -136,12 +150,43 @@ class ShardingSettings:
         problems.check(
             refuse_unbuilt,
             keep_fp8_transpose_cache=self.keep_fp8_transpose_cache,
-            nccl_ub=self.nccl_ub,
-            fsdp_double_buffer=self.fsdp_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail=self.fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration=self.disable_symmetric_registration,
-            cuda_graph_mode=self.cuda_graph_mode,
-            maxpool_double_buffer=self.maxpool_double_buffer,
+        )
+
+    def _parse_device(self, mesh: FSDPDistributedIndex | None) -> torch.device | None:
+        device = parse_device(self.device)
+        if mesh is not None and (device is None or self.init_model_with_meta_device):
+            return mesh.device
+        return device
+
+    def _overlap_policy(self) -> OverlapPolicy:
+        prefetch_bytes = parse_size(self.suggested_communication_unit_size)
+        return OverlapPolicy(
+            self.overlap_grad_reduce, self.overlap_param_gather, prefetch_bytes=prefetch_bytes
+        )
+
+    def _slot_policy(self, device: torch.device | None) -> SlotPolicy | None:
+        """Return the policy of memory slots; None: no setting asks for them.
+
+        Raises:
+            ValueError: for registration with NCCL where there is none.
+        """
+        if self.nccl_ub:
+            check_nccl(device)
+        elif self.fsdp_manual_registration:
+            raise ValueError("fsdp_manual_registration needs nccl_ub: it says when to register")
+        if not (
+            self.fsdp_double_buffer
+            or self.maxpool_double_buffer
+            or self.nccl_ub
+            or self.cuda_graph_mode
+        ):
+            return None
+        return SlotPolicy(
+            equal_sizes=self.maxpool_double_buffer,
+            allows_own_storage=self.fsdp_db_use_persist_buf_on_alloc_fail,
+            holds_addresses=self.cuda_graph_mode,
+            registers=self.nccl_ub,
+            is_symmetric=not self.disable_symmetric_registration,
         )
 
     def _make_mesh(self) -> FSDPDistributedIndex:
@@ -184,6 +229,14 @@ class ShardingSettings:
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
             average_in_collective=self.average_in_collective,
+            suggested_communication_unit_size=self.suggested_communication_unit_size,
+            nccl_ub=self.nccl_ub,
+            fsdp_double_buffer=self.fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=self.fsdp_db_use_persist_buf_on_alloc_fail,
+            disable_symmetric_registration=self.disable_symmetric_registration,
+            fsdp_manual_registration=self.fsdp_manual_registration,
+            megatron_fsdp_cuda_graph_mode=self.cuda_graph_mode,
+            megatron_fsdp_max_pool_double_buffer=self.maxpool_double_buffer,
             megatron_fsdp_use_decoupled_grad=self.use_decoupled_grad,
             megatron_fsdp_enable_fine_grained_param_gather=self.enable_fine_grained_param_gather,
         )
@@ -200,6 +253,7 @@ class ResolvedSettings:
         precision: dtypes of main weights and gradients.
         gradients: the reduction of gradients: a mean or a sum.
         overlap: the overlap of communication with compute.
+        slots: memory slots; None: buffers have storage of their own.
         unit_modules: classes and instances of the modules that are units.
         root_only: the whole model is one unit.
         fine_grained: every module that owns parameters is a unit, inside named units too.
@@ -217,6 +271,7 @@ class ResolvedSettings:
     precision: MixedPrecisionPolicy
     gradients: GradientPolicy
     overlap: OverlapPolicy
+    slots: SlotPolicy | None
     unit_modules: tuple[type | nn.Module, ...]
     root_only: bool
     fine_grained: bool

@@ -32,7 +32,7 @@ from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.model_state import load_model_state
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
-from megatron.fsdp.sharding import ShardedParams, Sharder
+from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
@@ -77,12 +77,13 @@ class ShardedModule(nn.Module):
         self.module = _move(module, resolved.device)
         parameters_of = assign_parameters(self._units)
         if not resolved.fine_grained:
-            merge_small_units(self._units, parameters_of)
+            merge_small_units(self._units, parameters_of, resolved.overlap.prefetch_bytes)
         check_agreement(resolved, parameters_of)
 
         # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
         # main weights) for every parameter in them.
-        sharder = Sharder(resolved)
+        self._memory_slots = make_memory_slots(resolved)
+        sharder = Sharder(resolved, self._memory_slots)
         self._sharded_params = sharder.shard(parameters_of)
         sharder.initialise(self._units, self._sharded_params)
         self._by_name = self._name_parameters(self._sharded_params)
@@ -142,6 +143,27 @@ class ShardedModule(nn.Module):
     def get_distributed_index(self) -> FSDPDistributedIndex:
         """Return the mesh."""
         return self._mesh
+
+    @property
+    def memory_slots(self) -> dict[str, list[int]]:
+        """Bytes of each memory slot, by contents; there are none before the first step has ended.
+
+        They are fixed parts of memory in which gathered weights and local gradients take turns,
+        with ``fsdp_double_buffer``.
+        """
+        return {} if self._memory_slots is None else self._memory_slots.sizes
+
+    def _assign_memory_slots(self) -> None:
+        """Give a memory slot to every buffer that was first used in this step.
+
+        Raises:
+            RuntimeError: on every rank, with the bytes needed, if some rank has too little memory.
+        """
+        if self._memory_slots is None or self._memory_slots.is_complete:
+            return
+        problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
+        if problems:
+            raise RuntimeError("\n".join(problems))
 
     # ---- torch.nn.Module
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,8 @@ from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.device import streams_for
+from megatron.fsdp.engine.device import NcclMemory, allocate_slots, streams_for
+from megatron.fsdp.engine.memory_slots import EngineSlots
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.units import is_expert_parameter
@@ -38,10 +40,12 @@ class Sharder:
 
     Args:
         settings: the mesh, the strategies and the precision.
+        slots: the memory slots of all units; None: buffers have storage of their own.
     """
 
-    def __init__(self, settings: ResolvedSettings):
+    def __init__(self, settings: ResolvedSettings, slots: EngineSlots | None = None):
         self._settings = settings
+        self._slots = slots
         self._streams = streams_for(settings.device)
         # Of dense parameters (False) and of expert parameters (True).
         self._communicators: dict[bool, Communicator] = {}
@@ -120,6 +124,8 @@ class Sharder:
             self._communicator(key.is_expert),
             settings.device,
             unit_name,
+            self._slots.weights if self._slots else None,
+            self._slots.gradients if self._slots else None,
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:
@@ -168,6 +174,20 @@ class Sharder:
         copies = 1 if self._settings.strategy.shards_optimizer else axes.inner.size()
         tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
         return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), copies * tensor_copies)
+
+
+def make_memory_slots(settings: ResolvedSettings) -> EngineSlots | None:
+    """Return the memory slots of a model; None if the settings do not ask for them."""
+    policy, device = settings.slots, settings.device
+    if policy is None:
+        return None
+    if not policy.registers:
+        allocate = partial(allocate_slots, device)
+        return EngineSlots(policy, allocate, allocate)
+    meshes = (settings.mesh.dense, settings.mesh.expert or settings.mesh.dense)
+    gathering = NcclMemory([axes.all_gather_group for axes in meshes], device, policy.is_symmetric)
+    reducing = NcclMemory([axes.inner.get_group() for axes in meshes], device, policy.is_symmetric)
+    return EngineSlots(policy, gathering.allocate, reducing.allocate)
 
 
 def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:

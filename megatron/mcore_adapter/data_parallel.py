@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         engine = CoreEngine(
             module,
             index,
-            ddp_config,
+            _in_bytes(ddp_config, module),
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
@@ -300,6 +301,22 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
         main_grads_dtype=main_grads,
         grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
     )
+
+
+def _in_bytes(
+    ddp_config: DistributedDataParallelConfig, module: nn.Module
+) -> DistributedDataParallelConfig:
+    """Return a copy of a configuration with the size of communication units in bytes.
+
+    Megatron-Core counts elements, the engine bytes.
+    """
+    ddp_config = copy(ddp_config)
+    elements = ddp_config.suggested_communication_unit_size
+    if elements is not None:
+        ddp_config.suggested_communication_unit_size = elements * next(
+            parameter.element_size() for parameter in module.parameters()
+        )
+    return ddp_config
 
 
 def _check_configs(

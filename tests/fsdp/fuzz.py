@@ -43,6 +43,7 @@ def draw_case(random: Random, world_size: int) -> Case:
         "disable_bucketing": 0.15,
         "calculate_per_token_loss": 0.3,
         "enable_fine_grained_param_gather": 0.2,
+        "fsdp_double_buffer": 0.3,
     }.items():
         settings[name] = random.random() < share
     settings["average_in_collective"] = (

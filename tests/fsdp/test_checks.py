@@ -78,12 +78,6 @@ def test_bad_arguments_are_named(ranks: Ranks) -> None:
 
 UNBUILT: dict[str, Any] = {
     "keep_fp8_transpose_cache": True,
-    "nccl_ub": True,
-    "fsdp_double_buffer": True,
-    "fsdp_db_use_persist_buf_on_alloc_fail": True,
-    "disable_symmetric_registration": True,
-    "cuda_graph_mode": True,
-    "maxpool_double_buffer": True,
 }
 
 
@@ -204,19 +198,23 @@ OPTIONS: dict[str, WrongCall] = {
         )
     },
     **{
-        f"not built: {name}": with_arguments(
-            name, "not built yet", "defaults", kind=NotImplementedError, **{name: True}
+        f"suggested_communication_unit_size={value!r}": with_arguments(
+            "suggested_communication_unit_size expects a positive number of bytes",
+            f"got {value!r}",
+            suggested_communication_unit_size=value,
         )
-        for name in (
-            "keep_fp8_transpose_cache",
-            "nccl_ub",
-            "fsdp_double_buffer",
-            "fsdp_db_use_persist_buf_on_alloc_fail",
-            "disable_symmetric_registration",
-            "cuda_graph_mode",
-            "maxpool_double_buffer",
-        )
+        for value in (0, -1, 1.5, True, "1M")
     },
+    "not built: keep_fp8_transpose_cache": with_arguments(
+        "keep_fp8_transpose_cache",
+        "not built yet",
+        "defaults",
+        kind=NotImplementedError,
+        keep_fp8_transpose_cache=True,
+    ),
+    "nccl_ub without NCCL": with_arguments(
+        "nccl_ub registers memory with NCCL", "on cpu", "fsdp_double_buffer", nccl_ub=True
+    ),
 }
 
 
@@ -329,18 +327,16 @@ MODELS: dict[str, WrongCall] = {
     ),
     **{
         f"configuration {name}": WrongCall(
-            (name, "not built yet"),
+            (name, message),
             lambda scene, name=name: MegatronFSDP(
                 scene.module, FSDPDistributedIndex(), DistributedDataParallelConfig(**{name: 1})
             ),
-            NotImplementedError,
+            kind,
         )
-        for name in (
-            "fp8_param_gather",
-            "nccl_ub",
-            "fsdp_double_buffer",
-            "megatron_fsdp_cuda_graph_mode",
-            "fsdp_manual_registration",
+        for name, message, kind in (
+            ("fp8_param_gather", "not built yet", NotImplementedError),
+            ("nccl_ub", "use fsdp_double_buffer alone", ValueError),
+            ("fsdp_manual_registration", "needs nccl_ub", ValueError),
         )
     },
     "half of fine-grained gathers": WrongCall(

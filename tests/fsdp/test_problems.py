@@ -119,7 +119,9 @@ WRONG_CALLS: dict[str, WrongCall] = {
         lambda scene: fully_shard(scene.module, scene.optimizer if scene.rank else "text"),
     ),
     "not built on one rank": WrongCall(
-        ("nccl_ub",), differing(nccl_ub=(False, True)), NotImplementedError
+        ("keep_fp8_transpose_cache",),
+        differing(keep_fp8_transpose_cache=(False, True)),
+        NotImplementedError,
     ),
     "strategies differ": WrongCall(
         ("the sharding strategy differs between ranks", "OPTIM_GRADS,", "OPTIM_GRADS_PARAMS"),
@@ -147,6 +149,14 @@ WRONG_CALLS: dict[str, WrongCall] = {
     ),
     "overlap differs": WrongCall(
         ("overlap_grad_reduce differs between ranks",), differing(overlap_grad_reduce=(False, True))
+    ),
+    "memory slots differ": WrongCall(
+        ("the settings of memory slots differs between ranks",),
+        differing(fsdp_double_buffer=(False, True)),
+    ),
+    "communication sizes differ": WrongCall(
+        ("suggested_communication_unit_size differs between ranks",),
+        differing(suggested_communication_unit_size=(1024, None)),
     ),
     "shapes differ": WrongCall(
         ("differs between ranks", "weight (3, 2)", "weight (4, 2)"),

@@ -111,6 +111,7 @@ SHARD = {
     **dict.fromkeys(
         ["check_for_nan_in_grad", "grad_reduce_in_fp32", "preserve_fp32_weights"]
     ),  # older spellings
+    "suggested_communication_unit_size": None,
 }
 
 

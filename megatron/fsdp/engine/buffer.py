@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.layout import Layout
+from megatron.fsdp.engine.memory_slots import MemorySlot, MemorySlots, SlotUser
 
 
 class FlatBuffer:
@@ -21,16 +24,34 @@ class FlatBuffer:
         layout: the positions of the parameters.
         dtype: of the flat tensor.
         device: of the storage.
+        name: for messages.
+        slots: the slots in which the buffer may live; None: it always has storage of its own.
+        on_move: called when the buffer has moved to a slot or back.
     """
 
-    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        layout: Layout,
+        dtype: torch.dtype,
+        device: torch.device,
+        name: str,
+        slots: MemorySlots | None = None,
+        on_move: Callable[[], None] | None = None,
+    ):
         self.layout = layout
+        self.name = name
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
+        self.num_bytes = self.flat.numel() * self.flat.element_size()
         recorder.storage("allocate", self.flat)
         self._padding = self._between_parameters()
         # Created now, because a tensor without storage cannot be sliced.
         self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
-        self._is_allocated = True
+        self.is_allocated = True
+        self.slot: MemorySlot | None = None
+        self._slots = slots
+        self._on_move = on_move
+        if slots is not None:
+            slots.occupy(self)
 
     def _between_parameters(self) -> list[torch.Tensor]:
         """Return the slices of the flat tensor that belong to no parameter."""
@@ -47,17 +68,58 @@ class FlatBuffer:
 
     def allocate(self) -> None:
         """Allocate the storage if it is freed; new storage has undefined values."""
-        if not self._is_allocated:
-            memory.allocate(self.flat)
-            self._is_allocated = True
+        if not self.is_allocated:
+            if self._slots is not None:
+                self._slots.occupy(self)
+            if self._has_own_storage:
+                memory.allocate(self.flat)
+            self.is_allocated = True
             recorder.storage("allocate", self.flat)
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
-        if self._is_allocated:
-            memory.free(self.flat)
-            self._is_allocated = False
+        if self.is_allocated:
+            if self._has_own_storage:
+                memory.free(self.flat)
+            self.is_allocated = False
             recorder.storage("release", self.flat)
+            if self._slots is not None:
+                self._slots.vacate(self)
+
+    def discard(self) -> None:
+        """Free the storage, and give up the slot: the buffer is not used any more."""
+        self.free()
+        if self._slots is not None:
+            self._slots.discard(self)
+
+    @property
+    def _has_own_storage(self) -> bool:
+        return self.slot is None or self.slot.memory is None
+
+    @property
+    def blocker(self) -> SlotUser | None:
+        """The other buffer that occupies the slot of this one."""
+        occupant = None if self.slot is None else self.slot.occupant
+        return None if occupant is self else occupant
+
+    def move(self, slot_memory: torch.Tensor | None) -> None:
+        """Use the memory of a slot from now on; None: storage of its own. It must be freed.
+
+        The tensors stay the same objects. Aliases made by ``.data`` do not follow them.
+
+        Args:
+            slot_memory: ``uint8``, of at least ``num_bytes`` elements.
+        """
+        if slot_memory is None:
+            storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
+        else:
+            storage = slot_memory.untyped_storage()
+        for tensor in (self.flat, *self._views, *self._padding):
+            tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        if slot_memory is None:
+            storage.resize_(0)
+        if self._on_move is not None:
+            self._on_move()
 
     def zero_padding(self) -> None:
         """Set the padding to zero; sums over the flat tensor are then sums over parameters."""

@@ -30,6 +30,7 @@ from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
+from megatron.fsdp.engine.memory_slots import MemorySlots
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.recorder import named
@@ -47,6 +48,7 @@ class GroupGradients:
         communicator: the axes over which gradients are reduced.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
+        slots: memory slots for local gradients; None: they have storage of their own.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class GroupGradients:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
+        slots: MemorySlots | None = None,
     ):
         self._parameters = parameters
         self._layout = layout
@@ -67,6 +70,7 @@ class GroupGradients:
         self._communicator = communicator
         self._device = device
         self._unit_name = unit_name
+        self._slots = slots
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
@@ -138,7 +142,10 @@ class GroupGradients:
         # nothing accumulates here, and the buffer has the dtype of the reduction.
         dtype = self.comm_dtype if self._reduces_every_backward else self._main_dtype
         if self._local is None or (self._local.flat.dtype != dtype and not self._has_local):
-            self._local = FlatBuffer(self._layout, dtype, self._device)
+            if self._local is not None:
+                self._local.discard()
+            name = f"the local gradients of unit {self._unit_name!r}"
+            self._local = FlatBuffer(self._layout, dtype, self._device, name, self._slots)
             self._local_views = [self._local.view(index) for index in range(len(self._parameters))]
         if not self._has_local:
             self._local.allocate()

@@ -174,11 +174,21 @@ class UnitHooks:
     # ---- backward
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> None:
-        def pre_backward(gradient: torch.Tensor) -> None:
+        def pre_backward(gradients: Any) -> None:
             self._pre_backward(call)
 
+        def enter_backward(gradient: torch.Tensor) -> None:
+            self._schedule.enter_backward(_queue_callback)
+
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if call.module is self._root.module and tensor.requires_grad:
+                # Before the hooks that the user sets on the output, whose errors end the pass.
+                tensor.register_hook(enter_backward)
+            if tensor.grad_fn is not None:
+                # Hooks of a tensor run before those of the node that computed it. If the tensor is
+                # the next unit's input, the backward of that one thus ends before this one begins.
+                tensor.grad_fn.register_prehook(pre_backward)
+            elif tensor.requires_grad:
                 tensor.register_hook(pre_backward)
 
     def _pre_backward(self, call: UnitCall) -> None:

@@ -29,6 +29,7 @@ from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
+from megatron.fsdp.engine.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.recorder import named
@@ -48,6 +49,8 @@ class ParamGroup:
         communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
+        weight_slots: memory slots for gathered weights; None: they have storage of their own.
+        gradient_slots: memory slots for local gradients, likewise.
     """
 
     def __init__(
@@ -60,6 +63,8 @@ class ParamGroup:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
+        weight_slots: MemorySlots | None = None,
+        gradient_slots: MemorySlots | None = None,
     ):
         self.names = list(names)
         self.parameters = list(parameters)
@@ -73,7 +78,7 @@ class ParamGroup:
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self._partition.num_owned)
         self._reshards_after_use = strategy.shards_parameters and self._partition.num_inner > 1
-        self._make_weights(device)
+        self._make_weights(device, weight_slots if self._reshards_after_use else None)
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -83,15 +88,19 @@ class ParamGroup:
             communicator,
             device,
             unit_name,
+            gradient_slots,
         )
 
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_weights(self, device: torch.device) -> None:
+    def _make_weights(self, device: torch.device, slots: MemorySlots | None) -> None:
         """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
         partition = self._partition
-        self.compute = FlatBuffer(self.layout, self.precision.compute, device)
+        name = f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
+        self.compute = FlatBuffer(
+            self.layout, self.precision.compute, device, name, slots, self._point_parameters
+        )
         self.compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
         if self._reshards_after_use:
             self.compute_shard = torch.zeros_like(self.compute_shard)
@@ -129,9 +138,18 @@ class ParamGroup:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
+        self._point_parameter(index)
+
+    def _point_parameter(self, index: int) -> None:
+        """Make compute parameter ``index`` a view of the flat buffer."""
         # `.data` has a version counter of its own, so autograd does not take all-gathers into the
         # flat buffer for in-place edits of the parameter.
-        set_local_tensor(parameter, self.compute.view(index).data)
+        set_local_tensor(self.parameters[index], self.compute.view(index).data)
+
+    @torch.no_grad()
+    def _point_parameters(self) -> None:
+        for index in range(len(self.parameters)):
+            self._point_parameter(index)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -168,6 +186,11 @@ class ParamGroup:
             with named(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
+
+    @property
+    def blocker(self) -> SlotUser | None:
+        """The buffer of another group that occupies the memory slot of the compute parameters."""
+        return self.compute.blocker
 
     @property
     def is_readable(self) -> bool:

@@ -116,11 +116,33 @@ class OverlapPolicy:
         grad_reduce: overlap the reductions of a unit with the backward of the next one.
         param_gather: overlap the all-gathers of the next units with the compute of this one.
         prefetch_units: how many units may be unsharded ahead of the one in use.
+        prefetch_bytes: how many bytes of weights may be unsharded ahead, in place of a number of
+            units; None: no such bound.
     """
 
     grad_reduce: bool = True
     param_gather: bool = True
     prefetch_units: int = 1
+    prefetch_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class SlotPolicy:
+    """Memory slots at fixed addresses. See [Note: memory slots] in ``memory_slots.py``.
+
+    Args:
+        equal_sizes: give every slot the size of the largest buffer.
+        allows_own_storage: train without the memory of slots if it cannot be allocated.
+        holds_addresses: a buffer that has a slot never leaves it; that would be an error.
+        registers: register the slots with NCCL.
+        is_symmetric: register them as symmetric windows, otherwise locally.
+    """
+
+    equal_sizes: bool = False
+    allows_own_storage: bool = False
+    holds_addresses: bool = False
+    registers: bool = False
+    is_symmetric: bool = True
 
 
 @dataclass(frozen=True)

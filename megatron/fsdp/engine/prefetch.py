@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -22,20 +22,21 @@ class Prefetcher:
 
     Args:
         units: of the model, the root first.
-        overlap: enables prefetching, and gives the size of the window in units.
+        overlap: enables prefetching, and gives the size of the window in units or bytes.
     """
 
     def __init__(self, units: list[Unit], overlap: OverlapPolicy):
         self._units = units
         self._is_enabled = overlap.param_gather
-        self._window_size = overlap.prefetch_units
+        self._max_units = overlap.prefetch_units
+        self._max_bytes = overlap.prefetch_bytes
         self._order: list[Unit] = []  # of the forward that is being recorded
         self._next_in_forward: dict[Unit, Unit] = {}
         self._next_in_backward: dict[Unit, Unit] = {}
         self._current = units[0]  # the unit that was used last
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
         self._last_in_forward: list[Unit] = []  # units that stay unsharded for their backward
-        self._num_recorded = 0  # calls of units in the last recorded forward
+        self._first_kept = 0  # the number of calls in a forward before those of units that stay
 
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
@@ -52,13 +53,16 @@ class Prefetcher:
         self._next_in_forward = dict(pairwise(order))
         # Never back to the root: it is in use until the end of backward.
         self._next_in_backward = dict(zip(order[2:], order[1:]))
-        self._num_recorded = len(order)
-        self._last_in_forward = order[:1]
         if order:
             # Backward begins with the root; the last unit of the forward comes next.
             self._next_in_backward[order[0]] = order[-1]
-            if self._is_enabled:
-                self._last_in_forward += order[:0:-1][: self._window_size]
+        kept_units: list[Unit] = []
+        for unit in order[:0:-1] if self._is_enabled else ():
+            if not self._fits([*kept_units, unit]):
+                break
+            kept_units.append(unit)
+        self._last_in_forward = order[:1] + kept_units
+        self._first_kept = len(order) - max(1, len(kept_units))
 
     def keep(self, unit: Unit) -> bool:
         """Keep a unit that ends its forward unsharded if its backward is among the first.
@@ -66,10 +70,9 @@ class Prefetcher:
         These are the root, with which the backward begins, and the units that would be prefetched
         then. They count as prefetched, so nothing more than the window is unsharded.
         """
-        is_last = len(self._order) > self._num_recorded - self._window_size
         is_kept = (
             unit in self._last_in_forward
-            and is_last
+            and len(self._order) > self._first_kept
             and torch.is_grad_enabled()
             and not in_backward()
         )
@@ -84,9 +87,14 @@ class Prefetcher:
         self._current = unit
         self.prefetch()
 
-    def discard(self, unit: Unit) -> None:
-        """Remove ``unit`` from the prefetched units, because a call uses it now."""
+    def make_room(self, unit: Unit) -> None:
+        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots."""
         self._prefetched.discard(unit)
+        blockers = {group.blocker for group in unit.groups if group.blocker is not None}
+        for other in self._units if blockers else ():
+            if not other.users and any(group.compute in blockers for group in other.groups):
+                self._prefetched.discard(other)
+                other.reshard()
 
     def prefetch(self) -> None:
         """Unshard the units in the window, and reshard prefetched ones that have left it."""
@@ -95,7 +103,7 @@ class Prefetcher:
         window = self._window(self._next_in_backward if in_backward() else self._next_in_forward)
         self._reshard_prefetched(self._prefetched.difference(window))
         for unit in window:
-            if not unit.users:
+            if not unit.users and not unit.is_blocked:
                 unit.unshard()
                 self._prefetched.add(unit)
 
@@ -105,22 +113,26 @@ class Prefetcher:
 
     def _window(self, successor: Mapping[Unit, Unit]) -> list[Unit]:
         """Return the units that follow the current one, with their units of shared parameters."""
+        ahead: list[Unit] = []
+        if in_backward():
+            # A unit begins before the unit above it is resharded, so that one counts too.
+            ahead = [unit for unit in self._units[1:] if unit.users and unit is not self._current]
         window: list[Unit] = []
         unit = successor.get(self._current)
-        for _ in range(self._free_window_size()):
-            if unit is None or unit in window:
-                break
+        while unit is not None and unit not in window and self._fits([*ahead, unit]):
+            ahead.append(unit)
             window += [unit, *unit.shared]
             unit = successor.get(unit)
         return window
 
-    def _free_window_size(self) -> int:
-        """Return how many more units may be unsharded now."""
-        if not in_backward():
-            return self._window_size
-        # In backward a unit begins before the unit above it is resharded, so that one counts too.
-        used = [unit for unit in self._units[1:] if unit.users and unit is not self._current]
-        return self._window_size - len(used)
+    def _fits(self, units: Sequence[Unit]) -> bool:
+        """Return True if so many units may be unsharded beside the one in use."""
+        if self._max_bytes is None:
+            return len(units) <= self._max_units
+        num_bytes = 0
+        for unit in units:
+            num_bytes += sum(group.compute.num_bytes for group in unit.groups)
+        return num_bytes <= self._max_bytes
 
     def _reshard_prefetched(self, units: set[Unit]) -> None:
         """Reshard ``units`` in the model's order: the order of a set differs between ranks."""

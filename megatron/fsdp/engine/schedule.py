@@ -77,7 +77,7 @@ class Schedule:
     def unshard_borrowed(self, unit: Unit, user: Hashable) -> None:
         """Unshard a unit for a call of another unit; it is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
-        self._prefetcher.discard(unit)
+        self._prefetcher.make_room(unit)
         unit.unshard()
         unit.wait_for_unshard()
 

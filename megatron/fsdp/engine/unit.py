@@ -25,7 +25,7 @@ class UnitCall:
 
     Args:
         unit: the unit whose module is called.
-        module: the module that is called: the unit's own, or one of its members.
+        module: the module that is called, one of the unit's.
         borrowed: other units whose parameters the call uses; more are added when they are read.
     """
 
@@ -45,7 +45,7 @@ class UnitCall:
 
     @property
     def is_inside_another(self) -> bool:
-        """True for a call of a member while its unit is in use: it changes nothing in the order."""
+        """True for a call of a merged module while its unit is in use: it is not recorded."""
         return self.module is not self.unit.module and bool(self.unit.users)
 
     @property
@@ -76,7 +76,8 @@ class Unit:
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
         self.name = name
         self.module = module
-        self.members: list[nn.Module] = []  # small modules inside, whose calls use the unit too
+        # The modules whose calls use the unit: its own, and small ones inside that were merged.
+        self.modules = [] if module is None else [module]
         self.is_automatic = is_automatic
         self.groups: list[ParamGroup] = []
         self.shared: list[Unit] = []  # units of parameters that this one shares with others
@@ -94,11 +95,6 @@ class Unit:
     def shown_name(self) -> str:
         """The name in traces, where that of the root is not empty."""
         return self.name or "root"
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules whose calls use the unit."""
-        return self.members if self.module is None else [self.module, *self.members]
 
     @cached_property
     def trainable_groups(self) -> list[ParamGroup]:
@@ -129,6 +125,11 @@ class Unit:
         """Free the weights of the groups that are sharded at level 3."""
         for group in self.groups:
             group.reshard()
+
+    @property
+    def is_blocked(self) -> bool:
+        """True if other units occupy memory slots of this one's weights."""
+        return any(group.blocker is not None for group in self.groups)
 
     @property
     def is_readable(self) -> bool:

@@ -157,7 +157,7 @@ def merge_small_units(
         units.remove(unit)
         parameters_of[root].update(parameters_of.pop(unit))
         if unit.module is not None:
-            root.members.append(unit.module)
+            root.modules.append(unit.module)
 
 
 def num_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -25,6 +25,8 @@ ENGINE_SETTINGS = (
     "megatron_fsdp_main_grads_dtype",
     "megatron_fsdp_grad_comm_dtype",
     "megatron_fsdp_enable_fine_grained_param_gather",
+    "megatron_fsdp_max_pool_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
     "create_all_gather_group",
 )
 """Settings that the fully sharded wrapper reads from its config besides Megatron-Core's fields."""

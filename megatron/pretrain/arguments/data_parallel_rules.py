@@ -15,6 +15,11 @@ def choose_data_parallelism(check: Check) -> None:
             "--ckpt-format fsdp_dtensor needs --use-megatron-fsdp",
         )
         check.at_most_one("ddp_bucket_size", "ddp_num_buckets")
+    check.require(
+        not args.nccl_ub or check.machine.cuda,
+        "--use-nccl-ub registers memory with NCCL, which needs GPUs: give --fsdp-double-buffer"
+        " alone",
+    )
     sharded = args.use_distributed_optimizer
     check.require(
         not (args.overlap_param_gather and not args.overlap_grad_reduce),

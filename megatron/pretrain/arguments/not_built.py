@@ -12,10 +12,6 @@ from typing import Any
 from megatron.core.transformer.enums import AttnBackend
 
 FP8 = "FP8 and FP4 training is not built yet; use --bf16"
-USER_BUFFERS = "user-buffer registration is not built yet; leave it out, results are the same"
-DOUBLE_BUFFER = (
-    "fixed buffers for gathered units are not built yet; leave it out, results are the same"
-)
 STATE_DTYPE = (
     "needs Transformer Engine's fused Adam, not built yet; leave it out, optimizer state is fp32"
 )
@@ -49,11 +45,6 @@ _REFUSED: dict[str, str] = {
         first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
         reuse_grad_buf_for_mxfp8_param_ag keep_fp8_transpose_cache fp4 fp4_param"""
     ),
-    USER_BUFFERS: "nccl_ub disable_symmetric_registration fsdp_manual_registration",
-    DOUBLE_BUFFER: (
-        """fsdp_double_buffer megatron_fsdp_max_pool_double_buffer
-        fsdp_db_use_persist_buf_on_alloc_fail"""
-    ),
     STATE_DTYPE: (
         """use_precision_aware_optimizer main_grads_dtype main_params_dtype exp_avg_dtype
         exp_avg_sq_dtype"""
@@ -71,10 +62,6 @@ _REFUSED: dict[str, str] = {
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
     "reducing in the network's switches is not built yet; leave it out, results are the same": (
         "use_sharp"
-    ),
-    "the size of communication is one transformer layer; choosing it is not built yet": (
-        """
-        suggested_communication_unit_size"""
     ),
     "gradients are always scaled in one place; choosing where is not built": (
         "gradient_reduce_div_fusion"
@@ -205,10 +192,18 @@ NEEDS: tuple[Needs, ...] = (
         "data_parallel_sharding_strategy megatron_fsdp_main_params_dtype"
         " megatron_fsdp_main_grads_dtype megatron_fsdp_grad_comm_dtype"
         " megatron_fsdp_enable_fine_grained_param_gather create_all_gather_group"
-        " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load",
+        " outer_dp_sharding_strategy init_model_with_meta_device strict_fsdp_dtensor_load"
+        " fsdp_double_buffer megatron_fsdp_max_pool_double_buffer"
+        " fsdp_db_use_persist_buf_on_alloc_fail suggested_communication_unit_size",
         "use_megatron_fsdp",
         (True,),
         "needs --use-megatron-fsdp",
+    ),
+    Needs(
+        "disable_symmetric_registration fsdp_manual_registration",
+        "nccl_ub",
+        (True,),
+        "needs --use-nccl-ub",
     ),
     Needs(
         "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw check_for_large_grads "

@@ -172,4 +172,4 @@ def test_a_weight_tied_between_small_units_is_merged_with_them_or_not_at_all() -
     units = find_units(model, named)
     parameters_of = assign_parameters(units)
     merge_small_units(units, parameters_of)
-    assert units[0].members == [model["embed"], model["head"]] and not units[0].shared
+    assert units[0].modules[1:] == [model["embed"], model["head"]] and not units[0].shared

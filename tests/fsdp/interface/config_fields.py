@@ -144,16 +144,44 @@ def shows_what_has_nothing_to_change(make: Make) -> None:
         close(gradient(model), mean_gradient(2), name, 1e-5)
 
 
-def refused_field(name: str) -> Callable[[Make], None]:
+def refused_field(name: str, kind: type[Exception]) -> Callable[[Make], None]:
     def shows_refused_field(make: Make) -> None:
-        assert name in message_of(NotImplementedError, configured, **{name: 1})
+        assert name in message_of(kind, configured, **{name: 1})
 
     return shows_refused_field
 
 
-for _name in (
-    *REFUSED,
-    *("fp8_param_gather", "suggested_communication_unit_size", "fsdp_manual_registration"),
-    *("megatron_fsdp_cuda_graph_mode", "megatron_fsdp_max_pool_double_buffer"),
-):
-    shows("DistributedDataParallelConfig", _name)(refused_field(_name))
+for _name, _kind in {
+    **REFUSED,
+    "fp8_param_gather": NotImplementedError,
+    "fsdp_manual_registration": ValueError,  # without nccl_ub
+}.items():
+    shows("DistributedDataParallelConfig", _name)(refused_field(_name, _kind))
+
+
+@shows(
+    "DistributedDataParallelConfig",
+    "fsdp_double_buffer",
+    "megatron_fsdp_cuda_graph_mode",
+    "megatron_fsdp_max_pool_double_buffer",
+    "fsdp_db_use_persist_buf_on_alloc_fail",
+    "disable_symmetric_registration",
+)
+def shows_slots_of_config(make: Make) -> None:
+    for name, num_slots in {
+        "fsdp_double_buffer": 3,
+        "megatron_fsdp_cuda_graph_mode": 3,
+        "megatron_fsdp_max_pool_double_buffer": 3,
+        "fsdp_db_use_persist_buf_on_alloc_fail": 0,  # it needs slots to change anything
+        "disable_symmetric_registration": 0,  # it needs nccl_ub
+    }.items():
+        model = configured(**{name: True}, overlap_param_gather=True)
+        backward(model)
+        model.install_optimized_model_weights()
+        assert len(model.memory_slots.get("weights", [])) == num_slots
+
+
+@shows("DistributedDataParallelConfig", "suggested_communication_unit_size")
+def shows_size_of_config(make: Make) -> None:
+    model = configured(suggested_communication_unit_size=1, overlap_param_gather=True)
+    assert most_units_gathered(model) == 1

@@ -107,6 +107,16 @@ def shows_plain_members(make: Make) -> None:
     )
 
 
+@shows("members", "memory_slots")
+def shows_memory_slots(make: Make) -> None:
+    model = wrapped(build_stack(), fsdp_unit_modules=[ResidualBlock], fsdp_double_buffer=True)
+    assert model.memory_slots == {"weights": [], "gradients": []}
+    backward(model)
+    model.install_optimized_model_weights()
+    assert model.memory_slots == {"weights": [896, 896, 512], "gradients": [896]}
+    assert wrapped(build_stack()).memory_slots == {}
+
+
 @shows("members", "no_sync", "is_last_microbatch")
 def shows_no_sync(make: Make) -> None:
     model = wrapped(build_stack())
@@ -147,7 +157,7 @@ def shows_start_param_sync(make: Make) -> None:
         assert look_at(model).gathered == []  # level 3 gathers unit by unit
         model.start_param_sync(**arguments)
         model.synchronize_param_gather()
-        assert len(look_at(model).gathered) == 4  # three blocks; the root, with the head
+        assert len(look_at(model).gathered) == 3  # beside the root, which the head belongs to
         assert torch.equal(model.module.head.weight, build_stack().head.weight)
         backward(model)
         close(gradient(model), mean_gradient(2), "gradient", 1e-5)

@@ -3,11 +3,13 @@
 
 import copy
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp import sharding
 from megatron.fsdp.gradient_sync import GradientError
 from megatron_fsdp import (
     MegatronFSDP,
@@ -272,12 +274,61 @@ def shows_preserve_fp32_weights(make: Make) -> None:
         } == {dtype}
 
 
-for _name in REFUSED:
-    shows_both(_name)(refusal(_name))
+for _name, _kind in REFUSED.items():
+    shows_both(_name)(refusal(_name, _kind))
 
 
-for _name in ("cuda_graph_mode", "maxpool_double_buffer"):
-    shows("fully_shard_model", _name)(refusal(_name))
+def slots_of(make: Make, **arguments: Any) -> dict[str, list[int]]:
+    """Return the bytes of the memory slots after one step."""
+    model = make(build_stack(), fsdp_unit_modules=[ResidualBlock], **arguments)
+    backward(model)
+    model.install_optimized_model_weights()
+    return model.memory_slots
+
+
+@shows_both("fsdp_double_buffer")
+def shows_double_buffer(make: Make) -> None:
+    assert slots_of(make) == {}
+    slots = slots_of(make, fsdp_double_buffer=True)
+    assert [len(sizes) for sizes in slots.values()] == [3, 1]  # two blocks, the root; gradients
+    assert slots["weights"][0] > slots["weights"][2]
+
+
+@shows_both("fsdp_db_use_persist_buf_on_alloc_fail")
+def shows_own_storage(make: Make) -> None:
+    with mock.patch.object(sharding, "allocate_slots", side_effect=RuntimeError("none left")):
+        assert "bytes" in message_of(RuntimeError, slots_of, make, fsdp_double_buffer=True)
+        slots_of(make, fsdp_double_buffer=True, fsdp_db_use_persist_buf_on_alloc_fail=True)
+
+
+@shows_both("disable_symmetric_registration")
+def shows_nothing_to_register(make: Make) -> None:
+    """Show that the flag says how ``nccl_ub`` registers, and changes nothing without it."""
+    model = make(build_stack(), disable_symmetric_registration=True)
+    backward(model)
+    close(gradient(model), mean_gradient(2), "gradient", 1e-5)
+
+
+@shows("fully_shard_model", "cuda_graph_mode")
+def shows_cuda_graph_mode(make: Make) -> None:
+    assert slots_of(make, cuda_graph_mode=True) == slots_of(make, fsdp_double_buffer=True)
+
+
+@shows("fully_shard_model", "maxpool_double_buffer")
+def shows_slots_of_one_size(make: Make) -> None:
+    slots = slots_of(make, maxpool_double_buffer=True)
+    assert len(slots["weights"]) == 3 and len(set(slots["weights"])) == 1
+
+
+@shows("fully_shard_model", "suggested_communication_unit_size")
+def shows_communication_unit_size(make: Make) -> None:
+    stack = {"fsdp_unit_modules": [ResidualBlock]}
+    # A block has 896 bytes with its padding; one is in use, and what fits is gathered ahead.
+    for size, gathered in ((1, 1), (900, 2), (1800, 3)):
+        model = make(build_stack(), **stack, suggested_communication_unit_size=size)
+        assert most_units_gathered(model) == gathered
+    small = make(build_stack(), **stack, suggested_communication_unit_size=1)
+    assert names_of_units(small) - names_of_units(make(build_stack(), **stack)) == {"embed", "head"}
 
 
 shows("MegatronFSDP", "fine_grained_recurse_module_types")(

@@ -110,17 +110,11 @@ def num_on_all_ranks(model: nn.Module) -> int:
     return int(count)
 
 
-REFUSED = [
-    "keep_fp8_transpose_cache",
-    "nccl_ub",
-    "fsdp_double_buffer",
-    "fsdp_db_use_persist_buf_on_alloc_fail",
-    "disable_symmetric_registration",
-]
+REFUSED = {"keep_fp8_transpose_cache": NotImplementedError, "nccl_ub": ValueError}
 
 
-def refusal(name: str) -> Callable[[Make], None]:
+def refusal(name: str, kind: type[Exception] = NotImplementedError) -> Callable[[Make], None]:
     def shows_refusal(make: Make) -> None:
-        assert name in message_of(NotImplementedError, make, build_stack(), **{name: True})
+        assert name in message_of(kind, make, build_stack(), **{name: True})
 
     return shows_refusal

@@ -24,8 +24,6 @@ VIRTUAL = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-ra
 VIRTUAL_OF_FOUR = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
 EXPERTS = "--num-experts 8 --disable-bias-linear"
 NO_LOW_PRECISION = "FP8 and FP4 training is not built yet"
-NO_USER_BUFFERS = "user-buffer registration is not built yet"
-NO_FIXED_BUFFERS = "fixed buffers for gathered units are not built yet"
 NO_STATE_DTYPE = "needs Transformer Engine's fused Adam"
 NO_OFFLOAD = "optimizer state on the host is not built yet"
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -65,15 +63,32 @@ DATA_PARALLELISM = (
         optimizer__overlap_param_gather=True,
     ),
     refused("--overlap-param-gather-with-optimizer-step", "use --overlap-param-gather"),
-    refused("--use-nccl-ub", NO_USER_BUFFERS),
-    refused("--disable-symmetric-registration", NO_USER_BUFFERS),
-    refused("--fsdp-manual-registration", NO_USER_BUFFERS),
-    refused("--fsdp-double-buffer", NO_FIXED_BUFFERS),
-    refused("--megatron-fsdp-max-pool-double-buffer", NO_FIXED_BUFFERS),
-    refused("--fsdp-db-use-persist-buf-on-alloc-fail", NO_FIXED_BUFFERS),
-    refused(
-        "--suggested-communication-unit-size 7",
-        "the size of communication is one transformer layer",
+    changes("--use-nccl-ub", FSDP, ddp__nccl_ub=True, gpu=True),
+    changes(
+        "--disable-symmetric-registration",
+        f"{FSDP} --use-nccl-ub",
+        ddp__disable_symmetric_registration=True,
+        gpu=True,
+    ),
+    changes(
+        "--fsdp-manual-registration",
+        f"{FSDP} --use-nccl-ub",
+        ddp__fsdp_manual_registration=True,
+        gpu=True,
+    ),
+    changes("--fsdp-double-buffer", FSDP, ddp__fsdp_double_buffer=True),
+    changes(
+        "--megatron-fsdp-max-pool-double-buffer",
+        FSDP,
+        ddp__megatron_fsdp_max_pool_double_buffer=True,
+    ),
+    changes(
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        FSDP,
+        ddp__fsdp_db_use_persist_buf_on_alloc_fail=True,
+    ),
+    changes(
+        "--suggested-communication-unit-size 7", FSDP, ddp__suggested_communication_unit_size=7
     ),
     changes(
         "--megatron-fsdp-main-params-dtype bf16", FSDP, ddp__megatron_fsdp_main_params_dtype=bf16

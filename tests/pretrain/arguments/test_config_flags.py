@@ -90,6 +90,10 @@ COMPANIONS = {
     "num_distributed_optimizer_instances": "--use-distributed-optimizer",
     "outer_dp_sharding_strategy": "--use-megatron-fsdp --num-distributed-optimizer-instances 2",
     "init_model_with_meta_device": "--use-megatron-fsdp",
+    "suggested_communication_unit_size": "--use-megatron-fsdp",
+    "fsdp_double_buffer": "--use-megatron-fsdp",
+    "disable_symmetric_registration": "--use-nccl-ub",
+    "fsdp_manual_registration": "--use-nccl-ub",
     "bucket_size": "--overlap-grad-reduce",
     "pad_buckets_for_high_nccl_busbw": "--use-distributed-optimizer",
     "reduce_scatter_with_fp32_accumulation": "--use-distributed-optimizer",
@@ -105,6 +109,9 @@ COMPANIONS = {
 
 # Where the machine decides, the value needs a GPU with Transformer Engine to arrive.
 NEEDS_GPU = {
+    "nccl_ub",
+    "disable_symmetric_registration",
+    "fsdp_manual_registration",
     "moe_grouped_gemm",
     "moe_router_fusion",
     "layernorm_zero_centered_gamma",

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With memory slots, models train with the same numbers, and addresses never change."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp import MegatronFSDP, fully_shard, sharding
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy
+from tests.fsdp.models import MODELS, TanhLayer
+from tests.fsdp.random_models import Drawn, DrawnLayer
+from tests.fsdp.reference import Case, Ranks, compare_all
+from tests.fsdp.wrong_calls import message_of
+
+SLOTS = {"fsdp_double_buffer": True}
+NUM_LAYERS = 6
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
+    case = Case(model=name, steps=4, settings=SLOTS)
+    ranks(2, compare_all, [case, replace(case, settings=SLOTS | {"zero_dp_strategy": 1})])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"maxpool_double_buffer": True},
+        {"cuda_graph_mode": True},
+        SLOTS | {"overlap_param_gather": False, "overlap_grad_reduce": False},
+        SLOTS | {"enable_fine_grained_param_gather": True},
+        SLOTS | {"suggested_communication_unit_size": 2000},
+        SLOTS | {"disable_bucketing": True},
+    ],
+    ids=str,
+)
+def test_settings_do_not_change_the_numbers(ranks: Ranks, settings: dict[str, Any]) -> None:
+    case = Case(model="several_units", steps=3, microbatches=2, settings=settings, evaluate=True)
+    cases = [replace(case, sync=sync) for sync in ("auto", "no_sync", "step")]
+    ranks(2, compare_all, [*cases, replace(case, model="nested_units")])
+
+
+def test_experts_and_hybrid_sharding_train_as_the_unsharded_models(ranks: Ranks) -> None:
+    experts = Drawn(layers=(DrawnLayer(hidden=7, num_experts=4), DrawnLayer(hidden=3)))
+    case = Case(model=experts, mesh="ep2", steps=3, settings=SLOTS)
+    hybrid = replace(case, model="several_units", mesh="outer2", microbatches=2)
+    sharded = replace(hybrid, settings=SLOTS | {"outer_dp_sharding_strategy": 1})
+    ranks(4, compare_all, [case, hybrid, sharded])
+
+
+class Chain(nn.Module):
+    """Equal layers, some of which a call may skip, and a layer that reads another's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TanhLayer() for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor, used: Sequence[int] = range(NUM_LAYERS)) -> torch.Tensor:
+        for number in used:
+            x = self.layers[number](x)
+        return x
+
+
+def sharded_chain(**settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    chain = Chain()
+    optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
+    return fully_shard(chain, optimizer, fsdp_unit_modules=[TanhLayer], **settings)
+
+
+def train(model: MegatronFSDP, optimizer: torch.optim.Optimizer, *used: Sequence[int]) -> None:
+    """Train a step for each selection of layers."""
+    for number, each in enumerate(used):
+        torch.manual_seed(number)
+        model(torch.randn(3, 8), each).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights_of(model: MegatronFSDP) -> list[torch.Tensor]:
+    return [full_tensor(parameter) for parameter in model.parameters()]
+
+
+def addresses_while_training(num_steps: int) -> tuple[dict[str, list[int]], list[set[int]]]:
+    """Return the slots of a chain, and the addresses of each layer's weight in forwards."""
+    model, optimizer = sharded_chain(**SLOTS)
+    addresses: list[set[int]] = [set() for _ in range(NUM_LAYERS)]
+    train(model, optimizer, range(NUM_LAYERS))
+    for layer, seen in zip(model.module.layers, addresses):
+        layer.linear.register_forward_pre_hook(
+            lambda module, inputs, seen=seen: seen.add(module.weight.data_ptr())
+        )
+    train(model, optimizer, *[range(NUM_LAYERS)] * num_steps)
+    with torch.no_grad():
+        model(torch.randn(3, 8))
+    return model.memory_slots, addresses
+
+
+def test_weights_are_gathered_to_the_same_two_addresses_in_turn(ranks: Ranks) -> None:
+    for slots, addresses in ranks(2, addresses_while_training, 3):
+        assert [len(sizes) for sizes in slots.values()] == [2, 1]
+        assert all(len(each) == 1 for each in addresses)
+        assert len(set().union(*addresses)) == 2
+        assert all(left != right for left, right in itertools.pairwise(addresses))
+
+
+def skip_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+    choice = random.Random(3)
+    used = [
+        sorted(choice.sample(range(NUM_LAYERS), choice.randint(1, NUM_LAYERS))) for _ in range(12)
+    ]
+    model, optimizer = sharded_chain(**settings)
+    train(model, optimizer, range(NUM_LAYERS), *used)
+    return model.memory_slots, weights_of(model)
+
+
+def test_layers_skipped_at_random_need_no_more_slots(ranks: Ranks) -> None:
+    for (slots, weights), (_, expected) in zip(
+        ranks(2, skip_at_random, **SLOTS), ranks(2, skip_at_random)
+    ):
+        assert len(slots["weights"]) == 2
+        assert all(map(torch.equal, weights, expected))
+
+
+def first_steps_of_parts() -> bool:
+    """Train parts of a chain first: the other layers get slots when they are used."""
+    weights = []
+    for settings in (SLOTS, {}):
+        model, optimizer = sharded_chain(**settings)
+        train(model, optimizer, (0, 1), (2, 3, 4), (5, 0, 5), range(NUM_LAYERS), (1, 3))
+        weights.append(weights_of(model))
+    return all(map(torch.equal, *weights))
+
+
+def test_layers_that_first_come_into_use_later_get_slots_then(ranks: Ranks) -> None:
+    assert ranks(2, first_steps_of_parts) == [True, True]
+
+
+class Reading(Chain):
+    """A chain whose second layer may read the weight of the fourth."""
+
+    def forward(self, x: torch.Tensor, reads: bool = False) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 1 and reads:
+                layer.linear.register_forward_pre_hook(self._add_the_fourth)
+            x = layer(x)
+        return x
+
+    def _add_the_fourth(self, module: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        inputs[0] + self.layers[3].linear.weight.sum()
+
+
+def units_that_are_in_use_together_at_last() -> str:
+    chain = Reading()
+    model, optimizer = fully_shard(
+        chain,
+        torch.optim.SGD(chain.parameters(), lr=0.1),
+        fsdp_unit_modules=[TanhLayer],
+        **SLOTS,
+    )
+    x = torch.randn(3, 8)
+    for _ in range(2):
+        model(x).sum().backward()
+        optimizer.step()
+    return message_of(RuntimeError, model, x, reads=True)
+
+
+def test_units_that_first_come_into_use_together_later_are_named(ranks: Ranks) -> None:
+    for message in ranks(2, units_that_are_in_use_together_at_last):
+        assert "'layers.3'" in message and "'layers.1'" in message
+        assert "train without fsdp_double_buffer" in message
+
+
+def accumulate_later(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+    """Train with one microbatch a step, and then with two, at level 1."""
+    model, optimizer = sharded_chain(zero_dp_strategy=1, **settings)
+    train(model, optimizer, range(NUM_LAYERS), range(NUM_LAYERS))
+    with model.no_sync():
+        model(torch.ones(3, 8)).sum().backward()
+    train(model, optimizer, range(NUM_LAYERS), range(NUM_LAYERS))
+    return model.memory_slots, weights_of(model)
+
+
+def test_gradients_get_more_slots_when_they_accumulate(ranks: Ranks) -> None:
+    for (slots, weights), (_, expected) in zip(
+        ranks(2, accumulate_later, **SLOTS), ranks(2, accumulate_later)
+    ):
+        assert slots["weights"] == [] and len(slots["gradients"]) == NUM_LAYERS
+        assert all(map(torch.equal, weights, expected))
+
+
+def accumulate_with_held_addresses() -> str:
+    model, optimizer = sharded_chain(zero_dp_strategy=1, cuda_graph_mode=True)
+    train(model, optimizer, range(NUM_LAYERS))
+    with model.no_sync():
+        return message_of(RuntimeError, model(torch.ones(3, 8)).sum().backward)
+
+
+def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
+    for message in ranks(2, accumulate_with_held_addresses):
+        assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
+
+
+def reduce_in_another_dtype(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+    model, optimizer = sharded_chain(**settings)
+    train(model, optimizer, range(NUM_LAYERS))
+    with model.mixed_precision_context(MixedPrecisionPolicy(None, torch.float32, torch.bfloat16)):
+        train(model, optimizer, range(NUM_LAYERS))
+    train(model, optimizer, range(NUM_LAYERS))
+    return model.memory_slots, weights_of(model)
+
+
+def test_slots_serve_gradients_that_are_reduced_in_another_dtype(ranks: Ranks) -> None:
+    for (slots, weights), (_, expected) in zip(
+        ranks(2, reduce_in_another_dtype, **SLOTS), ranks(2, reduce_in_another_dtype)
+    ):
+        assert len(slots["gradients"]) == 1
+        assert all(map(torch.equal, weights, expected))
+
+
+def run_out_of_memory_on_rank_1(**settings: Any) -> str | list[torch.Tensor]:
+    """Train where the second rank cannot allocate slots; return the error or the weights."""
+    failing = mock.patch.object(sharding, "allocate_slots", side_effect=RuntimeError("no memory"))
+    if dist.get_rank() == 1:
+        failing.start()
+    try:
+        model, optimizer = sharded_chain(**settings)
+        if "fsdp_db_use_persist_buf_on_alloc_fail" not in settings:
+            return message_of(RuntimeError, train, model, optimizer, range(NUM_LAYERS))
+        train(model, optimizer, *[range(NUM_LAYERS)] * 3)
+        return weights_of(model)
+    finally:
+        mock.patch.stopall()
+
+
+def test_slots_that_one_rank_cannot_allocate_are_an_error_on_every_rank(ranks: Ranks) -> None:
+    messages = ranks(2, run_out_of_memory_on_rank_1, **SLOTS)
+    assert messages[0] == messages[1]
+    assert "gathered weights cannot be allocated: 2 of 320, 320 bytes, 640 in all" in messages[0]
+    assert "local gradients cannot be allocated: 1 of 320 bytes, 320 in all" in messages[0]
+
+
+def train_plainly() -> list[torch.Tensor]:
+    model, optimizer = sharded_chain()
+    train(model, optimizer, *[range(NUM_LAYERS)] * 3)
+    return weights_of(model)
+
+
+def test_a_rank_without_memory_for_slots_trains_with_storage_of_its_own(ranks: Ranks) -> None:
+    allowing = SLOTS | {"fsdp_db_use_persist_buf_on_alloc_fail": True}
+    for weights, expected in zip(
+        ranks(2, run_out_of_memory_on_rank_1, **allowing), ranks(2, train_plainly)
+    ):
+        assert all(map(torch.equal, weights, expected))
