@@ -66,7 +66,6 @@ class GroupHandover:
         self._family = family
         self.attached: list[ShardedGradient] = []
         self._flat: torch.Tensor | None = None
-        self._is_sum = False  # `_flat` is the sum itself, and not its copy in another dtype
         self._gradients: list[ShardedGradient] = []
         self._references: list[int] = []  # to the gradients, by the engine itself
 
@@ -75,7 +74,6 @@ class GroupHandover:
         if flat is not self._flat:  # it is the same tensor in every step
             self._flat = flat
             self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
-            self._is_sum = flat is self.group.gradients.shard
             self._references = self._count_references()
         gradients: Sequence[ShardedGradient | None] = self._gradients
         self.attached = self._gradients
@@ -106,7 +104,7 @@ class GroupHandover:
 
         The sum is empty, and no parameter shows a gradient.
         """
-        if self._flat is None or not self._is_sum:
+        if self._flat is None or not self._flat.untyped_storage().nbytes():
             return
         storage = self._flat.untyped_storage()
         # Tensors over the storage: the shard, and the local tensor of each gradient. `storage`
@@ -122,6 +120,11 @@ class GroupHandover:
         """Count the references to every gradient and its local tensor."""
         gradients = self._gradients
         return [*map(getrefcount, gradients), *map(getrefcount, map(_local_tensor, gradients))]
+
+    @property
+    def is_finite(self) -> bool:
+        """True if the sum of all gradients is neither NaN nor Inf."""
+        return self._flat is None or bool(torch.isfinite(self._flat.sum(dtype=torch.float32)))
 
     def shown(self) -> list[torch.Tensor | None]:
         """Return the gradient that each parameter shows; the user may have replaced it."""
@@ -288,7 +291,7 @@ class GradientSync:
         found = []
         for handover in self._handovers:
             # One check per group; its parameters are checked only if that finds something.
-            if torch.isfinite(handover.group.gradients.shard.sum(dtype=torch.float32)):
+            if handover.is_finite:
                 continue
             for sharded_param, gradient in zip(handover.sharded_params, handover.shown()):
                 if gradient is not None and not torch.isfinite(_local_tensor(gradient)).all():

@@ -59,6 +59,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 ``model.install_optimized_model_weights()``, if their dtype differs from that of the
                 main weights. Otherwise they share storage with the main weights.
         """
+        for model in self._fsdp_models if not install_optimized_model_weights else ():
+            for group in model.groups:
+                group.keep_compute_weights()
         self._finish_communication(sync_grad_before_optimizer_step)
         reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
         if self._fsdp_flat is None:

@@ -46,6 +46,7 @@ class FlatBuffer:
         self._padding = self._between_parameters()
         # Created now, because a tensor without storage cannot be sliced.
         self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+        self._slices: list[torch.Tensor] = []
         self.is_allocated = True
         self.slot: MemorySlot | None = None
         self._slots = slots
@@ -114,7 +115,7 @@ class FlatBuffer:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
         else:
             storage = slot_memory.untyped_storage()
-        for tensor in (self.flat, *self._views, *self._padding):
+        for tensor in (self.flat, *self._views, *self._padding, *self._slices):
             tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if slot_memory is None:
             storage.resize_(0)
@@ -133,7 +134,8 @@ class FlatBuffer:
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
         size = self.layout.numel // count
-        return self.flat[index * size : (index + 1) * size]
+        self._slices.append(self.flat[index * size : (index + 1) * size])
+        return self._slices[-1]
 
 
 class RunningSum:

@@ -10,7 +10,9 @@
                      axis and not yet over the outer one, summed over microbatches
     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
                      until it is cleared
-    final gradient   the gradient shard in the dtype that the optimizer wants
+    final gradient   the gradient shard in the dtype that the optimizer wants. If that is another
+                     one, the values move there, and back if a further backward adds to them: only
+                     one of the two has storage
 
 At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
 large buffer of local gradients; below, it waits for the last microbatch. Without an outer axis its
@@ -25,6 +27,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+# Imported as a module, because tests replace its functions to watch memory.
+from megatron.fsdp.engine import device as memory
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
@@ -83,12 +88,14 @@ class GroupGradients:
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device)
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device)
         self._optimizer_grad: torch.Tensor | None = None  # where its dtype is not the sum's
+        self._is_moved = False  # the values are there, and not in the sum
         self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
         self._collective: Pending | None = None  # the one under way
 
     @property
     def shard(self) -> torch.Tensor:
         """The gradient shard ``[shard_size]`` in the main gradient dtype; zeros at first."""
+        self._move_back()
         return self._grad_sum.total
 
     @property
@@ -168,6 +175,7 @@ class GroupGradients:
                 nothing to do.
         """
         self.wait_for_reduce()
+        self._move_back()
         self._reduction = self._reduce(over_inner, over_outer)
         with named(self._unit_name, "reduce"):
             self._collective = next(self._reduction, None)
@@ -231,13 +239,31 @@ class GroupGradients:
         Args:
             in_main_dtype: return it in the dtype of the main weights, which torch's optimizers
                 need; otherwise in the main gradient dtype, without a copy.
+
+        Returns:
+            The same tensor in every step.
         """
-        shard = self._grad_sum.total
-        if shard.dtype == self._main_param_dtype or not in_main_dtype:
-            return shard
+        if self._grad_sum.dtype == self._main_param_dtype or not in_main_dtype:
+            return self._grad_sum.total
         if self._optimizer_grad is None:
-            self._optimizer_grad = torch.empty_like(shard, dtype=self._main_param_dtype)
-        return self._optimizer_grad.copy_(shard)
+            self._optimizer_grad = torch.empty(
+                self._layout.shard_size, dtype=self._main_param_dtype, device=self._device
+            )
+            recorder.storage("allocate", self._optimizer_grad)
+        elif not self._optimizer_grad.untyped_storage().nbytes():
+            memory.allocate(self._optimizer_grad)
+            recorder.storage("allocate", self._optimizer_grad)
+        if not self._is_moved:
+            self._optimizer_grad.copy_(self._grad_sum.total)
+            self._grad_sum.free()
+            self._is_moved = True
+        return self._optimizer_grad
+
+    def _move_back(self) -> None:
+        """Let the sum go on from the final gradient, which the user may have changed."""
+        if self._is_moved and self._optimizer_grad is not None:
+            self._grad_sum.add(self._optimizer_grad)
+            self._is_moved = False
 
     @torch.no_grad()
     def scale(self, factor: float | torch.Tensor) -> None:
@@ -248,13 +274,17 @@ class GroupGradients:
                 running_sum.total.mul_(factor)
         if self._local is not None and self._has_local:
             self._local.flat.mul_(factor)
-        if self._optimizer_grad is not None:
-            self._optimizer_grad.mul_(factor)  # not copied again: it may have been clipped
+        if self._is_moved and self._optimizer_grad is not None:
+            self._optimizer_grad.mul_(factor)
 
     def forget_reduced(self) -> None:
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
-        self._grad_sum.clear()
+        self._is_moved = False
+        if self._optimizer_grad is None:
+            self._grad_sum.clear()
+        else:
+            self._grad_sum.free()
 
     def clear(self) -> None:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""

@@ -6,12 +6,14 @@
                          view of the flat buffer ``compute``, whose storage is freed between uses at
                          level 3
     compute shard        this rank's slice of the compute weights, the input of the all-gather. It
-                         is never freed. At level 3 it is a separate tensor; below, a slice of the
-                         flat buffer
+                         is a slice of the flat buffer, but at level 3 a separate tensor if the
+                         optimizer updates it itself, or the outer axis gathers it
     owned shard          the part of the compute shard that this rank updates: all of it, unless the
                          outer axis divides it (see [Note: shards and owned shards])
     main shard           the owned shard in the main dtype, which the optimizer updates. If the
-                         dtypes are equal, it is the owned shard itself
+                         dtypes are equal, it is the owned shard itself. Otherwise it is cast into
+                         the compute shard: after each step, or at level 3 before each all-gather
+                         (see :meth:`ParamGroup.keep_compute_weights`)
 
 Gradients have a class of their own: see [Note: the way of a gradient].
 """
@@ -101,20 +103,28 @@ class ParamGroup:
         self.compute = FlatBuffer(
             self.layout, self.precision.compute, device, name, slots, self._point_parameters
         )
+        self.main_is_compute = self.precision.main_param == self.precision.compute
         self.compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
+        self._casts_at_unshard = (
+            self._reshards_after_use and not self.main_is_compute and partition.num_outer == 1
+        )
         if self._reshards_after_use:
-            self.compute_shard = torch.zeros_like(self.compute_shard)
+            if not self._casts_at_unshard:
+                self.compute_shard = torch.zeros_like(self.compute_shard)
             self.compute.free()
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()
             self.state = WeightState.UNSHARDED
-        self._owned_shard = self.compute_shard.view(partition.num_outer, -1)[partition.outer_rank]
-        self.main_is_compute = self.precision.main_param == self.precision.compute
+        self._owned_shard = self.compute_shard
+        if partition.num_outer > 1:
+            owned_shards = self.compute_shard.view(partition.num_outer, -1)
+            self._owned_shard = owned_shards[partition.outer_rank]
         if self.main_is_compute:
             self.main_shard = self._owned_shard
         else:
             self.main_shard = torch.zeros_like(self._owned_shard, dtype=self.precision.main_param)
+        self._kept: torch.Tensor | None = None  # the compute shard, if main weights are newer
         # True if outer ranks have updated their parts of the compute shard since it was gathered.
         self._compute_shard_is_stale = False
         self._all_gather: Pending | None = None
@@ -131,7 +141,9 @@ class ParamGroup:
         with named(self.unit_name, "shard"):
             self._communicator.broadcast(values)
         slot = self.layout.slots[index]
-        if self._reshards_after_use:
+        if self._casts_at_unshard:
+            pass  # the main shard has the values
+        elif self._reshards_after_use:
             shard_start = self._partition.inner_rank * self.compute_shard.numel()
             _copy_overlap(values.view(-1), slot.start, self.compute_shard, shard_start)
         else:
@@ -163,6 +175,9 @@ class ParamGroup:
             return
         with named(self.unit_name, "unshard"):
             self.compute.allocate()
+            if self._casts_at_unshard:
+                with torch.no_grad():
+                    self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
             self._all_gather = self._communicator.all_gather(
                 self.compute.flat,
                 self.compute_shard,
@@ -200,10 +215,20 @@ class ParamGroup:
     # ---- new values
 
     @torch.no_grad()
+    def keep_compute_weights(self) -> None:
+        """Gather the compute weights of now until new ones are installed.
+
+        Elsewhere they are separate from the main weights, or the same.
+        """
+        if self._casts_at_unshard and self._kept is None:
+            self._kept = self.main_shard.to(self.precision.compute)
+
+    @torch.no_grad()
     def install_main_weights(self) -> None:
         """Cast main weights into compute weights; weights gathered before become stale."""
         self.wait_for_unshard()
-        if not self.main_is_compute:
+        self._kept = None
+        if not (self.main_is_compute or self._casts_at_unshard):
             self._owned_shard.copy_(self.main_shard)
         if self.layout.world_size == 1:
             return
