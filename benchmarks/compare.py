@@ -7,7 +7,8 @@
 Starts torchrun once per number of ranks, dtype and variant. In each run every round times one
 wrapper after the other, so that a machine whose speed drifts treats all alike. Printed are medians
 over the rounds; the ratio is the median of each round's ratio to FSDP2. Losses after the last step
-must agree. With ``--output`` the table is also written as Markdown, JSON and PNG.
+must agree. With ``--output`` the table is also written as Markdown, JSON and PNG, after the worlds
+that the folder has from earlier calls.
 """
 
 from __future__ import annotations
@@ -110,17 +111,15 @@ def plot(results: dict[str, Figures], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def description(workload: Workload) -> str:
-    """Return the machine, the software, the model and the commit, in one paragraph."""
+def description() -> str:
+    """Return the machine, the software and the commit, in one paragraph."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return (
         f"{date.today()}, commit {commit}, {os.cpu_count()} cores, {device}, torch"
-        f" {torch.__version__}, Python {platform.python_version()}. {workload.layers} layers of"
-        f" hidden {workload.hidden}, {workload.length} tokens, batch {workload.batch}, vocabulary"
-        f" {workload.vocabulary}."
+        f" {torch.__version__}, Python {platform.python_version()}."
     )
 
 
@@ -140,7 +139,7 @@ def listed(context: click.Context, parameter: click.Parameter, value: str) -> li
 @click.option("--vocabulary", default=512, show_default=True)
 @click.option("--rounds", default=5, show_default=True, help="after one that does not count")
 @click.option("--steps", default=2, show_default=True, help="per timing")
-@click.option("--output", type=click.Path(path_type=Path), help="a folder, which is made")
+@click.option("--output", type=click.Path(path_type=Path), help="a folder, made or added to")
 def main(
     ranks: list[str],
     dtypes: list[str],
@@ -155,8 +154,7 @@ def main(
     output: Path | None,
 ) -> None:
     """Compare all wrappers in every world, and print a table for each."""
-    results: dict[str, Figures] = {}
-    pages = []
+    results = earlier_results(output)
     for dtype in dtypes:
         for variant in variants:
             microbatches, recompute = VARIANTS[variant]
@@ -166,14 +164,27 @@ def main(
             for number in ranks:
                 title = f"{number} ranks, {workload.label}"
                 results[title] = run(int(number), workload, list(WRAPPERS), rounds, steps)
-                pages.append(table(title, results[title]))
-                print(pages[-1], flush=True)
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        page = f"# Comparison\n\n{description(workload)}\n\n" + "\n".join(pages)
-        (output / "compare.md").write_text(page)
-        (output / "compare.json").write_text(json.dumps(results, indent=1))
-        plot(results, output / "compare.png")
+                print(table(title, results[title]), flush=True)
+                if output is not None:
+                    write(results, output)
+
+
+def earlier_results(folder: Path | None) -> dict[str, Figures]:
+    """Return the worlds that a folder has from earlier calls."""
+    if folder is None or not (folder / "compare.json").exists():
+        return {}
+    found: dict[str, Figures] = json.loads((folder / "compare.json").read_text())
+    return found
+
+
+def write(results: dict[str, Figures], folder: Path) -> None:
+    """Write the worlds measured so far as Markdown, JSON and PNG."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = [table(title, figures) for title, figures in results.items()]
+    page = f"# Comparison\n\n{description()}\n\n" + "\n".join(pages)
+    (folder / "compare.md").write_text(page)
+    (folder / "compare.json").write_text(json.dumps(results, indent=1))
+    plot(results, folder / "compare.png")
 
 
 if __name__ == "__main__":

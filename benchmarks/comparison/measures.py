@@ -99,6 +99,46 @@ def time_steps(step: Callable[[], object], count: int) -> dict[str, float]:
     }
 
 
+class HeapInfo(ctypes.Structure):
+    """The ``struct mallinfo2`` of glibc (see its manual, "Statistics for Memory Allocation")."""
+
+    _fields_ = (
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks")),
+        ("bytes_mapped", ctypes.c_size_t),
+        *((name, ctypes.c_size_t) for name in ("usmblks", "fsmblks")),
+        ("bytes_in_heap", ctypes.c_size_t),
+        *((name, ctypes.c_size_t) for name in ("fordblks", "keepcost")),
+    )
+
+
+_LIBC = ctypes.CDLL(None)
+
+
+def heap_bytes() -> int:
+    """Return the bytes that this process has allocated and not freed, by glibc's own count.
+
+    torch's profiler misses what other threads free, such as operands of collectives.
+    """
+    _LIBC.mallinfo2.restype = HeapInfo
+    info = _LIBC.mallinfo2()
+    return int(info.bytes_mapped + info.bytes_in_heap)
+
+
+class HeapPeak(TorchDispatchMode):
+    """Samples the allocated bytes after every operation of torch, and keeps the most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_bytes = max(self.num_bytes, heap_bytes())
+        return result
+
+
 def peak_memory(build: Callable[[], Callable[[], object]]) -> dict[str, float]:
     """Return the peak MB of live tensors, and of resident memory, from construction on.
 
@@ -115,17 +155,15 @@ def peak_memory(build: Callable[[], Callable[[], object]]) -> dict[str, float]:
         live = torch.cuda.max_memory_allocated() - before
         return {"live MB": live / 1e6, "resident MB": torch.cuda.max_memory_reserved() / 1e6}
     # What the allocator keeps of earlier measurements would count as nobody's.
-    ctypes.CDLL(None).malloc_trim(0)
+    _LIBC.malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak of resident memory begins anew
-    resident = _status("VmRSS")
-    with torch.profiler.profile(profile_memory=True) as profiled:
+    resident, before = _status("VmRSS"), heap_bytes()
+    with HeapPeak() as peak:
         _run(build)
-    total = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            peak = max(peak, total)
-    return {"live MB": peak / 1e6, "resident MB": (_status("VmHWM") - resident) / 1e3}
+    return {
+        "live MB": (peak.num_bytes - before) / 1e6,
+        "resident MB": (_status("VmHWM") - resident) / 1e3,
+    }
 
 
 def _run(build: Callable[[], Callable[[], object]]) -> None:

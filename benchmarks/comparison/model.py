@@ -36,8 +36,9 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """The part of the workload that varies within one comparison."""
+        """The workload in a few words."""
         label = "fp32" if self.dtype == "float32" else "bf16"
+        label += f", {self.layers} x {self.hidden}, {self.batch} x {self.length} tokens"
         if self.microbatches > 1:
             label += f", {self.microbatches} microbatches"
         return label + (", recomputation" if self.recompute else "")

@@ -59,7 +59,7 @@ def bare(model: Gpt, workload: Workload) -> Step:
     return _step_of(model, _adamw(model))
 
 
-def _ours(level: int) -> Callable[[Gpt, Workload], Step]:
+def _ours(level: int, **settings: bool) -> Callable[[Gpt, Workload], Step]:
     def wrap(model: Gpt, workload: Workload) -> Step:
         # FSDP2 and this engine have fp32 main weights and reduce in the compute dtype.
         sharded, optimizer = fully_shard(
@@ -68,6 +68,7 @@ def _ours(level: int) -> Callable[[Gpt, Workload], Step]:
             fsdp_unit_modules=[CausalLayer],
             zero_dp_strategy=level,
             mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+            **settings,
         )
         return _step_of(sharded, optimizer, sharded.no_sync)
 
@@ -141,6 +142,7 @@ def _megatron_ddp(model: Gpt, workload: Workload) -> Step:
 WRAPPERS: dict[str, Callable[[Gpt, Workload], Step]] = {
     "fsdp2": _fsdp2,
     **{f"ours, level {level}": _ours(level) for level in (3, 2, 1, 0)},
+    "ours, level 3, slots": _ours(3, fsdp_double_buffer=True),
     "ddp": _ddp,
     "megatron-core ddp": _megatron_ddp,
 }
