@@ -357,18 +357,6 @@ def test_calls_do_not_grow_with_the_parameters_of_a_unit(ranks: Ranks) -> None:
     assert min(few) > 10
 
 
-def count_collectives_of_clipping() -> int:
-    model, optimizer = shard_layers(2)
-    train(model, optimizer)
-    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as watched:
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    return watched.call_count
-
-
-def test_clipping_costs_one_collective(ranks: Ranks) -> None:
-    assert ranks(2, count_collectives_of_clipping) == [1, 1]
-
-
 def measure_while_gradients_change() -> None:
     model, optimizer = shard_layers(2)
     train(model, optimizer)

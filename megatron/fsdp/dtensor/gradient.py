@@ -146,6 +146,53 @@ def norms(
     return list(result.to(dtype or _at_least_float32(dtypes[0])).unbind())
 
 
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
+
+    The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too. This function calls
+    the kernels once for all gradients, and not for each one where there is none for several.
+
+    Args:
+        parameters: of sharded models, in the same order on all ranks; without a gradient, they are
+            skipped.
+        max_norm: the largest norm that is left unchanged.
+        norm_type: the order of the norm; positive, may be infinity.
+        error_if_nonfinite: raise an error if the norm is NaN or Inf.
+
+    Returns:
+        The norm of all gradients together before they were scaled, 0-d, the same on every rank.
+
+    Raises:
+        RuntimeError: for a norm that is NaN or Inf, with ``error_if_nonfinite``.
+        TypeError: for a gradient that is not that of a sharded parameter.
+        ValueError: for an order that is not positive.
+    """
+    gradients = [each.grad for each in parameters if each.grad is not None]
+    if norm_type <= 0:
+        raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
+    if not gradients:
+        return torch.tensor(0.0)
+    if not _are_gradients(gradients):
+        raise TypeError(
+            "clip_grad_norm_ expects parameters of a sharded model; use"
+            " torch.nn.utils.clip_grad_norm_ for others"
+        )
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(norms(gradients, norm_type)), norm_type
+    )
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
+    return total
+
+
 def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
     """Return norm ** order of each shard in float64; for the infinity norm, the norm itself.
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clipping by torch's function and by the one of this package."""
+
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron.fsdp import MegatronFSDP, clip_grad_norm_, fully_shard_model
+from tests.fsdp.models import TanhLayer
+from tests.fsdp.reference import Ranks
+
+
+def model_with_gradients() -> MegatronFSDP:
+    torch.manual_seed(0)
+    layers = nn.Sequential(TanhLayer(), TanhLayer())
+    model = fully_shard_model(layers, fsdp_unit_modules=[TanhLayer])
+    model(torch.ones(2, 8)).sum().backward()
+    return model
+
+
+CLIPS = {"torch": nn.utils.clip_grad_norm_, "ours": clip_grad_norm_}
+
+
+def clip_in_both_ways(order: float) -> list[int]:
+    """Return the number of collectives of torch's function and of ours; compare their results."""
+    counts, results = [], []
+    for clip in CLIPS.values():
+        torch.manual_seed(0)
+        model = model_with_gradients()
+        with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as watched:
+            norm = clip(model.parameters(), 0.01, order)
+        counts.append(watched.call_count)
+        results.append([norm, *(each.grad.to_local() for each in model.parameters())])
+    for left, right in zip(*results, strict=True):
+        torch.testing.assert_close(left, right)
+    return counts
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, torch.inf])
+def test_clipping_costs_one_collective(ranks: Ranks, order: float) -> None:
+    assert ranks(2, clip_in_both_ways, order) == [[1, 1], [1, 1]]
+
+
+def clip_wrongly() -> None:
+    model = model_with_gradients()
+    with pytest.raises(ValueError, match="norm_type expects a positive number"):
+        clip_grad_norm_(model.parameters(), 1.0, 0.0)
+    plain = nn.Linear(2, 2)
+    assert clip_grad_norm_(plain.parameters(), 1.0) == 0
+    plain(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(TypeError, match="parameters of a sharded model"):
+        clip_grad_norm_(plain.parameters(), 1.0)
+    next(model.parameters()).grad.to_local().fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="of the gradients is nan"):
+        clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+
+
+def test_wrong_clipping_is_refused(ranks: Ranks) -> None:
+    ranks(2, clip_wrongly)
