@@ -190,6 +190,10 @@ class UnitHooks:
                 tensor.grad_fn.register_prehook(pre_backward)
             elif tensor.requires_grad:
                 tensor.register_hook(pre_backward)
+            # Autograd replaces the node of a view that is edited in place later, but not the node
+            # of its base. Linear layers return views of inputs with more than two dims.
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                tensor._base.grad_fn.register_prehook(pre_backward)
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
