@@ -133,6 +133,38 @@ def test_layers_skipped_at_random_need_no_more_slots(ranks: Ranks) -> None:
         assert all(map(torch.equal, weights, expected))
 
 
+class Dropping(TanhLayer):
+    """A layer that passes its input on when it is dropped."""
+
+    is_dropped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_dropped else super().forward(x)
+
+
+def drop_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+    choice = random.Random(3)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Dropping() for _ in range(NUM_LAYERS)))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    model, optimizer = fully_shard(layers, optimizer, fsdp_unit_modules=[Dropping], **settings)
+    for number in range(8):
+        for layer in layers[1:]:
+            layer.is_dropped = number > 0 and choice.random() < 0.5
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.memory_slots, weights_of(model)
+
+
+def test_layers_that_pass_their_input_on_are_not_gathered_in_backward(ranks: Ranks) -> None:
+    for (slots, weights), (_, expected) in zip(
+        ranks(2, drop_at_random, **SLOTS), ranks(2, drop_at_random)
+    ):
+        assert len(slots["weights"]) == 2
+        assert all(map(torch.equal, weights, expected))
+
+
 def first_steps_of_parts() -> bool:
     """Train parts of a chain first: the other layers get slots when they are used."""
     weights = []

@@ -105,6 +105,7 @@ class UnitHooks:
             recorder.end_forward(call)
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
+            call.inputs.clear()
             if in_backward():  # recomputation
                 return
             self._end_use(call)
@@ -117,6 +118,7 @@ class UnitHooks:
         """End the forwards under way after an exception for which torch calls no hooks."""
         while self._calls and not in_backward():
             call = self._calls.pop()
+            call.inputs.clear()
             recorder.end_forward(call)
             self._end_use(call)
 
@@ -184,6 +186,8 @@ class UnitHooks:
             if call.module is self._root.module and tensor.requires_grad:
                 # Before the hooks that the user sets on the output, whose errors end the pass.
                 tensor.register_hook(enter_backward)
+            if call.is_unchanged_input(tensor):
+                continue
             if tensor.grad_fn is not None:
                 # Hooks of a tensor run before those of the node that computed it. If the tensor is
                 # the next unit's input, the backward of that one thus ends before this one begins.
@@ -192,8 +196,9 @@ class UnitHooks:
                 tensor.register_hook(pre_backward)
             # Autograd replaces the node of a view that is edited in place later, but not the node
             # of its base. Linear layers return views of inputs with more than two dims.
-            if tensor._base is not None and tensor._base.grad_fn is not None:
-                tensor._base.grad_fn.register_prehook(pre_backward)
+            base = tensor._base
+            if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
+                base.grad_fn.register_prehook(pre_backward)
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
@@ -207,8 +212,10 @@ class UnitHooks:
         leaves: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                (leaves if tensor.is_leaf else others).append(tensor)
+            if tensor.requires_grad:
+                call.note_input(tensor)
+                if not isinstance(tensor, nn.Parameter):
+                    (leaves if tensor.is_leaf else others).append(tensor)
         call.awaited_inputs = len(leaves) + bool(others)
         call.has_leaf_inputs = bool(leaves)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import cached_property
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -34,6 +35,8 @@ class UnitCall:
         self.module = module
         self.borrowed = borrowed
         self.state = CallState.FORWARD
+        # Inputs that require gradients, with their versions, by id; empty after the forward.
+        self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
         self.awaited_inputs = 0  # gradients of inputs that are outstanding
         self.input_hooks: list[RemovableHandle] = []
         # Autograd computes leaf gradients first. Gradients of leaf inputs may therefore arrive
@@ -52,6 +55,16 @@ class UnitCall:
     def used_units(self) -> list[Unit]:
         """The call's own unit and the units that it borrows."""
         return [self.unit, *self.borrowed]
+
+    def note_input(self, tensor: torch.Tensor) -> None:
+        """Note an input, and the tensor that it is a view of."""
+        for each in (tensor, tensor._base):
+            if each is not None:
+                self.inputs[id(each)] = each, each._version
+
+    def is_unchanged_input(self, tensor: torch.Tensor) -> bool:
+        """Return True for an input that the forward passes on: it needs no weights in backward."""
+        return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
 
     def change_state(self, state: CallState) -> None:
         """Move on to ``state``.
