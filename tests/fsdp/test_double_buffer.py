@@ -72,9 +72,11 @@ class Chain(nn.Module):
         return x
 
 
-def sharded_chain(**settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def sharded_chain(
+    chain_class: type[Chain] = Chain, **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    chain = Chain()
+    chain = chain_class()
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
     return fully_shard(chain, optimizer, fsdp_unit_modules=[TanhLayer], **settings)
 
@@ -165,18 +167,33 @@ def test_layers_that_pass_their_input_on_are_not_gathered_in_backward(ranks: Ran
         assert all(map(torch.equal, weights, expected))
 
 
-def first_steps_of_parts() -> bool:
+class ChainWithRoot(Chain):
+    """A chain whose root has a parameter as large as a layer, used beside all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10, 8))
+
+    def forward(self, x: torch.Tensor, used: Sequence[int] = range(NUM_LAYERS)) -> torch.Tensor:
+        return super().forward(x * self.scale[0], used)
+
+
+def first_steps_of_parts(chain: type[Chain]) -> bool:
     """Train parts of a chain first: the other layers get slots when they are used."""
     weights = []
     for settings in (SLOTS, {}):
-        model, optimizer = sharded_chain(**settings)
+        model, optimizer = sharded_chain(chain, **settings)
+        model.install_optimized_model_weights()  # as after loading, before anything is used
         train(model, optimizer, (0, 1), (2, 3, 4), (5, 0, 5), range(NUM_LAYERS), (1, 3))
         weights.append(weights_of(model))
     return all(map(torch.equal, *weights))
 
 
-def test_layers_that_first_come_into_use_later_get_slots_then(ranks: Ranks) -> None:
-    assert ranks(2, first_steps_of_parts) == [True, True]
+@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
+def test_layers_that_first_come_into_use_later_get_slots_then(
+    ranks: Ranks, chain: type[Chain]
+) -> None:
+    assert ranks(2, first_steps_of_parts, chain) == [True, True]
 
 
 class Reading(Chain):

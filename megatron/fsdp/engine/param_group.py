@@ -104,7 +104,7 @@ class ParamGroup:
         self.compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
         if self._reshards_after_use:
             self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.free()
+            self.compute.discard()  # that was no use: it gets a slot after the first one
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()
