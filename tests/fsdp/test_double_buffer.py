@@ -261,6 +261,60 @@ def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
         assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
 
 
+class TwoGroups(TanhLayer):
+    """A layer with parameters of two dtypes, of which a rank may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8).double()
+
+    def forward(self, x: torch.Tensor, uses_other: bool) -> torch.Tensor:
+        return super().forward(x) + (self.other(x.double()).float() if uses_other else 0)
+
+
+class ChainOfTwoGroups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TwoGroups() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, uses_other: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, uses_other)
+        return x
+
+
+def leave_a_group_out_on_rank_1(**settings: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    chain = ChainOfTwoGroups()
+    model, optimizer = fully_shard(
+        chain,
+        torch.optim.SGD(chain.parameters(), lr=0.1),
+        fsdp_unit_modules=[TwoGroups],
+        mixed_precision_policy=MixedPrecisionPolicy(None),
+        **settings,
+    )
+    for step in range(3):
+        uses_other = dist.get_rank() == 0 or step > 0
+        with model.no_sync():
+            model(torch.randn(3, 8), uses_other).sum().backward()
+        model(torch.randn(3, 8), uses_other).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ranks_that_leave_out_different_groups_assign_the_same_slots(
+    ranks: Ranks, level: int
+) -> None:
+    settings = {"zero_dp_strategy": level, "overlap_grad_reduce": False}
+    for weights, expected in zip(
+        ranks(2, leave_a_group_out_on_rank_1, timeout=30, **settings, **SLOTS),
+        ranks(2, leave_a_group_out_on_rank_1, **settings),
+    ):
+        assert all(map(torch.equal, weights, expected))
+
+
 def reduce_in_another_dtype(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
     model, optimizer = sharded_chain(**settings)
     train(model, optimizer, range(NUM_LAYERS))
