@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard, sharding
+from megatron.fsdp import (
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    sharding,
+)
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.fsdp.models import MODELS, TanhLayer
@@ -259,6 +265,51 @@ def accumulate_with_held_addresses() -> str:
 def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
     for message in ranks(2, accumulate_with_held_addresses):
         assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
+
+
+class Towers(nn.Module):
+    """Two chains beside each other, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([Chain(), Chain()])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+def step_between_forward_and_backward(**settings: Any) -> tuple[str, list[torch.Tensor]]:
+    """Step the first tower before the backward of the second; then train both."""
+    torch.manual_seed(0)
+    model = fully_shard_model(Towers(), fsdp_unit_modules=[TanhLayer], **settings)
+    parameters = list(model.parameters())
+    optimizers = []
+    for own in parameters[: 2 * NUM_LAYERS], parameters[2 * NUM_LAYERS :]:
+        optimizers.append(fully_shard_optimizer(torch.optim.SGD(own, lr=0.1)))
+    first, second = model(torch.ones(3, 8))
+    first.sum().backward()
+    optimizers[0].step()
+    message = ""
+    try:
+        second.sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    for number in range(2):
+        model.zero_grad()
+        for output, optimizer in zip(model(torch.full((3, 8), 1.0 + number)), optimizers):
+            output.sum().backward()
+            optimizer.step()
+    return message, weights_of(model)
+
+
+def test_a_forward_from_before_the_slots_has_no_backward_after_them(ranks: Ranks) -> None:
+    for (message, weights), (no_message, expected) in zip(
+        ranks(2, step_between_forward_and_backward, **SLOTS),
+        ranks(2, step_between_forward_and_backward),
+    ):
+        assert no_message == ""
+        assert "unit 'towers.1.layers.5'" in message and "Run the backward before" in message
+        assert all(map(torch.equal, weights, expected))
 
 
 class TwoGroups(TanhLayer):

@@ -176,6 +176,8 @@ class UnitHooks:
     # ---- backward
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> None:
+        call.note_slots()
+
         def pre_backward(gradients: Any) -> None:
             self._pre_backward(call)
 
@@ -203,6 +205,7 @@ class UnitHooks:
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
         if call.state is CallState.FORWARD:
+            call.check_slots()
             call.unit.begin_backward(call)
             if call.unit.groups:
                 recorder.begin_backward(call.unit.shown_name)
