@@ -185,6 +185,8 @@ class UnitHooks:
             self._schedule.enter_backward(_queue_callback)
 
         for tensor in tensors_in(output):
+            if isinstance(tensor, nn.Parameter):
+                continue  # it computes nothing, and hooks on it would pile up
             if call.module is self._root.module and tensor.requires_grad:
                 # Before the hooks that the user sets on the output, whose errors end the pass.
                 tensor.register_hook(enter_backward)
