@@ -48,7 +48,7 @@ class FlatUpdate:
         self._gradient_ids: list[int] | None = None
         self._last: Division = ([], [])
         # What the segments were made from, to notice changes.
-        self._settings: list[tuple[bool, bool]] = []
+        self._settings: list[tuple[int, bool, bool]] = []
         self._parameters: list[torch.Tensor] = []
         self._slots: list[Slots] = []
         self._slot_values: list[Any] = []
@@ -190,10 +190,11 @@ def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | Non
         return list(map(_grad, parameters))
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[bool, bool]]:
-    """Return the settings of the param groups on which segments depend."""
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
+    """Return the sizes and the settings of the param groups on which segments depend."""
     return [
-        (bool(group.get("fused")), bool(group.get("momentum"))) for group in optimizer.param_groups
+        (len(group["params"]), bool(group.get("fused")), bool(group.get("momentum")))
+        for group in optimizer.param_groups
     ]
 
 

@@ -226,11 +226,11 @@ class GradientSync:
         if self._is_final and self._is_attached:
             return
         self.start()
-        self.wait()
+        self._is_final = True
         self.attach()
 
     def attach(self) -> None:
-        """Put the reduced gradients on the parameters.
+        """Wait for the reductions that have started, and put the results on the parameters.
 
         The local tensor is empty if this rank owns nothing of a parameter.
 
@@ -239,11 +239,12 @@ class GradientSync:
             RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
         self._refuse_thawed()
+        self.wait()
         for handover in self._handovers:
             gradients = handover.group.gradients
             handover.attach(gradients.final(in_main_dtype=not self._use_decoupled_grad))
         self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
-        self._is_final = self._is_attached = True
+        self._is_attached = True
         if self._report_nonfinite is not None:
             self._report_nonfinite(self._find_nonfinite())
 

@@ -203,7 +203,9 @@ class MegatronFSDP(ShardedModule):
         self._gradients.finish()
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Put the reduced gradients on the parameters; empty if this rank owns nothing of one.
+        """Put the gradients whose reduction has started on the parameters.
+
+        The local tensor is empty if this rank owns nothing of a parameter.
 
         Raises:
             GradientError: for a NaN or Inf gradient, if they are reported.

@@ -262,6 +262,32 @@ class InPlace(Stack):
         return hidden.mul_(0.5)
 
 
+class ReturnsAView(nn.Module):
+    """A linear layer returns a view of an input with three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.unsqueeze(0))
+
+
+class ViewEditedInPlace(Stack):
+    """The output of a unit is a view, which the caller edits."""
+
+    units = (ResidualBlock, ReturnsAView)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returns_view = ReturnsAView()
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        hidden = self.returns_view(super().body(x, step))
+        hidden += 1.0
+        return hidden[0].mul_(0.5)
+
+
 class CheckpointsInside(nn.Module):
     """A unit that checkpoints a part of itself."""
 
@@ -367,6 +393,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "scalars": Scalars,
     "odd_outputs": OddOutputs,
     "edits_in_place": InPlace,
+    "view_edited_in_place": ViewEditedInPlace,
     "checkpoint_reentrant": partial(Checkpointed, True),
     "checkpoint_non_reentrant": partial(Checkpointed, False),
     "checkpoint_inside_reentrant": partial(CheckpointsInsideOnly, True),

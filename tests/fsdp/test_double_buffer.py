@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard, sharding
+from megatron.fsdp import (
+    MegatronFSDP,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+    sharding,
+)
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.fsdp.models import MODELS, TanhLayer
@@ -72,9 +78,11 @@ class Chain(nn.Module):
         return x
 
 
-def sharded_chain(**settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+def sharded_chain(
+    chain_class: type[Chain] = Chain, **settings: Any
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    chain = Chain()
+    chain = chain_class()
     optimizer = torch.optim.SGD(chain.parameters(), lr=0.1)
     return fully_shard(chain, optimizer, fsdp_unit_modules=[TanhLayer], **settings)
 
@@ -133,18 +141,65 @@ def test_layers_skipped_at_random_need_no_more_slots(ranks: Ranks) -> None:
         assert all(map(torch.equal, weights, expected))
 
 
-def first_steps_of_parts() -> bool:
+class Dropping(TanhLayer):
+    """A layer that passes its input on when it is dropped."""
+
+    is_dropped = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.is_dropped else super().forward(x)
+
+
+def drop_at_random(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:
+    choice = random.Random(3)
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Dropping() for _ in range(NUM_LAYERS)))
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.1)
+    model, optimizer = fully_shard(layers, optimizer, fsdp_unit_modules=[Dropping], **settings)
+    for number in range(8):
+        for layer in layers[1:]:
+            layer.is_dropped = number > 0 and choice.random() < 0.5
+        model(torch.randn(3, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.memory_slots, weights_of(model)
+
+
+def test_layers_that_pass_their_input_on_are_not_gathered_in_backward(ranks: Ranks) -> None:
+    for (slots, weights), (_, expected) in zip(
+        ranks(2, drop_at_random, **SLOTS), ranks(2, drop_at_random)
+    ):
+        assert len(slots["weights"]) == 2
+        assert all(map(torch.equal, weights, expected))
+
+
+class ChainWithRoot(Chain):
+    """A chain whose root has a parameter as large as a layer, used beside all layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(10, 8))
+
+    def forward(self, x: torch.Tensor, used: Sequence[int] = range(NUM_LAYERS)) -> torch.Tensor:
+        return super().forward(x * self.scale[0], used)
+
+
+def first_steps_of_parts(chain: type[Chain]) -> bool:
     """Train parts of a chain first: the other layers get slots when they are used."""
     weights = []
     for settings in (SLOTS, {}):
-        model, optimizer = sharded_chain(**settings)
+        model, optimizer = sharded_chain(chain, **settings)
+        model.install_optimized_model_weights()  # as after loading, before anything is used
         train(model, optimizer, (0, 1), (2, 3, 4), (5, 0, 5), range(NUM_LAYERS), (1, 3))
         weights.append(weights_of(model))
     return all(map(torch.equal, *weights))
 
 
-def test_layers_that_first_come_into_use_later_get_slots_then(ranks: Ranks) -> None:
-    assert ranks(2, first_steps_of_parts) == [True, True]
+@pytest.mark.parametrize("chain", [Chain, ChainWithRoot])
+def test_layers_that_first_come_into_use_later_get_slots_then(
+    ranks: Ranks, chain: type[Chain]
+) -> None:
+    assert ranks(2, first_steps_of_parts, chain) == [True, True]
 
 
 class Reading(Chain):
@@ -210,6 +265,105 @@ def accumulate_with_held_addresses() -> str:
 def test_held_addresses_do_not_change_for_accumulation(ranks: Ranks) -> None:
     for message in ranks(2, accumulate_with_held_addresses):
         assert "local gradients of unit 'layers.4'" in message and "share a memory slot" in message
+
+
+class Towers(nn.Module):
+    """Two chains beside each other, each with an optimizer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList([Chain(), Chain()])
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [tower(x) for tower in self.towers]
+
+
+def step_between_forward_and_backward(**settings: Any) -> tuple[str, list[torch.Tensor]]:
+    """Step the first tower before the backward of the second; then train both."""
+    torch.manual_seed(0)
+    model = fully_shard_model(Towers(), fsdp_unit_modules=[TanhLayer], **settings)
+    parameters = list(model.parameters())
+    optimizers = []
+    for own in parameters[: 2 * NUM_LAYERS], parameters[2 * NUM_LAYERS :]:
+        optimizers.append(fully_shard_optimizer(torch.optim.SGD(own, lr=0.1)))
+    first, second = model(torch.ones(3, 8))
+    first.sum().backward()
+    optimizers[0].step()
+    message = ""
+    try:
+        second.sum().backward()
+    except RuntimeError as error:
+        message = str(error)
+    for number in range(2):
+        model.zero_grad()
+        for output, optimizer in zip(model(torch.full((3, 8), 1.0 + number)), optimizers):
+            output.sum().backward()
+            optimizer.step()
+    return message, weights_of(model)
+
+
+def test_a_forward_from_before_the_slots_has_no_backward_after_them(ranks: Ranks) -> None:
+    for (message, weights), (no_message, expected) in zip(
+        ranks(2, step_between_forward_and_backward, **SLOTS),
+        ranks(2, step_between_forward_and_backward),
+    ):
+        assert no_message == ""
+        assert "unit 'towers.1.layers.5'" in message and "Run the backward before" in message
+        assert all(map(torch.equal, weights, expected))
+
+
+class TwoGroups(TanhLayer):
+    """A layer with parameters of two dtypes, of which a rank may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8).double()
+
+    def forward(self, x: torch.Tensor, uses_other: bool) -> torch.Tensor:
+        return super().forward(x) + (self.other(x.double()).float() if uses_other else 0)
+
+
+class ChainOfTwoGroups(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(TwoGroups() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, uses_other: bool) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, uses_other)
+        return x
+
+
+def leave_a_group_out_on_rank_1(**settings: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    chain = ChainOfTwoGroups()
+    model, optimizer = fully_shard(
+        chain,
+        torch.optim.SGD(chain.parameters(), lr=0.1),
+        fsdp_unit_modules=[TwoGroups],
+        mixed_precision_policy=MixedPrecisionPolicy(None),
+        **settings,
+    )
+    for step in range(3):
+        uses_other = dist.get_rank() == 0 or step > 0
+        with model.no_sync():
+            model(torch.randn(3, 8), uses_other).sum().backward()
+        model(torch.randn(3, 8), uses_other).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_ranks_that_leave_out_different_groups_assign_the_same_slots(
+    ranks: Ranks, level: int
+) -> None:
+    settings = {"zero_dp_strategy": level, "overlap_grad_reduce": False}
+    for weights, expected in zip(
+        ranks(2, leave_a_group_out_on_rank_1, timeout=30, **settings, **SLOTS),
+        ranks(2, leave_a_group_out_on_rank_1, **settings),
+    ):
+        assert all(map(torch.equal, weights, expected))
 
 
 def reduce_in_another_dtype(**settings: Any) -> tuple[dict[str, list[int]], list[torch.Tensor]]:

@@ -135,6 +135,43 @@ def test_nothing_piles_up_over_steps(ranks: Ranks) -> None:
         assert len(set(alive[1:])) == 1
 
 
+class Prompt(torch.nn.Module):
+    """A module that returns its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1, WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class WithPrompt(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt, self.block = Prompt(), ResidualBlock()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.block(x + self.prompt()), self.prompt.weight
+
+
+def hooks_of_returned_parameters(level: int) -> int:
+    """Return the number of hooks on a parameter that a unit and the root return, after steps."""
+    model = fully_shard_model(
+        WithPrompt(), shard_mesh(), fsdp_unit_modules=[ResidualBlock], zero_dp_strategy=level
+    )
+    for _ in range(3):
+        output, _ = model(torch.randn(BATCH, WIDTH))
+        output.sum().backward()
+    (compute,) = [each.compute for each in model.sharded_params if each.name == "prompt.weight"]
+    return len(compute._backward_hooks or {})
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_hooks_do_not_pile_up_on_a_parameter_that_is_returned(ranks: Ranks, level: int) -> None:
+    assert ranks(2, hooks_of_returned_parameters, level) == [0, 0]
+
+
 def watch_small_model() -> list[int]:
     """Return the most units alive at once, in the first pass and in later ones."""
     model = fully_shard_model(Deep(), shard_mesh(), fsdp_unit_modules=[ResidualBlock])

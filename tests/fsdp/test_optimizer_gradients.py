@@ -218,6 +218,25 @@ def test_gradients_are_scaled_whether_reduced_or_not(ranks: Ranks, level: int) -
     ranks(2, scale_early, level)
 
 
+def attach_too_early(level: int) -> None:
+    model, _ = shard_two_layers(level, sync_model_each_microbatch=False)
+    results = []
+    for attaches in (False, True):
+        model(torch.ones(4, 64) + dist.get_rank()).sum().backward()
+        if attaches:
+            model.attach_grad_to_optimizer_state()
+        model.finish_grad_sync()
+        results.append([full_tensor(parameter.grad) for parameter in model.parameters()])
+        model.zero_grad()
+    for expected, actual in zip(*results):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_gradients_that_are_attached_too_early_are_not_lost(ranks: Ranks, level: int) -> None:
+    ranks(2, attach_too_early, level)
+
+
 def scale_after_clipping() -> None:
     torch.manual_seed(0)
     module = nn.Linear(8, 8).bfloat16()

@@ -53,6 +53,31 @@ def grow_by_a_group(name: str, named: bool) -> None:
     assert [*first_group["param_names"], *second_group["param_names"]] == list(weights(model))
 
 
+def move_to_the_next_group() -> None:
+    """Move the last parameter of the first group to the second one after two steps."""
+    reference = models.build("several_units")
+    model = fully_shard_model(models.build("several_units"), shard_mesh(), **sharding(reference))
+    optimizers = []
+    for each in (reference, model):
+        own = list(each.parameters())
+        groups = [{"params": own[:7]}, {"params": own[7:], "lr": 0.1}]
+        optimizers.append(OPTIMIZERS["adamw"](groups))
+    expected, optimizer = optimizers[0], fully_shard_optimizer(optimizers[1])
+    for step in range(4):
+        if step == 2:
+            for first, second in (expected.param_groups, optimizer.param_groups):
+                second["params"].insert(0, first["params"].pop())
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        reference.zero_grad()
+        model.zero_grad()
+        compare_shards(model, weights(model), weights(reference), f"weight after step {step}")
+
+
+def test_a_parameter_may_move_to_the_next_group(ranks: Ranks) -> None:
+    ranks(1, move_to_the_next_group)
+
+
 @pytest.mark.parametrize(("name", "named"), [("adamw", True), ("adamw", False), ("adagrad", False)])
 def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named: bool) -> None:
     ranks(2, grow_by_a_group, name, named)

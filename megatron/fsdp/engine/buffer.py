@@ -88,7 +88,7 @@ class FlatBuffer:
                 self._slots.vacate(self)
 
     def discard(self) -> None:
-        """Free the storage, and give up the slot: the buffer is not used any more."""
+        """Free the storage, give up the slot, and forget all uses of the buffer."""
         self.free()
         if self._slots is not None:
             self._slots.discard(self)

@@ -122,15 +122,17 @@ class GroupGradients:
         arrived = [
             index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
         ]
-        if not arrived:
+        # Ranks that do not allocate the same buffers at the same time assign different slots. So a
+        # rank that has not used the group (an expert without tokens) accumulates zeros.
+        if not arrived and self._slots is None:
             return
         with named(self._unit_name, "accumulate gradients"):
             self._open_local(covers_all=len(arrived) == len(self._parameters))
             targets = [self._local_views[index] for index in arrived]
             grads = [local_grad(self._parameters[index]) for index in arrived]
-            if self._has_local:
+            if arrived and self._has_local:
                 torch._foreach_add_(targets, grads)
-            else:
+            elif arrived:
                 torch._foreach_copy_(targets, grads)
         self._has_local = True
         for index in arrived:

@@ -105,6 +105,7 @@ class UnitHooks:
             recorder.end_forward(call)
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
+            call.inputs.clear()
             if in_backward():  # recomputation
                 return
             self._end_use(call)
@@ -117,6 +118,7 @@ class UnitHooks:
         """End the forwards under way after an exception for which torch calls no hooks."""
         while self._calls and not in_backward():
             call = self._calls.pop()
+            call.inputs.clear()
             recorder.end_forward(call)
             self._end_use(call)
 
@@ -174,6 +176,8 @@ class UnitHooks:
     # ---- backward
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> None:
+        call.note_slots()
+
         def pre_backward(gradients: Any) -> None:
             self._pre_backward(call)
 
@@ -181,19 +185,29 @@ class UnitHooks:
             self._schedule.enter_backward(_queue_callback)
 
         for tensor in tensors_in(output):
+            if isinstance(tensor, nn.Parameter):
+                continue  # it computes nothing, and hooks on it would pile up
             if call.module is self._root.module and tensor.requires_grad:
                 # Before the hooks that the user sets on the output, whose errors end the pass.
                 tensor.register_hook(enter_backward)
+            if call.is_unchanged_input(tensor):
+                continue
             if tensor.grad_fn is not None:
                 # Hooks of a tensor run before those of the node that computed it. If the tensor is
                 # the next unit's input, the backward of that one thus ends before this one begins.
                 tensor.grad_fn.register_prehook(pre_backward)
             elif tensor.requires_grad:
                 tensor.register_hook(pre_backward)
+            # Autograd replaces the node of a view that is edited in place later, but not the node
+            # of its base. Linear layers return views of inputs with more than two dims.
+            base = tensor._base
+            if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
+                base.grad_fn.register_prehook(pre_backward)
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
         if call.state is CallState.FORWARD:
+            call.check_slots()
             call.unit.begin_backward(call)
             if call.unit.groups:
                 recorder.begin_backward(call.unit.shown_name)
@@ -203,8 +217,10 @@ class UnitHooks:
         leaves: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
         for tensor in tensors_in(inputs):
-            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                (leaves if tensor.is_leaf else others).append(tensor)
+            if tensor.requires_grad:
+                call.note_input(tensor)
+                if not isinstance(tensor, nn.Parameter):
+                    (leaves if tensor.is_leaf else others).append(tensor)
         call.awaited_inputs = len(leaves) + bool(others)
         call.has_leaf_inputs = bool(leaves)
 

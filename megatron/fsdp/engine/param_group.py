@@ -111,7 +111,7 @@ class ParamGroup:
         if self._reshards_after_use:
             if not self._casts_at_unshard:
                 self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.free()
+            self.compute.discard()  # that was no use: it gets a slot after the first one
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()

@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from functools import cached_property
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine.device import current_pass
+from megatron.fsdp.engine.memory_slots import MemorySlot
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.states import BackwardState, CallState, change_state
 
@@ -34,6 +36,9 @@ class UnitCall:
         self.module = module
         self.borrowed = borrowed
         self.state = CallState.FORWARD
+        # Inputs that require gradients, with their versions, by id; empty after the forward.
+        self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
+        self.slots: list[MemorySlot | None] = []  # of the weights that the forward used
         self.awaited_inputs = 0  # gradients of inputs that are outstanding
         self.input_hooks: list[RemovableHandle] = []
         # Autograd computes leaf gradients first. Gradients of leaf inputs may therefore arrive
@@ -52,6 +57,39 @@ class UnitCall:
     def used_units(self) -> list[Unit]:
         """The call's own unit and the units that it borrows."""
         return [self.unit, *self.borrowed]
+
+    def note_input(self, tensor: torch.Tensor) -> None:
+        """Note an input, and the tensor that it is a view of."""
+        for each in (tensor, tensor._base):
+            if each is not None:
+                self.inputs[id(each)] = each, each._version
+
+    def is_unchanged_input(self, tensor: torch.Tensor) -> bool:
+        """Return True for an input that the forward passes on: it needs no weights in backward."""
+        return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
+
+    def note_slots(self) -> None:
+        """Note the memory slots of the weights at the end of a forward that has a backward."""
+        self.slots = self._current_slots()
+
+    def check_slots(self) -> None:
+        """Check that the weights are at the addresses to which the graph of the forward refers.
+
+        Raises:
+            RuntimeError: if they have moved to memory slots meanwhile.
+        """
+        if self.slots != self._current_slots():
+            raise RuntimeError(
+                f"{self.unit}: its forward came before the optimizer's step that assigned memory"
+                " slots, its backward comes after, and the graph refers to the old addresses. Run"
+                " the backward before the step, or train without fsdp_double_buffer"
+            )
+
+    def _current_slots(self) -> list[MemorySlot | None]:
+        slots = []
+        for unit in self.used_units:
+            slots += [group.compute.slot for group in unit.groups]
+        return slots
 
     def change_state(self, state: CallState) -> None:
         """Move on to ``state``.
