@@ -95,7 +95,7 @@ def plot(results: dict[str, Figures], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 1, figsize=(2 + 1.8 * len(results), 7), sharex=True)
+    figure, axes = pyplot.subplots(2, 1, figsize=(4 + 2.5 * len(results), 7), sharex=True)
     names = list(dict.fromkeys(chain.from_iterable(results.values())))
     width = 0.8 / len(names)
     for axis, column in zip(axes, ("time ratio", "live ratio")):
@@ -105,9 +105,10 @@ def plot(results: dict[str, Figures], path: Path) -> None:
             axis.bar(positions, heights, width, label=name)
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylabel(f"{column.split()[0]} / {REFERENCE}")
-    axes[0].legend(ncols=4, fontsize="small")
-    axes[1].set_xticks([place + 0.4 for place in range(len(results))], list(results), fontsize=7)
-    figure.tight_layout()
+    labels = [title.replace(", ", "\n") for title in results]
+    axes[1].set_xticks([place + 0.4 for place in range(len(results))], labels, fontsize="small")
+    figure.tight_layout(rect=(0, 0, 1, 0.9))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncols=3)
     figure.savefig(path, dpi=120)
 
 
