@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import checkpointing
 from tests.pretrain.saved_runs import (
     DROPOUT,
@@ -183,6 +184,27 @@ def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_
             refusal.startswith("ValueError: --exit-on-missing-checkpoint")
             and str(tmp_path) in refusal
         )
+
+
+def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
+    fp32: tuple[Path, Record], tmp_path: Path
+) -> None:
+    folder, _ = fp32
+    file = tmp_path / "file"
+    file.touch()
+    without_tracker = tmp_path / "without_tracker"
+    (without_tracker / "iter_0000002").mkdir(parents=True)
+    for load, words in (
+        (file, "is a file; a directory with checkpoints is expected"),
+        (folder / "iter_0000003", "is itself the directory of one checkpoint"),
+        (without_tracker, f"has checkpoints (iter_0000002) but no {TRACKER}"),
+    ):
+        first, second = run_ranks(2, refuse, f"{LINE} --load {load}")
+        assert first == second and first.startswith(f"ValueError: {load} {words}")
+    unfinished = tmp_path / "unfinished"
+    (unfinished / ".writing_iter_0000002").mkdir(parents=True)
+    run = run_ranks(1, train, f"{LINE} --train-iters 1 --load {unfinished}")[0][0]
+    assert run.iteration == 1
 
 
 def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
