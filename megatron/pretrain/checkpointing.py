@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import Say, find_source
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.progress import Progress
@@ -197,6 +198,8 @@ def load(
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     _check_format(path, args.ckpt_format)
+    if not args.no_check_checkpoint_args:
+        check_arguments(path, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = _rates(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, path)

@@ -320,9 +320,13 @@ def refused_load(command_line: str) -> tuple[str, bool]:
     [
         ("--hidden-size 64", "linear_fc1.weight_w: (64, 32) in the file, (128, 64) in the model"),
         ("--num-layers 3", "decoder.layers.2."),
-        ("--untie-embeddings-and-output-weights", "output_layer.weight"),
+        ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights: False"),
+        (
+            "--untie-embeddings-and-output-weights --no-check-checkpoint-args",
+            "output_layer.weight",
+        ),
     ],
-    ids=["hidden_size", "layers", "untied"],
+    ids=["hidden_size", "layers", "untied", "untied_unchecked"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(
     flags: str, words: str, fp32: tuple[Path, Record]
