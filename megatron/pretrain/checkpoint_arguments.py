@@ -154,9 +154,8 @@ def activation(args: argparse.Namespace) -> str:
 def softmax_scale(args: argparse.Namespace) -> float | None:
     """Return the factor of attention scores, None for the usual one."""
     scale: float | None = args.softmax_scale
-    if args.multi_latent_attention or scale == args.kv_channels**-0.5:
-        return None
-    return scale
+    is_usual = args.kv_channels and scale == args.kv_channels**-0.5
+    return None if args.multi_latent_attention or is_usual else scale
 
 
 def layers_without_rotation(args: argparse.Namespace) -> list[int]:
@@ -218,11 +217,11 @@ def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
     harmless: list[str] = []
     if dist.get_rank() == 0:
         try:
-            saved = stored_arguments(source)
+            problems, harmless = _compared(source, stored_arguments(source), args)
         except (ValueError, OSError) as error:
             problems = [str(error)]
-        else:
-            problems, harmless = _compared(source, saved, args) if saved is not None else ([], [])
+        except Exception as error:  # values of no sensible type; the other ranks wait
+            problems = [f"{source}: its arguments cannot be compared: {error!r}"]
     problems = agree(problems)
     if problems:
         raise ValueError(problems[0])
@@ -231,9 +230,11 @@ def check_arguments(source: Path, args: argparse.Namespace, say: Say) -> None:
 
 
 def _compared(
-    source: Path, saved: argparse.Namespace, args: argparse.Namespace
+    source: Path, saved: argparse.Namespace | None, args: argparse.Namespace
 ) -> tuple[list[str], list[str]]:
     """Return the error, if there is one, and the differences that do no harm."""
+    if saved is None:
+        return [], []
     different = "\n  ".join(model_differences(saved, args))
     refusal = (
         f"{source} is a checkpoint of another model, whose weights would mean something else here:"

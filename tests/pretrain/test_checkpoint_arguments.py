@@ -3,6 +3,7 @@
 
 import argparse
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.core.directory import TRACKER
-from megatron.pretrain.checkpoint_arguments import model_differences, training_differences
+from megatron.pretrain.checkpoint_arguments import (
+    check_arguments,
+    model_differences,
+    training_differences,
+)
 from tests.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
 from tests.pretrain.saved_runs import FSDP, GATED, SIX
-from tests.pretrain.training_runs import DATA, NO_DROPOUT, STEPS, Record, refuse, train
+from tests.pretrain.training_runs import DATA, NO_DROPOUT, STEPS, Record, prepare, refuse, train
 from tests.rank_pool import run_ranks
 
 TE = {"cuda": True, "transformer_engine": True}
@@ -233,3 +238,31 @@ def test_a_checkpoint_that_cannot_give_its_arguments_is_a_problem_of_the_command
     (tmp_path / "none" / "iter_0000001" / "common.pt").write_bytes(b"nothing")
     (problem,) = problems(f"{line}/none")
     assert problem.startswith("--use-checkpoint-args") and "common.pt is damaged" in problem
+
+
+def refused_check(folder: str, line: str) -> str:
+    """Job: compare arguments with those of a checkpoint; the error."""
+    args, _ = prepare(line)
+    with pytest.raises(ValueError) as caught:
+        check_arguments(Path(folder) / "iter_0000001", args, print)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda source: None, "its arguments cannot be compared: TypeError"),
+        (lambda source: (source / "common.pt").write_bytes(b"nothing"), "common.pt is damaged"),
+        (lambda source: (source / ".metadata").unlink(), "has no .metadata"),
+    ],
+    ids=["types", "damaged", "missing"],
+)
+def test_arguments_that_cannot_be_read_end_all_ranks_alike(
+    damage: Callable[[Path], object], words: str, tmp_path: Path
+) -> None:
+    args = arguments("--softmax-scale 0.3")
+    args.kv_channels = "eight"
+    write_common(tmp_path, args)
+    damage(tmp_path / "iter_0000001")
+    first, second = run_ranks(2, refused_check, str(tmp_path), f"{SIX} {GATED}")
+    assert first == second and words in first and "iter_0000001" in first
