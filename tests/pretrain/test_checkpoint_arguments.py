@@ -202,9 +202,11 @@ def test_arguments_of_training_are_taken_unless_they_are_given(tmp_path: Path) -
     assert (args.hidden_dropout, args.swiglu, args.seed) == (0.3, True, 1234)
     args, _ = parse(f"{line} --hidden-dropout 0.2 --seq-length 16 --bf16")
     assert (args.hidden_dropout, args.seq_length, args.bf16) == (0.2, 16, True)
-    args, notes = parse(f"{line} --squared-relu")
+    args, notes = parse(f"{line} --squared-relu --use-rotary-position-embeddings")
     assert args.swiglu and not args.squared_relu
-    assert any(note.endswith(", instead of --squared-relu") for note in notes)
+    assert args.position_embedding_type == "learned_absolute"
+    replaced = "--use-rotary-position-embeddings, --squared-relu"
+    assert any(note.endswith(f", instead of {replaced}") for note in notes)
 
 
 def write_common(folder: Path, args: argparse.Namespace | None) -> None:

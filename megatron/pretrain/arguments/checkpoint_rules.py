@@ -63,6 +63,9 @@ def _take(check: Check, saved: argparse.Namespace) -> list[str]:
             replaced.append(check.flag(dest) + shown)
         setattr(check.args, dest, value)
         check.given[dest] = value
-    if "position_embedding_type" in check.given:
-        check.args.use_rotary_position_embeddings = False  # the older spelling of one value
+        if dest == "position_embedding_type" and check.args.use_rotary_position_embeddings:
+            # The older spelling of one value, rope.
+            check.args.use_rotary_position_embeddings = False
+            if value != "rope":
+                replaced.append("--use-rotary-position-embeddings")
     return replaced
