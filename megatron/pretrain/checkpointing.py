@@ -12,7 +12,6 @@ import copyreg
 import enum
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+from megatron.pretrain.checkpoint_arguments import check_arguments
+from megatron.pretrain.checkpoint_source import Say, find_source
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 """Name of a checkpoint format -> the module whose ``save`` and ``load`` write and read it."""
-
-Say = Callable[[str], None]
-"""Prints one line for the user, on the first rank."""
 
 
 def check_save_directory(save: str | None) -> None:
@@ -193,20 +191,15 @@ def load(
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or it is of another model.
     """
-    source = _find(
-        args.load,
-        args.pretrained_checkpoint,
-        step=args.ckpt_step,
-        finetune=args.finetune,
-        exit_on_missing=args.exit_on_missing_checkpoint,
-        say=say,
-    )
+    source = find_source(args, say)
     if source is None:
         return Progress()
     path = source.path
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     _check_format(path, args.ckpt_format)
+    if not args.no_check_checkpoint_args:
+        check_arguments(path, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = _rates(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, path)
@@ -225,64 +218,6 @@ def load(
     else:
         say(f"loaded {path}, iteration {progress.iteration}")
     return progress
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """A checkpoint to load."""
-
-    path: Path
-    weights_only: bool
-    """Load the weights and start anew: no optimizer state, no schedule, no progress."""
-
-
-def _find(
-    load: str | None,
-    pretrained: str | None,
-    *,
-    step: int | None,
-    finetune: bool,
-    exit_on_missing: bool,
-    say: Say,
-) -> CheckpointSource | None:
-    """Return the checkpoint to load, None to start from scratch.
-
-    Args:
-        load: the directory of --load, which goes first.
-        pretrained: the directory of --pretrained-checkpoint, of which only weights are loaded.
-        step: the iteration to load from ``load`` instead of the newest.
-        finetune: load only weights from ``load`` too.
-        exit_on_missing: refuse a ``load`` without a checkpoint.
-        say: prints a line.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    for root, weights_only in ((load, finetune), (pretrained, True)):
-        if not root:
-            continue
-        is_given = root == load and step is not None
-        iteration = step if is_given else directory.read_tracker(root)
-        if iteration is None:
-            continue
-        path = directory.find(root, iteration)
-        if path is None:
-            missing = directory.iteration_directory(root, iteration)
-            raise ValueError(f"there is no checkpoint {missing}; in {root} are: {_inventory(root)}")
-        return CheckpointSource(path, weights_only or iteration == directory.RELEASE)
-    if pretrained:
-        raise ValueError(f"--pretrained-checkpoint {pretrained} has no {directory.TRACKER}")
-    if load and (exit_on_missing or finetune):
-        flag = "--exit-on-missing-checkpoint" if exit_on_missing else "--finetune"
-        raise ValueError(f"{flag}: {load} has no {directory.TRACKER}")
-    if load:
-        say(f"{load} has no {directory.TRACKER}: starting from scratch")
-    return None
-
-
-def _inventory(root: str) -> str:
-    names = sorted(path.name for path in Path(root).glob("iter_*"))
-    return ", ".join(names) if names else "none"
 
 
 def _check_format(source: Path, expected: str) -> None:

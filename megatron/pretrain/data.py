@@ -19,6 +19,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
 from megatron.pretrain.corpus import standard_library_corpus
+from megatron.pretrain.dataset_files import check_samples, checked_lengths
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.tokenizer import Tokenizer
 
@@ -45,14 +46,11 @@ class DataSource:
     blend_per_split: list[Blend | None] | None = None
 
 
-def build_datasets(
-    args: argparse.Namespace, tokenizer: Tokenizer
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
-    """Build the training, validation and test datasets.
+def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | None:
+    """Find the source of the data and check its files, before a run begins.
 
-    A collective that returns the same datasets on every rank, and None for a split that is not
-    wanted or has no documents. Rank 0 checks the data, writes the default corpus if no data is
-    named, and builds the index caches that the other ranks then read. All ranks must see the same
+    A collective that returns the same on every rank, and None for a run without samples. Rank 0
+    checks the data, and writes the default corpus if no data is named. All ranks must see the same
     file system.
 
     Args:
@@ -62,19 +60,43 @@ def build_datasets(
         tokenizer: must be the one the data was written with.
 
     Raises:
-        ValueError: the data is missing, contradictory or too small; the same on every rank.
-        OSError: the default corpus cannot be written; the same on every rank.
+        ValueError: the data is missing, damaged, contradictory or too small; the same on every
+            rank.
+        OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
-    sizes = wanted_samples(
+    sizes = _sizes(args)
+    if not any(sizes):
+        return None
+    return _on_rank_zero(lambda: _find_source(args, tokenizer, sizes))
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
+    return wanted_samples(
         train_samples=args.train_samples,
         train_iters=args.train_iters,
         global_batch_size=args.global_batch_size,
         eval_iters=args.eval_iters,
         eval_interval=args.eval_interval,
     )
-    if not any(sizes):
+
+
+def build_datasets(
+    args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
+) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+    """Build the training, validation and test datasets.
+
+    A collective that returns the same datasets on every rank, and None for a split that is not
+    wanted or has no documents. Rank 0 builds the index caches that the other ranks then read.
+
+    Args:
+        args: of the run.
+        tokenizer: must be the one the data was written with.
+        source: result of `find_data`, which is called without it, and may raise.
+    """
+    source = source or find_data(args, tokenizer)
+    if source is None:
         return None, None, None
-    source = _on_rank_zero(lambda: _find_source(args, tokenizer, sizes))
+    sizes = _sizes(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -99,7 +121,37 @@ def build_datasets(
     train, valid, test = BlendedMegatronDatasetBuilder(
         dataset_class, list(sizes), lambda: True, config
     ).build()
+    if not args.mock_data:
+        _on_rank_zero(lambda: _check_caches([train, valid, test]))
     return train, valid, test
+
+
+def _check_caches(datasets: Sequence[Dataset | None]) -> None:
+    """Check that the index caches from which datasets were made are of the same data.
+
+    Raises:
+        ValueError: names the folder of the caches of another dataset.
+    """
+    for dataset in datasets:
+        for part in getattr(dataset, "datasets", [dataset]):
+            if not isinstance(part, GPTDataset):
+                continue
+            try:
+                check_samples(
+                    part.dataset.sequence_lengths,
+                    part.indices,
+                    part.document_index,
+                    part.sample_index,
+                    part.shuffle_index,
+                    part.config.sequence_length,
+                )
+            except ValueError as error:
+                prefix = part.dataset.path_prefix
+                folder = part.config.path_to_cache or f"{prefix}/cache"
+                raise ValueError(
+                    f"the index cache of {prefix} in {folder} is of other data, or damaged:"
+                    f" {error}; remove it"
+                ) from error
 
 
 def wanted_samples(
@@ -204,7 +256,7 @@ def _find_source(
             source.blend = parse_blend(
                 args.data_path or [standard_library_corpus(directory, tokenizer)]
             )
-    _drop_or_refuse_empty_splits(source)
+    _drop_or_refuse_empty_splits(source, tokenizer.vocab_size)
     return source
 
 
@@ -251,17 +303,18 @@ def _bookends(split: str, sizes: Sequence[int]) -> list[Bookends | None]:
     return [ends if size else None for ends, size in zip(matrix, sizes)]
 
 
-def _drop_or_refuse_empty_splits(source: DataSource) -> None:
+def _drop_or_refuse_empty_splits(source: DataSource, vocab_size: int) -> None:
     """Check that every split that will be built has tokens in every dataset of its blend.
 
     An empty test split is dropped with a warning, as small corpora have no thousandth part, which
     is its default.
 
     Raises:
-        ValueError: lists the datasets that do not exist, or else the splits without documents.
+        ValueError: lists the datasets that do not exist, or that are damaged, or else the splits
+            without documents.
     """
     blends = source.blend_per_split or [source.blend] * len(SPLIT_NAMES)
-    lengths = _lengths_of_documents(blends, source.bookends)
+    lengths = _lengths_of_documents(blends, source.bookends, vocab_size)
     problems = []
     for i, (name, blend, ends) in enumerate(zip(SPLIT_NAMES, blends, source.bookends)):
         if blend is None or ends is None:
@@ -290,12 +343,12 @@ def _drop_or_refuse_empty_splits(source: DataSource) -> None:
 
 
 def _lengths_of_documents(
-    blends: Sequence[Blend | None], bookends: Sequence[Bookends | None]
+    blends: Sequence[Blend | None], bookends: Sequence[Bookends | None], vocab_size: int
 ) -> dict[str, np.ndarray]:
     """Return the numbers of tokens of all documents, by the prefix of their dataset.
 
     Raises:
-        ValueError: lists the datasets that do not exist.
+        ValueError: lists the datasets that do not exist, or the damage of those that do.
     """
     prefixes: set[str] = set()
     for blend, ends in zip(blends, bookends):
@@ -308,13 +361,15 @@ def _lengths_of_documents(
             + ", ".join(f"{prefix} (expects {prefix}.bin and {prefix}.idx)" for prefix in missing)
             + "; tools/preprocess_data.py makes one from text"
         )
-    return {prefix: _document_lengths(prefix) for prefix in sorted(prefixes)}
-
-
-def _document_lengths(prefix: str) -> np.ndarray:
-    dataset = IndexedDataset(prefix)
-    # A copy: the lengths are in the mapped index file, and the mapping ends with the dataset.
-    return dataset.sequence_lengths.copy()
+    lengths, damage = {}, []
+    for prefix in sorted(prefixes):
+        try:
+            lengths[prefix] = checked_lengths(prefix, vocab_size)
+        except ValueError as error:
+            damage.append(str(error))
+    if damage:
+        raise ValueError("the data is damaged:\n  " + "\n  ".join(damage))
+    return lengths
 
 
 def _as_number(text: str) -> float | None:

@@ -36,7 +36,7 @@ from megatron.core.utils import get_model_config
 from megatron.fsdp import trace
 from megatron.pretrain import checkpointing
 from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.data import build_datasets
+from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.gpt_model import build_model
@@ -88,6 +88,7 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
         tensor_size=args.tensor_model_parallel_size,
     )
     args = FrozenArguments(args, padded_vocab_size=rows)
+    source = find_data(args, tokenizer)
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
@@ -97,7 +98,7 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
     )
 
     run.progress = checkpointing.load(args, model, optimizer, scheduler, run.report.say)
-    train_data, valid_data, test_data = build_datasets(args, tokenizer)
+    train_data, valid_data, test_data = build_datasets(args, tokenizer, source)
     init_num_microbatches_calculator(
         dist.get_rank(),
         args.rampup_batch_size,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import checkpointing
 from tests.pretrain.saved_runs import (
     DROPOUT,
@@ -185,6 +186,27 @@ def test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop(tmp_
         )
 
 
+def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
+    fp32: tuple[Path, Record], tmp_path: Path
+) -> None:
+    folder, _ = fp32
+    file = tmp_path / "file"
+    file.touch()
+    without_tracker = tmp_path / "without_tracker"
+    (without_tracker / "iter_0000002").mkdir(parents=True)
+    for load, words in (
+        (file, "is a file; a directory with checkpoints is expected"),
+        (folder / "iter_0000003", "is itself the directory of one checkpoint"),
+        (without_tracker, f"has checkpoints (iter_0000002) but no {TRACKER}"),
+    ):
+        first, second = run_ranks(2, refuse, f"{LINE} --load {load}")
+        assert first == second and first.startswith(f"ValueError: {load} {words}")
+    unfinished = tmp_path / "unfinished"
+    (unfinished / ".writing_iter_0000002").mkdir(parents=True)
+    run = run_ranks(1, train, f"{LINE} --train-iters 1 --load {unfinished}")[0][0]
+    assert run.iteration == 1
+
+
 def test_weights_that_are_not_there_are_not_replaced_by_random_ones(tmp_path: Path) -> None:
     for flags in (f"--pretrained-checkpoint {tmp_path}", f"--load {tmp_path} --finetune"):
         for refusal in run_ranks(2, refuse, f"{LINE} {flags}"):
@@ -298,9 +320,13 @@ def refused_load(command_line: str) -> tuple[str, bool]:
     [
         ("--hidden-size 64", "linear_fc1.weight_w: (64, 32) in the file, (128, 64) in the model"),
         ("--num-layers 3", "decoder.layers.2."),
-        ("--untie-embeddings-and-output-weights", "output_layer.weight"),
+        ("--untie-embeddings-and-output-weights", "--untie-embeddings-and-output-weights: False"),
+        (
+            "--untie-embeddings-and-output-weights --no-check-checkpoint-args",
+            "output_layer.weight",
+        ),
     ],
-    ids=["hidden_size", "layers", "untied"],
+    ids=["hidden_size", "layers", "untied", "untied_unchecked"],
 )
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_overwritten(
     flags: str, words: str, fp32: tuple[Path, Record]

@@ -51,6 +51,10 @@ def _experts(args: argparse.Namespace) -> bool:
     return bool(args.num_experts)
 
 
+def _limited(args: argparse.Namespace) -> bool:
+    return _experts(args) and args.moe_expert_capacity_factor is not None
+
+
 def _plain_gelu(args: argparse.Namespace) -> bool:
     others = args.swiglu or args.squared_relu or args.openai_gelu
     return bool(args.add_bias_linear) and not others
@@ -76,22 +80,32 @@ class Argument:
     counts: Callable[[argparse.Namespace], bool] = _always
     in_outputs: bool = True
 
+    @property
+    def spelling(self) -> str:
+        """The flag of the command line."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def name_of_flag(self) -> str:
+        """The flag as a name, under which some programs store the argument."""
+        return self.spelling.removeprefix("--").replace("-", "_")
+
     def default_in(self, known: Mapping[str, Any]) -> Any:
         """Return the default beside other arguments.
 
-        Some programs store a switch under the name of its flag: ``disable_bias_linear`` True means
-        ``add_bias_linear`` False.
+        Some programs store an argument under the name of its flag: ``norm_epsilon`` is
+        ``layernorm_epsilon``, ``disable_bias_linear`` True means ``add_bias_linear`` False.
         """
-        switch = known.get(self.flag.removeprefix("--").replace("-", "_"))
-        if switch is True and isinstance(self.default, bool):
-            return not self.default
-        return self.default
+        stored = known.get(self.name_of_flag)
+        if isinstance(self.default, bool):
+            return not self.default if stored is True else self.default
+        return self.default if stored is None else stored
 
     def words(self, value: Any) -> list[str]:
         """Return words of a command line that set it to ``value``; none for the default."""
         if value is None or value == self.default:
             return []
-        flag = self.flag or f"--{self.name.replace('_', '-')}"
+        flag = self.spelling
         return [flag] if isinstance(self.default, bool) else [flag, _as_written(value)]
 
 
@@ -159,6 +173,10 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("moe_router_topk_scaling_factor", counts=_experts),
     Argument("moe_router_enable_expert_bias", False, counts=_experts),
     Argument("moe_router_dtype", counts=_experts, in_outputs=False),
+    # No model of transformers drops tokens; an export leaves the capacity out.
+    Argument("moe_expert_capacity_factor", counts=_experts, in_outputs=False),
+    Argument("moe_pad_expert_input_to_capacity", False, counts=_limited, in_outputs=False),
+    Argument("moe_token_drop_policy", "probs", counts=_limited, in_outputs=False),
     Argument("mtp_num_layers"),
     Argument("bf16", False, in_outputs=False),
     Argument("fp16", False, in_outputs=False),

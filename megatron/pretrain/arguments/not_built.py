@@ -84,7 +84,6 @@ _REFUSED: dict[str, str] = {
         """ckpt_fully_parallel_save ckpt_fully_parallel_load
         distrib_optim_fully_reshardable_mem_efficient"""
     ),
-    "not built yet: give the model flags on the command line": "use_checkpoint_args",
     "hashes of checkpoint files are not built yet": "verify_integrity",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
@@ -310,6 +309,13 @@ NEEDS: tuple[Needs, ...] = (
         "needs --fp16",
     ),
     Needs("ckpt_step", "load", (), "needs --load"),
+    Needs(
+        "use_checkpoint_args no_check_checkpoint_args",
+        "load",
+        (),
+        "needs --load or --pretrained-checkpoint",
+        unless="pretrained_checkpoint",
+    ),
     Needs("save_retain_interval log_progress", "save", (), "needs --save"),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules about single numbers: which must be given, and their signs."""
+"""Rules about single numbers: which must be given, their signs, and that they are finite."""
+
+import math
 
 from megatron.pretrain.arguments.check import Check
 
@@ -68,14 +70,29 @@ NOT_NEGATIVE = [
     "eval_iters",
     "num_workers",
     "manual_gc_interval",
+    "init_method_std",
+    "embedding_init_method_std",
+    "layernorm_epsilon",
+    "adam_eps",
+    "decoupled_lr",
+    "decoupled_min_lr",
 ]
 """Destinations whose values are at least 0, if they are given."""
+PROBABILITIES = ("attention_dropout", "hidden_dropout")
+"""Destinations whose values are from 0 to 1."""
 
 
 def check_numbers(check: Check) -> None:
-    """Refuse missing required flags, and numbers of the wrong sign."""
+    """Refuse missing required flags, numbers that are not finite, and those out of their range."""
     missing = [check.flag(dest) for dest in REQUIRED if getattr(check.args, dest) is None]
     check.require(not missing, f"required but not given: {', '.join(missing)}")
+    infinite = check_finite(check)
+    for dest in PROBABILITIES:
+        value = getattr(check.args, dest)
+        check.require(
+            dest in infinite or 0 <= value <= 1,
+            f"{check.flag(dest)} must be from 0 to 1, got {value}",
+        )
     for dest in POSITIVE:
         value = getattr(check.args, dest)
         check.require(
@@ -84,5 +101,17 @@ def check_numbers(check: Check) -> None:
     for dest in NOT_NEGATIVE:
         value = getattr(check.args, dest)
         check.require(
-            value is None or value >= 0, f"{check.flag(dest)} must be at least 0, got {value}"
+            value is None or dest in infinite or value >= 0,
+            f"{check.flag(dest)} must be at least 0, got {value}",
         )
+
+
+def check_finite(check: Check) -> set[str]:
+    """Refuse infinities and NaN, which comparisons let through; return where they were given."""
+    infinite = set()
+    for dest, value in check.given.items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, float) and not math.isfinite(number):
+                check.problems.append(f"{check.flag(dest)} must be a finite number, got {number}")
+                infinite.add(dest)
+    return infinite

@@ -121,9 +121,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "linear",
             choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
         ),
-        row(
-            "--lr-decay-iters", int, "iterations over which the rate decays; default: --train-iters"
-        ),
+        row("--lr-decay-iters", int, "iterations of the decay; default: --train-iters"),
         row(
             "--lr-decay-samples",
             int,
@@ -240,7 +238,8 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--finetune", "switch", "load weights only and start at iteration 0"),
         row("--ckpt-step", int, "iteration to load instead of the newest"),
         row("--exit-on-missing-checkpoint", "switch", "stop where --load holds no checkpoint"),
-        row("--use-checkpoint-args", "switch", "model arguments from the checkpoint"),
+        row("--use-checkpoint-args", "switch", "arguments of the model from the checkpoint"),
+        row("--no-check-checkpoint-args", "switch", "load the weights of another model too"),
         row(
             "--pretrained-checkpoint",
             str,

@@ -2,11 +2,13 @@
 """All rules about arguments, in their order, and those about flags that have no effect."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.checkpoint_rules import take_checkpoint_arguments
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.data_parallel_rules import choose_data_parallelism
 from megatron.pretrain.arguments.data_rules import check_data
@@ -49,8 +51,15 @@ def as_written(value: Any) -> str:
 
 
 def check_checkpoints_and_logging(check: Check) -> None:
-    """Check the intervals of saves, and the profiler's steps."""
+    """Check the intervals of saves, the directory of TensorBoard, and the profiler's steps."""
     args = check.args
+    if args.tensorboard_dir:
+        target = Path(args.tensorboard_dir).absolute()
+        nearest = next(path for path in (target, *target.parents) if path.exists())
+        check.require(
+            nearest.is_dir(),
+            f"--tensorboard-dir {args.tensorboard_dir}: {nearest} is a file, not a directory",
+        )
     check.require(not args.save or args.save_interval, "--save needs --save-interval")
     if args.save_retain_interval and args.save_interval:
         check.require(
@@ -87,6 +96,7 @@ def check_needs(check: Check) -> None:
 
 
 RULES: tuple[Callable[[Check], None], ...] = (
+    take_checkpoint_arguments,
     refuse_not_built,
     check_numbers,
     choose_data_parallelism,

@@ -327,7 +327,14 @@ CHECKPOINTS = (
         "--exit-on-missing-checkpoint",
         f"{CHECKPOINTING}test_a_run_starts_from_scratch_without_a_checkpoint_unless_told_to_stop",
     ),
-    refused("--use-checkpoint-args", "give the model flags on the command line"),
+    shown(
+        "--use-checkpoint-args",
+        "test_checkpoint_arguments.py::test_the_model_of_the_checkpoint_takes_the_place_of_the_flags",
+    ),
+    shown(
+        "--no-check-checkpoint-args",
+        "test_checkpoint_arguments.py::test_a_model_that_means_something_else_is_refused_on_all_ranks_alike",
+    ),
     shown(
         "--pretrained-checkpoint",
         f"{CHECKPOINTING}test_a_pretrained_checkpoint_gives_the_weights_where_there_is_no_checkpoint_yet",

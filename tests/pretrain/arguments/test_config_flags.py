@@ -52,6 +52,8 @@ NUMBERS = {
     "num_layers_in_first_pipeline_stage": "1",
     "num_layers_in_last_pipeline_stage": "1",
     "moe_router_topk": "3",
+    "attention_dropout": "0.5",
+    "hidden_dropout": "0.5",
 }
 
 PIPELINE = "--pipeline-model-parallel-size 2"

@@ -187,6 +187,27 @@ def test_one_conflict_names_the_fix(flags: str, problem: str) -> None:
     assert any(problem in found for found in problems(f"{MOCK} {flags}"))
 
 
+def test_numbers_that_are_not_finite_or_out_of_range_are_refused_together(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = problems(
+        f"""{MOCK} --lr inf --hidden-dropout nan --attention-dropout 1.5 --init-method-std -0.02
+            --embedding-init-method-std nan --norm-epsilon -0.5 --moe-aux-loss-coeff 1 inf
+            --num-experts 2 --moe-router-load-balancing-type aux_loss seq_aux_loss
+            --tensorboard-dir {tmp_path}/file/logs"""
+    )
+    assert found == [
+        "--lr must be a finite number, got inf",
+        "--hidden-dropout must be a finite number, got nan",
+        "--embedding-init-method-std must be a finite number, got nan",
+        "--moe-aux-loss-coeff must be a finite number, got inf",
+        "--attention-dropout must be from 0 to 1, got 1.5",
+        "--init-method-std must be at least 0, got -0.02",
+        "--norm-epsilon must be at least 0, got -0.5",
+        f"--tensorboard-dir {tmp_path}/file/logs: {tmp_path}/file is a file, not a directory",
+    ]
+    parse(f"{MOCK} --hidden-dropout 1 --init-method-std 0 --tensorboard-dir {tmp_path}/new/logs")
+
+
 def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)
