@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
@@ -80,7 +80,8 @@ def save(
         optimizer = scheduler = None
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
-    problems = _write(args, state, model, optimizer, directory.staging_directory(root, iteration))
+    staging = directory.staging_directory(root, iteration)
+    problems = _write(args, state, model, optimizer, staging) or integrity.sign(staging)
     if problems:
         _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
         raise RunError(
@@ -207,6 +208,7 @@ def load(
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     _check_format(path, args.ckpt_format)
+    integrity.check(path, verify=not args.no_verify_integrity)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = _rates(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, path)

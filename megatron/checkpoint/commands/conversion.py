@@ -237,6 +237,11 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process' rank and the number of ranks: 0 and 1 without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
+
+
 def _is_first() -> bool:
     return not _distributed() or dist.get_rank() == 0
 

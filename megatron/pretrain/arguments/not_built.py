@@ -85,7 +85,6 @@ _REFUSED: dict[str, str] = {
         distrib_optim_fully_reshardable_mem_efficient"""
     ),
     "not built yet: give the model flags on the command line": "use_checkpoint_args",
-    "hashes of checkpoint files are not built yet": "verify_integrity",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "custom layer specifications are not built yet": "spec",
