@@ -67,9 +67,11 @@ class CheckpointOfModel:
 
     def __init__(self, flags: list[str], folder: str):
         words = [*MODEL, *flags, "--save", folder, "--load", folder]
-        world_size = ranks.environment_world_size()
         args, _ = parse_arguments(
-            words, world_size, cuda=torch.cuda.is_available(), transformer_engine=False
+            words,
+            world_size=ranks.environment_world_size(),
+            cuda=torch.cuda.is_available(),
+            transformer_engine=False,
         )
         if not dist.is_initialized():
             ranks.start(args)

@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -91,9 +91,8 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
             start = _start_of_record(file, info.offset + record.header_offset)
             # Torch reads the archive by other fields of it, which have no checksum.
             window.seek(0)
-            offset = torch._C.PyTorchFileReader(window).get_record_offset(
-                f"data/{tensor.storage.key}"
-            )
+            torch_reader = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+            offset = torch_reader.get_record_offset(f"data/{tensor.storage.key}")
             if info.offset + offset != start:
                 raise ValueError("torch finds its data elsewhere")
             if start + record.file_size > info.offset + info.length:
