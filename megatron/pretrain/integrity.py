@@ -54,8 +54,10 @@ def check(source: Path, verify: bool) -> None:
     try:
         stored = StoredCheckpoint(source, verify)
         damaged = stored.damaged_files(dist.get_rank(), dist.get_world_size())
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         refused = [str(error)]
+    except Exception as error:  # files can hold anything, and the other ranks wait
+        refused = [f"{source} cannot be loaded: {type(error).__name__}: {error}"]
     refused = agree(refused)
     damaged = agree(damaged)
     if refused:
