@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import fsdp_dtensor_checkpoint, torch_dist_checkpoint
+from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import Say, find_source
 from megatron.pretrain.errors import RunError
@@ -78,7 +78,8 @@ def save(
         optimizer = scheduler = None
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
-    problems = _write(args, state, model, optimizer, directory.staging_directory(root, iteration))
+    staging = directory.staging_directory(root, iteration)
+    problems = _write(args, state, model, optimizer, staging) or integrity.sign(staging)
     if problems:
         _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
         raise RunError(
@@ -198,6 +199,7 @@ def load(
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
     _check_format(path, args.ckpt_format)
+    integrity.check(path, verify=not args.no_verify_integrity)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)

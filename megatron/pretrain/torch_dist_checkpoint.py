@@ -33,7 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import read_metadata
-from megatron.checkpoint.torch_dist.checkpoint import read_common
+from megatron.checkpoint.torch_dist.checkpoint import check_marker, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap
 
@@ -105,7 +105,8 @@ def _refuse_code(source: Path) -> None:
     problems = []
     if dist.get_rank() == 0:
         try:
-            stored = StoredCheckpoint(source)
+            check_marker(source)
+            stored = StoredCheckpoint(source, verify=False)  # its files are verified already
             read_common(stored)
             for key in stored.objects:
                 stored.read_object(key)

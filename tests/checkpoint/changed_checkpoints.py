@@ -12,6 +12,7 @@ from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, whole
 from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -47,7 +48,15 @@ def write_entries(content: dict[str, Any], output: OutputDirectory, **options: A
     return output.final
 
 
+def without_manifest(folder: Path) -> Path:
+    """Make a checkpoint one of a program that writes no manifest, and return its directory."""
+    for manifest in folder.rglob(MANIFEST):
+        manifest.unlink()
+    return folder
+
+
 def change_common(iteration: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    without_manifest(iteration)
     path = iteration / torch_dist.COMMON_FILE
     common = safe_pickle.load_torch(path.read_bytes())
     change(common)

@@ -30,6 +30,7 @@ def test_the_keys_are_those_of_the_format(fp32: tuple[Path, Record], tmp_path: P
         ".metadata",
         "__0_0.distcp",
         "__1_0.distcp",
+        "manifest.json",
     ]
 
 

@@ -10,22 +10,36 @@ from typing import NoReturn
 import click
 
 from megatron.checkpoint.commands import comparison, verification
-from megatron.checkpoint.commands.command import CHECKPOINT, allow_unknown_keys, command
+from megatron.checkpoint.commands.command import (
+    CHECKPOINT,
+    allow_unknown_keys,
+    command,
+    verify_integrity,
+)
 from megatron.checkpoint.commands.formats import HUGGING_FACE, open_checkpoint
 from megatron.checkpoint.commands.printer import Printer, table
 
 
 @command
 @click.argument("checkpoint_dir", type=CHECKPOINT)
-def verify(checkpoint_dir: Path, printer: Printer) -> None:
-    """Read everything once: files, checksums, keys, shapes, main weights against the model's, NaN.
+@click.option(
+    "--fast", is_flag=True, help="Compare the files with their digests in manifest.json only."
+)
+@verify_integrity
+def verify(checkpoint_dir: Path, fast: bool, verify_integrity: bool, printer: Printer) -> None:
+    """Check files, digests, checksums, keys, shapes, main weights against the model's, and NaN.
 
     Exit code 1: not sound.
     """
-    opened = open_checkpoint(checkpoint_dir)
+    if fast and not verify_integrity:
+        raise click.UsageError("--fast --no-verify-integrity: nothing would be verified")
+    opened = open_checkpoint(checkpoint_dir, verify_integrity)
     notes: list[str] = []
-    with printer.progress("verifying", verification.total_bytes(opened)) as advance:
-        problems = verification.find_problems(opened, advance, notes)
+    with printer.progress("verifying", verification.total_bytes(opened, fast)) as advance:
+        if fast:
+            problems = verification.find_changed_files(opened, advance)
+        else:
+            problems = verification.find_problems(opened, advance, notes)
     printer.result(
         {
             "directory": opened.directory,
@@ -47,12 +61,15 @@ def verify(checkpoint_dir: Path, printer: Printer) -> None:
 @command
 @click.argument("first", type=CHECKPOINT)
 @click.argument("second", type=CHECKPOINT)
-def compare_two_checkpoint(first: Path, second: Path, printer: Printer) -> None:
+@verify_integrity
+def compare_two_checkpoint(
+    first: Path, second: Path, verify_integrity: bool, printer: Printer
+) -> None:
     """Compare all entries of two checkpoints by their keys, bit by bit.
 
     Exit code 1 if they differ.
     """
-    mine, theirs = open_checkpoint(first).dcp_files(), open_checkpoint(second).dcp_files()
+    mine, theirs = (open_checkpoint(path, verify_integrity).dcp_files() for path in (first, second))
     total = 0
     for stored in (mine, theirs):
         total += sum(stored.num_bytes(key) for key in stored.tensors)
@@ -71,12 +88,14 @@ def compare_two_checkpoint(first: Path, second: Path, printer: Printer) -> None:
 )
 @click.option("--rows", default=20, show_default=True, help="Length of the lists.")
 @allow_unknown_keys
+@verify_integrity
 def diff(
     first: Path,
     second: Path,
     weights_only: bool,
     rows: int,
     allow_unknown_keys: bool,
+    verify_integrity: bool,
     printer: Printer,
 ) -> None:
     """Compare the content of two checkpoints in any formats.
@@ -87,7 +106,7 @@ def diff(
 
     Exit code 1 if they differ.
     """
-    opened = open_checkpoint(first), open_checkpoint(second)
+    opened = [open_checkpoint(path, verify_integrity) for path in (first, second)]
     mine, theirs = (each.state(allow_unknown=allow_unknown_keys) for each in opened)
     # A Hugging Face model has weights only, and no padding.
     with_model = any(each.format == HUGGING_FACE for each in opened)

@@ -29,6 +29,16 @@ allow_unknown_keys = click.option(
 )
 
 
+verify_integrity = click.option(
+    "--no-verify-integrity",
+    "verify_integrity",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Compare the sizes of files, but no digests and checksums.",
+)
+
+
 def command(function: Callable[..., None]) -> click.Command:
     """Turn a function into a command of the same name, with the options that all commands have.
 

@@ -19,15 +19,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.directory import OutputDirectory
+from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")
-
-_JOURNAL = ".conversion"
-"""Folder in the staging directory with one file per finished part: the result of writing it."""
 
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
@@ -70,7 +67,7 @@ def convert(
     Raises:
         ConversionError: on every rank, with the errors of all ranks. The output is removed.
     """
-    journal = output.staging / _JOURNAL
+    journal = output.staging / CONVERSION_JOURNAL
     # Another release of this program may cut the same output into parts of other sizes.
     identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
     # If this fails, the parts of an interrupted conversion are kept for the next attempt.
@@ -95,7 +92,7 @@ def convert(
 
 def _prepare(staging: Path, identity: str) -> None:
     """Make a staging directory for this conversion, or keep that of an interrupted one."""
-    journal = staging / _JOURNAL
+    journal = staging / CONVERSION_JOURNAL
     known = journal / "identity"
     if staging.exists() and not (known.is_file() and known.read_text() == identity):
         shutil.rmtree(staging)
@@ -106,7 +103,7 @@ def _prepare(staging: Path, identity: str) -> None:
 
 def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
     """Write parts into the staging directory until all are done or another rank has failed."""
-    journal = staging / _JOURNAL
+    journal = staging / CONVERSION_JOURNAL
     total = sum(part.num_bytes for part in parts)
     with progress_of("converting", total, show=show_progress) as advance:
         for part in parts:
@@ -117,7 +114,7 @@ def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
 
 def _finish(target: Target, output: OutputDirectory) -> list[str]:
     """Write the files that depend on all parts, publish the output, and return all notes."""
-    journal = output.staging / _JOURNAL
+    journal = output.staging / CONVERSION_JOURNAL
     results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)
     shutil.rmtree(journal)
@@ -235,6 +232,11 @@ def _raise_together(problem: str | None, removed_on_error: Path | None) -> None:
 
 def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process' rank and the number of ranks: 0 and 1 without torchrun."""
+    return (dist.get_rank(), dist.get_world_size()) if _distributed() else (0, 1)
 
 
 def _is_first() -> bool:

@@ -17,6 +17,7 @@ from megatron.checkpoint.commands.command import (
     allow_unknown_keys,
     command,
     transformer_impl,
+    verify_integrity,
 )
 from megatron.checkpoint.commands.formats import (
     FSDP_DTENSOR,
@@ -27,6 +28,7 @@ from megatron.checkpoint.commands.formats import (
 )
 from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.parts import Target
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
@@ -43,6 +45,20 @@ _COMMAND_FOR = {
     FSDP_DTENSOR: "convert-fsdp-dtensor-to-torch-dist, or convert-to-hf",
     HUGGING_FACE: "convert-from-hf",
 }
+
+
+def _open(path: Path, verify_integrity: bool) -> Opened:
+    """Open a checkpoint to convert; the ranks share the comparison with its manifest.
+
+    Raises:
+        ValueError: if there is none, or if files of this rank's share are damaged.
+    """
+    opened = open_checkpoint(path, verify_integrity)
+    if opened.stored is not None and opened.stored.has_manifest:
+        damaged = opened.stored.damaged_files(*conversion.rank_and_world_size())
+        if damaged:
+            raise ValueError(listed(f"{opened.directory} is damaged", damaged))
+    return opened
 
 
 def _expect(opened: Opened, expected: str) -> None:
@@ -155,10 +171,12 @@ def _iteration(opened: Opened, state: TrainingState) -> int | str:
 @click.option("--oom-traceback", is_flag=True, help="Where it was, if memory runs out.")
 @transformer_impl
 @allow_unknown_keys
+@verify_integrity
 def convert_torch_dist_to_fsdp_dtensor(
     input_dir: Path,
     output_dir: Path,
     printer: Printer,
+    verify_integrity: bool,
     allow_unknown_keys: bool,
     transformer_impl: str | None,
     **options: Any,
@@ -167,7 +185,7 @@ def convert_torch_dist_to_fsdp_dtensor(
 
     Weights, optimizer, schedule, counters and random states of a run without FSDP are converted.
     """
-    opened = open_checkpoint(input_dir)
+    opened = _open(input_dir, verify_integrity)
     _expect(opened, TORCH_DIST)
     group_numbers = _json_file(options["param_to_param_group_map_json"])
     state = opened.state(group_numbers, allow_unknown_keys)
@@ -214,10 +232,12 @@ def _json_file(path: Path | None) -> dict[str, Any] | None:
 )
 @transformer_impl
 @allow_unknown_keys
+@verify_integrity
 def convert_fsdp_dtensor_to_torch_dist(
     input_dir: Path,
     output_dir: Path,
     printer: Printer,
+    verify_integrity: bool,
     transformer_impl: str | None,
     allow_unknown_keys: bool,
     rename_mtp_keys: bool,
@@ -226,7 +246,7 @@ def convert_fsdp_dtensor_to_torch_dist(
 
     The optimizer's layout is fully_reshardable.
     """
-    opened = open_checkpoint(input_dir)
+    opened = _open(input_dir, verify_integrity)
     _expect(opened, FSDP_DTENSOR)
     state = opened.state(allow_unknown=allow_unknown_keys)
     spelling = choose_spelling(state, transformer_impl, rename_mtp_keys)
@@ -268,10 +288,12 @@ def convert_fsdp_dtensor_to_torch_dist(
     help="Of one safetensors file.",
 )
 @allow_unknown_keys
+@verify_integrity
 def convert_to_hf(
     input_dir: Path,
     output_dir: Path,
     printer: Printer,
+    verify_integrity: bool,
     template: Path | None,
     family: str | None,
     dtype: str | None,
@@ -283,7 +305,7 @@ def convert_to_hf(
 
     It has config.json, safetensors files and the tokenizer of the template.
     """
-    opened = open_checkpoint(input_dir)
+    opened = _open(input_dir, verify_integrity)
     if opened.format not in (TORCH_DIST, FSDP_DTENSOR):
         raise ValueError(
             f"{opened.directory} is in the format {opened.format}; torch_dist or fsdp_dtensor is"
@@ -378,14 +400,19 @@ def convert_from_hf(
     metavar="'remove PATTERN' | 'rename PATTERN REPLACEMENT'",
     help="Repeatable, in this order.",
 )
+@verify_integrity
 def modify_state_dict(
-    input_dir: Path, output_dir: Path, operations: tuple[str, ...], printer: Printer
+    input_dir: Path,
+    output_dir: Path,
+    operations: tuple[str, ...],
+    verify_integrity: bool,
+    printer: Printer,
 ) -> None:
     """Remove or rename entries whose keys a regular expression is found in.
 
     What no operation names is copied as it is.
     """
-    opened = open_checkpoint(input_dir)
+    opened = _open(input_dir, verify_integrity)
     stored = opened.dcp_files()
     keys = list(stored.metadata.state_dict_metadata)
     renamed = editing.new_keys(keys, [editing.EditRule.parse(text) for text in operations])

@@ -75,8 +75,12 @@ class Opened:
         return self.stored
 
 
-def open_checkpoint(path: str | Path) -> Opened:
+def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
     """Open the directory of an iteration, one with a tracker file, or a Hugging Face model.
+
+    Args:
+        path: of it.
+        verify: compare digests and checksums of what is read of a DCP directory.
 
     Raises:
         ValueError: if there is none, or a damaged one.
@@ -85,7 +89,7 @@ def open_checkpoint(path: str | Path) -> Opened:
     if (path / "config.json").is_file() and not (path / METADATA).is_file():
         return Opened(path, HUGGING_FACE, None)
     path = directory.locate(path)
-    stored = StoredCheckpoint(path)
+    stored = StoredCheckpoint(path, verify)
     if (path / torch_dist.MARKER).is_file() or torch_dist.COMMON_OBJECT in stored.objects:
         return Opened(path, TORCH_DIST, stored)
     if any(key.startswith(MODEL_KEY_PREFIX) for key in stored.tensors):

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import torch
 
-from megatron.checkpoint.commands.command import CHECKPOINT, command
+from megatron.checkpoint.commands.command import CHECKPOINT, command, verify_integrity
 from megatron.checkpoint.commands.formats import TORCH_DIST, Opened, open_checkpoint
 from megatron.checkpoint.commands.printer import Printer, readable, table
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -44,9 +44,15 @@ class ListedEntry:
     is_flag=True,
     help="List the fields of param groups too, many for every parameter.",
 )
-def inspect(checkpoint_dir: Path, not_ignore_param_to_group_meta: bool, printer: Printer) -> None:
+@verify_integrity
+def inspect(
+    checkpoint_dir: Path,
+    not_ignore_param_to_group_meta: bool,
+    verify_integrity: bool,
+    printer: Printer,
+) -> None:
     """List keys, shapes, dtypes and sizes."""
-    opened = open_checkpoint(checkpoint_dir)
+    opened = open_checkpoint(checkpoint_dir, verify_integrity)
     entries = list(_listed_entries(opened, not_ignore_param_to_group_meta))
     printer.result(
         {
@@ -97,9 +103,10 @@ def _dtype_name(dtype: torch.dtype) -> str:
 @command
 @click.argument("checkpoint_dir", type=CHECKPOINT)
 @click.argument("key")
-def print_tensor(checkpoint_dir: Path, key: str, printer: Printer) -> None:
+@verify_integrity
+def print_tensor(checkpoint_dir: Path, key: str, verify_integrity: bool, printer: Printer) -> None:
     """Print the tensor, or the object, under KEY."""
-    opened = open_checkpoint(checkpoint_dir)
+    opened = open_checkpoint(checkpoint_dir, verify_integrity)
     stored = opened.dcp_files()
     common = torch_dist.read_common(stored) if opened.format == TORCH_DIST else {}
     keys = stored.metadata.state_dict_metadata
@@ -154,12 +161,13 @@ def _statistics(tensor: torch.Tensor) -> dict[str, float]:
 
 @command
 @click.argument("torch_dcp_dir", type=CHECKPOINT)
-def print_torch_dcp_in_json(torch_dcp_dir: Path, printer: Printer) -> None:
+@verify_integrity
+def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer: Printer) -> None:
     """Write param_to_param_group_map.json beside the map of param groups that a run has dumped.
 
     The run dumps it with --dump-param-to-param-group-map.
     """
-    stored = StoredCheckpoint(torch_dcp_dir)
+    stored = StoredCheckpoint(torch_dcp_dir, verify_integrity)
     content = {
         key.replace("module.module", "model.module"): _group_number(stored, key)
         for key in stored.metadata.state_dict_metadata

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification that a checkpoint is complete, unchanged and consistent. It is read once."""
+"""Verification that a checkpoint is complete, unchanged and consistent."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from megatron.checkpoint.commands.formats import PLAIN, Opened
 from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import ignore_progress
@@ -26,13 +27,14 @@ def find_problems(
 ) -> list[str]:
     """Find all problems of a checkpoint.
 
-    The checks cover files, checksums, chunks, and safe reading of objects. In a checkpoint of a
-    training run they also cover the keys, the shapes that its arguments imply, main weights against
-    those of the model, the optimizer's state, and values that are NaN or infinite.
+    The checks cover files, digests, the checksums of all entries, chunks, and safe reading of
+    objects. In a checkpoint of a training run they also cover the keys, the shapes that its
+    arguments imply, main weights against those of the model, the optimizer's state, and values that
+    are NaN or infinite.
 
     Args:
         opened: the checkpoint.
-        progress: called with numbers of bytes that were read.
+        progress: called with numbers of bytes that were read, once for files and once for values.
         notes: a list to which harmless entries without meaning to training are added.
 
     Returns:
@@ -42,9 +44,7 @@ def find_problems(
     stored = opened.stored
     if stored is not None:
         problems += _wrong_chunks(stored)
-        problems += _unreadable_objects(stored)
-        if opened.format == PLAIN:
-            problems += _unreadable_tensors(stored, progress)
+        problems += stored.damaged_files(progress=progress) or _unreadable_entries(stored)
     if opened.format == PLAIN or problems:
         return problems
     try:
@@ -65,10 +65,25 @@ def find_problems(
     return problems
 
 
-def total_bytes(opened: Opened) -> int:
-    """Return about how many bytes :func:`find_problems` reports in all."""
-    stored = opened.stored
-    return sum(stored.num_bytes(key) for key in stored.tensors) if stored is not None else 0
+def find_changed_files(opened: Opened, progress: Progress = ignore_progress) -> list[str]:
+    """Compare the files of a checkpoint with its manifest, and find those that are not listed.
+
+    Raises:
+        ValueError: if it has no manifest.
+    """
+    if opened.stored is None or not opened.stored.has_manifest:
+        raise ValueError(
+            f"{opened.directory} has no {MANIFEST}, which --fast compares: verify without --fast"
+        )
+    return opened.stored.damaged_files(progress=progress)
+
+
+def total_bytes(opened: Opened, fast: bool = False) -> int:
+    """Return about how many bytes are reported in all, by the fast verification or the full one."""
+    if opened.stored is None:
+        return 0
+    num_bytes = sum(map(opened.stored.num_bytes, opened.stored.tensors))
+    return num_bytes if fast or opened.format == PLAIN else 2 * num_bytes
 
 
 # ---- files
@@ -96,18 +111,11 @@ def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
             yield f"{key}: two of its chunks overlap"
 
 
-def _unreadable_objects(stored: StoredCheckpoint) -> Iterator[str]:
-    for key in stored.objects:
+def _unreadable_entries(stored: StoredCheckpoint) -> Iterator[str]:
+    """Report entries whose checksums differ or that are not what the metadata says."""
+    for key in [*stored.tensors, *stored.objects]:
         try:
-            stored.read_object(key)
-        except ValueError as error:
-            yield str(error)
-
-
-def _unreadable_tensors(stored: StoredCheckpoint, progress: Progress) -> Iterator[str]:
-    for key in stored.tensors:
-        try:
-            progress(stored.lazy(key).read().nbytes)
+            stored.check_entry(key)
         except (ValueError, NotImplementedError) as error:
             yield str(error)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.stored_metadata import METADATA
 
 PART_BYTES = 256 << 20
 """Size of a part. DCP's writer keeps the tensors of a file in memory until it is written."""
@@ -125,25 +127,35 @@ class DcpTarget:
                 storage_data=_StoragePrefix(f"__{number}_"),
             )
             results = FileSystemWriter(staging).write_data(plan, planner).wait()
-            return {"places": list(map(_to_json, results)), "notes": self._notes[known:]}
+            return {
+                "places": list(map(_to_json, results)),
+                "notes": self._notes[known:],
+                "digests": _digests(
+                    {result.storage_data.relative_path for result in results}, staging
+                ),
+            }
 
         return write
 
     def finish(self, staging: Path, results: dict[str, Any]) -> None:
-        """Write ``.metadata`` and the extra files, when all parts are there; called on one rank.
+        """Write ``.metadata``, the extra files and the manifest; called on one rank.
 
         Args:
             staging: the directory.
             results: the results of the parts, by name.
         """
         written: list[WriteResult] = []
+        digests: dict[str, Any] = {}
         for part in self.parts:
             written += map(_from_json, results[part.name]["places"])
+            digests |= results[part.name]["digests"]
         metadata = Metadata(self._described(), self._paths)
         vars(metadata).update(self._more)
         FileSystemWriter(staging).finish(metadata, [written])
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
+        digests |= _digests([METADATA, *self._extra_files], staging)
+        Manifest(staging, {name: FileDigest(**said) for name, said in digests.items()}).write()
 
     def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -176,6 +188,11 @@ class _Planner(DefaultSavePlanner):
             value = entry.value() if callable(entry.value) else entry.value
             return io.BytesIO(safe_pickle.save_torch(value))
         return entry.tensor.read().reshape(entry.sizes)
+
+
+def _digests(names: Iterable[str], staging: Path) -> dict[str, Any]:
+    """Return the digests of files by name, as JSON has them."""
+    return {name: asdict(digest_of(staging / name)) for name in sorted(names)}
 
 
 def _write_item(entry: Entry) -> WriteItem:

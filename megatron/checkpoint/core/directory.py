@@ -16,6 +16,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Stands for the iteration of initial weights that were converted from another program."""
 
+CONVERSION_JOURNAL = ".conversion"
+"""Directory in the staging directory of a conversion, with the result of every finished part."""
+
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 
 
@@ -180,12 +183,27 @@ def _refuse_existing(path: Path) -> None:
 
 
 def prepare(root: str | Path, iteration: int | str) -> Path:
-    """Return an empty staging directory; called on one rank."""
+    """Return an empty staging directory; called on one rank.
+
+    What saves that were killed have left is removed.
+    """
+    _remove_leftovers(Path(root))
     staging = staging_directory(root, iteration)
-    if staging.exists():  # left by a save that was interrupted
-        shutil.rmtree(staging)
+    shutil.rmtree(staging, ignore_errors=True)  # a conversion of the same iteration
     staging.mkdir(parents=True)
     return staging
+
+
+def _remove_leftovers(root: Path) -> None:
+    for staging in root.glob(".writing_*"):
+        if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
+            shutil.rmtree(staging)
+    for old in root.glob(".old_*"):
+        if old.with_name(old.name.removeprefix(".old_")).exists():  # otherwise it is the only one
+            shutil.rmtree(old)
+    for temporary in root.glob(".*.tmp"):
+        if temporary.is_file():
+            temporary.unlink()
 
 
 def publish(root: str | Path, iteration: int | str) -> Path:

@@ -3,13 +3,13 @@
 
 DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
 bits. This one unpickles data only (:mod:`megatron.checkpoint.core.safe_pickle`), reads the rows
-that are asked for, and compares the checksum that ``torch.save`` has put beside every tensor.
+that are asked for, and trusts no file: one that the manifest lists must have its digest, and
+without a manifest the checksums are compared that ``torch.save`` has put beside all tensors.
 """
 
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.chunk_index import ChunkIndex, ChunkOverlap, chunks_overlap
+from megatron.checkpoint.core.file_integrity import FileIntegrity
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.manifest import is_of_rank
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.payload_reader import PayloadReader
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_metadata import (
     METADATA,
     DamagedCheckpointError,
@@ -28,26 +33,33 @@ from megatron.checkpoint.core.stored_metadata import (
 )
 from megatron.checkpoint.core.tensor_payload import TensorPayload, read_header
 
-_BLOCK = 1 << 22
-"""Bytes that are read at once to compute a checksum."""
-
 
 class StoredCheckpoint:
     """A DCP directory, for reading.
 
+    Args:
+        directory: path of it.
+        verify: compare digests and checksums. Sizes of files are always compared, and so are the
+            checksums of objects, which are small.
+
     Attributes:
         directory: path of it.
+        has_manifest: True if digests of all files are known.
         metadata: result of :func:`read_metadata`.
         tensors: key -> shape, dtype and chunks.
         objects: keys of everything else.
 
     Raises:
-        DamagedCheckpointError: lists the files that are missing or shorter than the metadata says.
+        DamagedCheckpointError: lists the files that are missing or of another size than the
+            metadata or the manifest says, and with ``verify`` those without tensors that have
+            changed and those that the manifest does not list.
         RefusedPickleError: if ``.metadata`` names a class that checkpoints do not contain.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, verify: bool = True):
         self.directory = Path(directory)
+        self._integrity = FileIntegrity(self.directory, verify)
+        self.has_manifest = self._integrity.manifest is not None
         self.metadata = read_metadata(self.directory)
         entries = self.metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
@@ -60,35 +72,82 @@ class StoredCheckpoint:
         }
         self._chunk_indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[tuple[str, int], TensorPayload] = {}
-        self._unchanged: set[tuple[str, int]] = set()
+        self._reader = PayloadReader(compares=verify and not self.has_manifest)
         # Fields of param groups are a few values that are stored thousands of times.
         self._scalars: dict[bytes, Any] = {}
         self._check_files()
 
     def _check_files(self) -> None:
-        needed: dict[str, int] = {}
-        for info in self.metadata.storage_data.values():
-            end = info.offset + info.length
-            needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
-        problems = []
-        for name, length in sorted(needed.items()):
-            path = self.directory / name
-            if Path(name).is_absolute() or ".." in Path(name).parts:
-                problems.append(f"{METADATA} names a file outside of the checkpoint: {name}")
-            elif not path.is_file():
-                problems.append(f"{name} is missing")
-            elif path.stat().st_size < length:
-                problems.append(f"{name} is cut off: {path.stat().st_size} bytes of {length}")
+        problems = list(self._integrity.problems_of_files(self.metadata))
         for key, entry in self.tensors.items():
             offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
             absent = [each for each in offsets if (key, each) not in self._storage]
             if absent and entry.size.numel():
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere")
         problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._storage]
-        if problems:
-            raise DamagedCheckpointError(
-                "\n  ".join([f"{self.directory} is damaged or not complete:", *problems])
-            )
+        self._integrity.raise_if_any(problems)
+
+    # ---- integrity
+
+    def damaged_files(
+        self, rank: int = 0, world_size: int = 1, progress: Progress = ignore_progress
+    ) -> list[str]:
+        """Find the files with tensors that have changed or are of another checkpoint.
+
+        Args:
+            rank: reads its share of the files. Those of other ranks count as sound afterwards.
+            world_size: number of ranks that share the work.
+            progress: called with the sizes of the files that were read.
+
+        Returns:
+            The files, with the tensors in them; none if nothing is to be verified.
+        """
+        problems: list[str] = []
+        if self._integrity.verify:
+            for name in self._integrity.data_files:
+                if is_of_rank(name, rank, world_size):
+                    problem = self._integrity.problem_of_content(name, self._changed_entries)
+                    problems += [problem] if problem else []
+                    progress((self.directory / name).stat().st_size)
+        self._integrity.trust(self._integrity.data_files)
+        return problems
+
+    def _changed_entries(self, file: str, keys: Sequence[str]) -> list[str]:
+        """Return the keys of the entries in a file that have changed since they were written."""
+        changed = []
+        for key in keys:
+            try:
+                self.check_entry(key, file)
+            except (ValueError, NotImplementedError):
+                changed.append(key)
+        return changed
+
+    def check_entry(self, key: str, file: str | None = None) -> None:
+        """Compare the checksums of an entry, or of those of its chunks that are in ``file``.
+
+        Without ``verify`` only its description is compared with the metadata.
+
+        Raises:
+            DamagedCheckpointError: if it has changed, or is not what the metadata says.
+            RefusedPickleError: if it names a class that checkpoints do not contain.
+        """
+        if key not in self.tensors:
+            self._unpickle(key)
+            return
+        for chunk in self.tensors[key].chunks:
+            info = self._storage.get((key, tuple(chunk.offsets)))
+            if info is not None and file in (None, info.relative_path):
+                payload = self._payload(key, chunk)
+                if self._integrity.verify:
+                    self._reader.check(payload)
+
+    def _refuse_damaged(self, file: str) -> None:
+        """Refuse a file that is not the one of the manifest, before anything of it is used."""
+        if self._integrity.verify and self.has_manifest:
+            problem = self._integrity.problem_of_content(file, self._changed_entries)
+            self._integrity.raise_if_any([problem] if problem else [])
+
+    # ---- entries
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
@@ -163,15 +222,16 @@ class StoredCheckpoint:
     def _read_chunk(self, key: str, overlap: ChunkOverlap) -> torch.Tensor:
         """Read the elements that a region has in one chunk."""
         chunk, sizes = overlap.chunk, overlap.sizes
+        self._refuse_damaged(self._storage[key, tuple(chunk.offsets)].relative_path)
         payload = self._payload(key, chunk)
         starts = [offset - first for offset, first in zip(overlap.offsets, chunk.offsets)]
         region = [slice(start, start + size) for start, size in zip(starts, sizes)]
         if not payload.is_plain:
-            storage = self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype)
+            storage = self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype)
             whole = storage.as_strided(payload.size, payload.stride, payload.start)
             return whole[tuple(region)].contiguous()
         if not sizes:
-            return self._read_bytes(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
+            return self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
         # One contiguous range of bytes is read: the rows along the first dim that has several.
         # In an fp32 chunk of shape (4, 3, 5), the region at (2, 1, 0) of sizes (1, 2, 3) has two
         # rows along dim 1. Strides are 60, 20 and 4 bytes, so the range starts at 2 * 60 + 1 * 20 =
@@ -181,48 +241,11 @@ class StoredCheckpoint:
         itemsize = payload.dtype.itemsize
         strides = [math.prod(payload.size[dim + 1 :]) * itemsize for dim in range(len(sizes))]
         first_byte = sum(starts[dim] * strides[dim] for dim in range(rows_dim + 1))
-        data = self._read_bytes(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
+        data = self._reader.read(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
         shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
         rows = data.view(payload.dtype).reshape(shape)
         columns = [slice(None)] * (rows_dim + 1) + region[rows_dim + 1 :]
         return rows[tuple(columns)].contiguous()
-
-    def _read_bytes(self, payload: TensorPayload, start: int, length: int) -> torch.Tensor:
-        """Read some bytes of a storage, after its checksum was compared, as uint8."""
-        if start or length != payload.num_bytes:
-            self._check_unchanged(payload)
-        data = torch.empty(length, dtype=torch.uint8)
-        view: memoryview = data.numpy().data
-        with open(payload.file, "rb", buffering=0) as file:
-            file.seek(payload.offset + start)
-            done = 0
-            while done < length:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise DamagedCheckpointError(f"{payload.file} is cut off")
-                done += count
-        if length == payload.num_bytes:
-            self._compare(payload, zlib.crc32(view))
-        return data
-
-    def _check_unchanged(self, payload: TensorPayload) -> None:
-        """Read all of a storage once, before parts of it are used."""
-        if (str(payload.file), payload.offset) in self._unchanged:
-            return
-        checksum, left = 0, payload.num_bytes
-        with open(payload.file, "rb", buffering=0) as file:
-            file.seek(payload.offset)
-            while left and (block := file.read(min(left, _BLOCK))):
-                checksum, left = zlib.crc32(block, checksum), left - len(block)
-        self._compare(payload, checksum)
-
-    def _compare(self, payload: TensorPayload, checksum: int) -> None:
-        if payload.checksum is not None and checksum != payload.checksum:
-            raise DamagedCheckpointError(
-                f"{payload.file} has changed since it was written: the checksum of the tensor at"
-                f" {payload.offset} differs"
-            )
-        self._unchanged.add((str(payload.file), payload.offset))
 
     def _payload(self, key: str, chunk: ChunkStorageMetadata) -> TensorPayload:
         info = self._storage[key, tuple(chunk.offsets)]
@@ -245,6 +268,10 @@ class StoredCheckpoint:
             DamagedCheckpointError: if it cannot be read.
             RefusedPickleError: if it names a class that checkpoints do not contain.
         """
+        self._refuse_damaged(self._storage[key, ()].relative_path)
+        return self._unpickle(key)
+
+    def _unpickle(self, key: str) -> Any:
         info = self._storage[key, ()]
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)

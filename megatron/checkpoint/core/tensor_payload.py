@@ -16,7 +16,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -64,6 +64,8 @@ class TensorPayload:
 def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``.
 
+    The checksums of everything but these elements are compared.
+
     Raises:
         DamagedCheckpointError: if no tensor is there.
         RefusedPickleError: if the pickle names a class that checkpoints do not hold.
@@ -76,14 +78,23 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
     try:
         with (
             open(path, "rb") as file,
-            zipfile.ZipFile(_Window(file, info.offset, info.length)) as archive,
+            zipfile.ZipFile(window := _Window(file, info.offset, info.length)) as archive,
         ):
             names = {name.partition("/")[2]: name for name in archive.namelist()}
             tensor = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
             record = archive.getinfo(names[f"data/{tensor.storage.key}"])
+            for other in archive.infolist():
+                if other is not record and other.CRC:
+                    archive.read(other)  # which compares its checksum
             if record.compress_type != zipfile.ZIP_STORED:
                 raise ValueError("its data is compressed")
             start = _start_of_record(file, info.offset + record.header_offset)
+            # Torch reads the archive by other fields of it, which have no checksum.
+            window.seek(0)
+            torch_reader = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+            offset = torch_reader.get_record_offset(f"data/{tensor.storage.key}")
+            if info.offset + offset != start:
+                raise ValueError("torch finds its data elsewhere")
             if start + record.file_size > info.offset + info.length:
                 raise ValueError("its data is longer than the file")
             if math.prod(tensor.size) * tensor.storage.dtype.itemsize > record.file_size:
@@ -141,12 +152,13 @@ class _Window(io.RawIOBase):
         self._position = position
         return position
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(self._length - self._position, 0)
+    def readinto(self, buffer: Any) -> int:
         self._file.seek(self._offset + self._position)
-        data = self._file.read(left if size < 0 else min(size, left))
+        left = max(self._length - self._position, 0)
+        data = self._file.read(min(len(buffer), left))
+        buffer[: len(data)] = data
         self._position += len(data)
-        return data
+        return len(data)
 
 
 @dataclass(frozen=True)

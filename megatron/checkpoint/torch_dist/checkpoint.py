@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, unstacked
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.torch_dist.common_state import (
     COMMON_FILE,
@@ -38,7 +40,15 @@ from megatron.checkpoint.torch_dist.main_weights import add_optimizer_state
 from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 
-__all__ = ["COMMON_FILE", "COMMON_OBJECT", "MARKER", "read", "read_common", "target"]
+__all__ = [
+    "COMMON_FILE",
+    "COMMON_OBJECT",
+    "MARKER",
+    "check_marker",
+    "read",
+    "read_common",
+    "target",
+]
 
 MARKER = "metadata.json"
 """File that marks a complete checkpoint of this format."""
@@ -76,6 +86,7 @@ def read(
             contradict each other.
         DamagedCheckpointError: if files are missing or changed.
     """
+    check_marker(stored.directory)
     common = read_common(stored)
     weights, unknown = _weights(stored)
     optimizer = read_optimizer(stored, common, weights)
@@ -107,6 +118,28 @@ def read(
         _add_optimizer(state, optimizer, group_numbers)
         state.grad_scaler = optimizer.grad_scaler or grad_scaler_in(common)
     return state
+
+
+def check_marker(directory: Path) -> None:
+    """Check that the marker is one that Megatron-Core's loader accepts.
+
+    Raises:
+        DamagedCheckpointError: if it is missing, damaged or of another format.
+    """
+    path = directory / MARKER
+    if not path.is_file():
+        raise DamagedCheckpointError(
+            f"{directory} has no {MARKER}, which is written last: the checkpoint was not finished"
+        )
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    is_known = isinstance(content, dict) and "sharded_backend" in content
+    if not is_known or not content.items() <= _MARKER_CONTENT.items():
+        raise DamagedCheckpointError(
+            f"{path} is damaged or of another format: it says {content}, not {_MARKER_CONTENT}"
+        )
 
 
 def _add_optimizer(

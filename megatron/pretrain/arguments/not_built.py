@@ -84,7 +84,6 @@ _REFUSED: dict[str, str] = {
         """ckpt_fully_parallel_save ckpt_fully_parallel_load
         distrib_optim_fully_reshardable_mem_efficient"""
     ),
-    "hashes of checkpoint files are not built yet": "verify_integrity",
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "custom layer specifications are not built yet": "spec",

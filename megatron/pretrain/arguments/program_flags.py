@@ -240,17 +240,14 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--exit-on-missing-checkpoint", "switch", "stop where --load holds no checkpoint"),
         row("--use-checkpoint-args", "switch", "arguments of the model from the checkpoint"),
         row("--no-check-checkpoint-args", "switch", "load the weights of another model too"),
-        row(
-            "--pretrained-checkpoint",
-            str,
-            "load weights from here where --load holds no checkpoint",
-        ),
+        row("--pretrained-checkpoint", str, "load these weights where --load has no checkpoint"),
         row(
             "--dump-param-to-param-group-map",
             str,
             "write which optimizer group each parameter is in",
         ),
-        row("--verify-integrity", "switch", "check the hashes of checkpoint files"),
+        row("--verify-integrity", "switch", "is the default"),
+        row("--no-verify-integrity", "switch", "load without digests and checksums of the files"),
         row("--load-main-params-from-ckpt", "switch", "main weights from the file"),
     ),
     "model": (

@@ -41,6 +41,8 @@ def refuse_not_built(check: Check) -> None:
         check.notes.append("--use-mcore-models: deprecated, is the default")
     if check.args.ckpt_fully_parallel_save_deprecated:
         check.notes.append("--ckpt-fully-parallel-save: deprecated, is the default")
+    if check.args.verify_integrity:
+        check.notes.append("--verify-integrity: is the default")
 
 
 def as_written(value: Any) -> str:
@@ -61,6 +63,10 @@ def check_checkpoints_and_logging(check: Check) -> None:
             f"--tensorboard-dir {args.tensorboard_dir}: {nearest} is a file, not a directory",
         )
     check.require(not args.save or args.save_interval, "--save needs --save-interval")
+    check.require(
+        not (args.verify_integrity and args.no_verify_integrity),
+        "--verify-integrity contradicts --no-verify-integrity",
+    )
     if args.save_retain_interval and args.save_interval:
         check.require(
             args.save_retain_interval % args.save_interval == 0,

@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint.commands import conversion_commands
 from megatron.checkpoint.commands.command_line import main
 from tests.checkpoint import small_models
+from tests.checkpoint.changed_checkpoints import without_manifest
 from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 from tests.checkpoint.crafted_files import archive, touch
 
@@ -127,7 +128,7 @@ def test_a_hostile_common_file_is_refused_by_name(
     command: str, small: dict[str, Path], tmp_path: Path
 ) -> None:
     copy, marker = shutil.copytree(small["torch_dist"], tmp_path / "copy"), tmp_path / "executed"
-    (copy / "iter_0000003" / "common.pt").write_bytes(archive(touch(marker)))
+    (without_manifest(copy) / "iter_0000003" / "common.pt").write_bytes(archive(touch(marker)))
     result = run_json(*arguments(command, copy, tmp_path / "out"), code=1)
     assert "posix.system" in str(result) and "common.pt" in str(result)
     assert not marker.exists() and not (tmp_path / "out").exists()
@@ -143,7 +144,7 @@ def test_files_that_may_not_be_read_are_an_error(small: dict[str, Path], tmp_pat
 def test_an_unexpected_kind_of_content_is_one_message(
     small: dict[str, Path], tmp_path: Path
 ) -> None:
-    copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
+    copy = without_manifest(shutil.copytree(small["torch_dist"], tmp_path / "copy"))
     torch.save(
         {"optimizer": {"optimizer": {"param_groups": 7}}, "args": 3},
         copy / "iter_0000003" / "common.pt",

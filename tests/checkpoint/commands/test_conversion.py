@@ -26,6 +26,7 @@ from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from tests.checkpoint import samples, small_models
+from tests.checkpoint.changed_checkpoints import without_manifest
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -303,7 +304,7 @@ def convert_with_small_parts(source: str, target: str) -> None:
 
 def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
     path = small_models.write(small_models.state_of(small_models.shapes_of()), tmp_path / "in")
-    stored = StoredCheckpoint(path)
+    stored = StoredCheckpoint(without_manifest(path))
     payload = stored._payload(
         "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
     )

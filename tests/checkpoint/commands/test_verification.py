@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command that verifies checkpoints: sound ones pass, each defect is found."""
 
+import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from tests.checkpoint.changed_checkpoints import (
     contradicting,
     rewritten,
     with_another_momentum,
+    without_manifest,
 )
-from tests.checkpoint.command_runs import run, run_json
+from tests.checkpoint.command_runs import TO_TORCH_DIST, run, run_json
 from tests.checkpoint.small_models import shapes_of, state_of
 
 
@@ -72,7 +75,7 @@ def test_verify_finds(kind: str, message: str, tmp_path: Path) -> None:
 def test_verify_finds_changed_bytes_and_main_weights_that_contradict(
     small: dict[str, Path], tmp_path: Path
 ) -> None:
-    copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
+    copy = without_manifest(shutil.copytree(small["torch_dist"], tmp_path / "copy"))
     stored = StoredCheckpoint(copy / "iter_0000003")
     payload = stored._payload(
         "output_layer.weight", stored.tensors["output_layer.weight"].chunks[0]
@@ -80,7 +83,7 @@ def test_verify_finds_changed_bytes_and_main_weights_that_contradict(
     data = bytearray(payload.file.read_bytes())
     data[payload.offset] ^= 1
     payload.file.write_bytes(data)
-    assert "checksum" in str(run_json("verify", copy, code=1)["problems"])
+    assert "in output_layer.weight" in str(run_json("verify", copy, code=1)["problems"])
     assert "- " in run("verify", copy, code=1).stdout
 
 
@@ -126,3 +129,65 @@ def test_a_file_that_contradicts_itself_is_not_sound(tmp_path: Path) -> None:
         and notes == []
     )
     assert not run_json("verify", opened.directory, code=1)["sound"]
+
+
+def test_the_fast_verification_compares_files_with_the_manifest(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
+    for form in small:
+        copy = shutil.copytree(small[form], tmp_path / form)
+        assert run_json("verify", copy, "--fast")["sound"]
+        file = copy / "iter_0000003" / "__0_0.distcp"
+        data = file.read_bytes()
+        # An object, which is early in the file of torch_dist, or what no checksum covers.
+        for at in (20, len(data) // 2, len(data) - 1):
+            file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+            problems = run_json("verify", copy, "--fast", code=1)["problems"]
+            assert len(problems) == 1 and problems[0].startswith("__0_0.distcp "), problems
+            assert problems == run_json("verify", copy, code=1)["problems"]
+        file.write_bytes(data)
+        (copy / "iter_0000003" / "__7_0.distcp").write_bytes(data)
+        assert "__7_0.distcp is not listed" in run_json("verify", copy, "--fast", code=1)["error"]
+        without_manifest(copy)
+        assert run_json("verify", copy)["sound"]
+        assert "without --fast" in run_json("verify", copy, "--fast", code=1)["error"]
+
+
+def test_changed_files_are_used_only_without_verification(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(small["fsdp_dtensor"], tmp_path / "copy")
+    key = "model.module.output_layer.weight"
+    stored = StoredCheckpoint(copy / "iter_0000003")
+    payload = stored._payload(key, stored.tensors[key].chunks[0])
+    data = bytearray(payload.file.read_bytes())
+    data[payload.offset + 3] ^= 1
+    payload.file.write_bytes(data)
+    commands: list[list[Any]] = [
+        ["print-tensor", copy, key],
+        ["diff", copy, copy],
+        ["compare-two-checkpoint", copy, copy],
+        [TO_TORCH_DIST, copy, tmp_path / "torch_dist"],
+        ["modify-state-dict", copy, tmp_path / "modified", "--op", "remove rng_state"],
+    ]
+    for words in commands:
+        error = run_json(*words, code=1)["error"]
+        assert f"{payload.file.name} has changed since it was written, in {key}" in error
+    assert not {"torch_dist", "modified"} & {path.name for path in tmp_path.iterdir()}
+    for words in commands:
+        assert "error" not in run_json(*words, "--no-verify-integrity")
+    assert run_json("inspect", copy)["format"] == "fsdp_dtensor"  # it reads no file with tensors
+    (copy / "iter_0000003" / "manifest.json").write_text("{}")
+    assert "manifest.json has changed" in run_json("inspect", copy, code=1)["error"]
+    run_json("inspect", copy, "--no-verify-integrity")
+
+
+def test_converted_checkpoints_have_a_manifest_of_all_files(
+    small: dict[str, Path], tmp_path: Path
+) -> None:
+    run_json(TO_TORCH_DIST, small["fsdp_dtensor"], tmp_path / "out")
+    source = tmp_path / "out" / "iter_0000003"
+    files = {path.name for path in source.iterdir()}
+    assert set(json.loads((source / "manifest.json").read_text())["files"]) == files - {
+        "manifest.json"
+    }

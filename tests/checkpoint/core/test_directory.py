@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.core.directory import (
+    CONVERSION_JOURNAL,
     RELEASE,
     TRACKER,
     discard,
@@ -51,6 +52,23 @@ def test_a_checkpoint_is_invisible_until_it_is_published(tmp_path: Path) -> None
 def test_what_an_interrupted_save_left_is_not_mixed_into_the_next(tmp_path: Path) -> None:
     (prepare(tmp_path, 3) / "half").write_text("written")
     assert list(prepare(tmp_path, 3).iterdir()) == []
+
+
+def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    (prepare(tmp_path, 4) / "half").touch()
+    (tmp_path / ".writing_iter_0000005" / CONVERSION_JOURNAL).mkdir(parents=True)
+    for old in (".old_iter_0000003", ".old_iter_0000002"):
+        (tmp_path / old).mkdir()
+    (tmp_path / ".loss.png.123.tmp").touch()
+    prepare(tmp_path, 6)
+    assert visible(tmp_path) == [
+        ".old_iter_0000002",  # the only copy of this iteration
+        ".writing_iter_0000005",  # a conversion, which can be continued
+        ".writing_iter_0000006",
+        "iter_0000003",
+        TRACKER,
+    ]
 
 
 def test_an_iteration_that_is_saved_again_is_replaced(tmp_path: Path) -> None:

@@ -24,11 +24,12 @@ from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, TensorEntry
 from megatron.checkpoint.core.directory import OutputDirectory, locate
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.payload_reader import PayloadReader
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from tests.checkpoint import samples, small_models
-from tests.checkpoint.changed_checkpoints import write_entries
+from tests.checkpoint.changed_checkpoints import without_manifest, write_entries
 from tests.checkpoint.command_runs import run_json
 from tests.checkpoint.crafted_files import archive, touch
 
@@ -79,7 +80,7 @@ def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCh
             TensorEntry("tensor", tuple(tensor.shape), tuple(a for a, _ in cell), in_memory(box))
         )
     convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
-    return StoredCheckpoint(path)
+    return StoredCheckpoint(without_manifest(path))
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_what_is_asked_for_is_read_and_no_more(
     stored = chunked(tmp_path / "out", torch.zeros(64, 1024), [[], []])
     stored.read_region("tensor", (0, 0), (1, 1024))  # compares the checksum of the whole
     lengths = []
-    original = StoredCheckpoint._read_bytes
+    original = PayloadReader.read
     monkeypatch.setattr(
-        StoredCheckpoint, "_read_bytes", lambda *args: lengths.append(args[-1]) or original(*args)
+        PayloadReader, "read", lambda *args: lengths.append(args[-1]) or original(*args)
     )
     stored.read_region("tensor", (5, 0), (2, 1024))
     assert lengths == [2 * 1024 * 4]
@@ -353,6 +354,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
         ObjectEntry("object", [1]),
     ]
     convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
+    without_manifest(path)
     if place == ".metadata":
         (path / ".metadata").write_bytes(touch(marker))
     else:
@@ -384,6 +386,7 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
         "test",
         show_progress=False,
     )
+    without_manifest(path)
     crafted = safe_pickle.save_torch(torch.ones(1).expand(1 << 45))
     (path / "crafted").write_bytes(crafted)
 

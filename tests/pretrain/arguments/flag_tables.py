@@ -343,7 +343,8 @@ CHECKPOINTS = (
         "--dump-param-to-param-group-map",
         "test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
     ),
-    refused("--verify-integrity", "hashes of checkpoint files are not built yet"),
+    FlagRow("--verify-integrity", changes={"notes": "--verify-integrity: is the default"}),
+    shown("--no-verify-integrity", "test_integrity.py::test_damage_is_loaded_without_verification"),
     refused("--load-main-params-from-ckpt", "main weights are part of the optimizer's state"),
 )
 

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time that digests and checksums add to loads and saves of checkpoints, in one run.
+
+    OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/checkpoint_integrity.py
+
+Builds a GPT model as pretrain_gpt.py does, with FLAGS after ``--``, saves it in each format, and
+loads it in turn with --no-verify-integrity, with the manifest, and as checkpoints of other programs
+without one. Files are read from memory, where the save has left them, and from the disk. Prints a
+table in Markdown of the median seconds, each with its ratio to the load that verifies nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import click
+import torch
+import torch.distributed as dist
+
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.manifest import MANIFEST
+from megatron.pretrain import checkpointing, integrity, ranks
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.gpt_model import build_model
+from megatron.pretrain.gpt_optimizer import build_optimizer
+from megatron.pretrain.progress import Progress
+
+MODEL = [
+    *("--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16"),
+    *("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"),
+    *("--bf16", "--save-interval", "1"),
+]
+FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
+VOCABULARY = 8192
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Return the seconds until all ranks have done ``action``."""
+    gc.collect()
+    dist.barrier()
+    begin = time.perf_counter()
+    action()
+    dist.barrier()
+    return time.perf_counter() - begin
+
+
+def forget(source: Path) -> None:
+    """Drop the files from the memory of the machine, so that they are read from the disk."""
+    for path in source.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+class CheckpointOfModel:
+    """A model, its optimizer and a folder in which it is saved, in one format."""
+
+    def __init__(self, flags: list[str], folder: str):
+        words = [*MODEL, *flags, "--save", folder, "--load", folder]
+        args, _ = parse_arguments(
+            words,
+            world_size=ranks.environment_world_size(),
+            cuda=torch.cuda.is_available(),
+            transformer_engine=False,
+        )
+        if not dist.is_initialized():
+            ranks.start(args)
+        self.args = FrozenArguments(args, padded_vocab_size=VOCABULARY)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = build_model(self.args, VOCABULARY, device)
+        self.optimizer, self.scheduler = build_optimizer(self.args, self.model)
+        self.source = directory.iteration_directory(folder, 1)
+
+    def save(self) -> None:
+        """Save with the manifest."""
+        parts = (self.args, self.model, self.optimizer, self.scheduler)
+        checkpointing.save(*parts, Progress(iteration=1), lambda line: None)
+
+    def load(self, verify: bool) -> None:
+        """Load what was saved."""
+        args = FrozenArguments(self.args, no_verify_integrity=not verify)
+        self.scheduler.num_steps = 0
+        checkpointing.load(args, self.model, self.optimizer, self.scheduler, lambda line: None)
+
+
+def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:
+    """Print the rows of a format."""
+    times: dict[str, list[float]] = {}
+    manifest = checkpoint.source / MANIFEST
+    for _ in range(rounds):
+        times.setdefault("save", []).append(seconds(checkpoint.save))
+        times.setdefault("the manifest of it", []).append(
+            seconds(lambda: integrity.sign(checkpoint.source))
+        )
+        aside = manifest.with_name("aside")
+        for place in ("memory", "disk"):
+            for title, verify, has_manifest in (
+                ("nothing verified", False, True),
+                ("manifest", True, True),
+                ("checksums, no manifest", True, False),
+            ):
+                if dist.get_rank() == 0:
+                    if not has_manifest:
+                        manifest.rename(aside)
+                    if place == "disk":
+                        forget(checkpoint.source)
+                dist.barrier()
+                name = f"load from {place}, {title}"
+                times.setdefault(name, []).append(seconds(partial(checkpoint.load, verify)))
+                if not has_manifest and dist.get_rank() == 0:
+                    aside.rename(manifest)
+    size = sum(path.stat().st_size for path in checkpoint.source.iterdir())
+    first = ""
+    for name, measured in times.items():
+        if name == "save" or name.endswith("nothing verified"):
+            first = name
+        middle, ratio = statistics.median(measured), statistics.median(times[first])
+        ranks.say(f"| {form}, {size / 1e9:.2f} GB | {name} | {middle:.2f} | {middle / ratio:.2f} |")
+
+
+@click.command(help=__doc__)
+@click.option("--rounds", default=5, show_default=True)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def main(rounds: int, flags: tuple[str, ...]) -> None:
+    """Print the table."""
+    warnings.simplefilter("ignore")
+    ranks.say("| checkpoint | | seconds | ratio |\n|---|---|---|---|")
+    for form, own in FORMATS.items():
+        # The same on all ranks of one torchrun.
+        folder = Path(tempfile.gettempdir()) / f"checkpoint_integrity_{os.getppid()}"
+        checkpoint = CheckpointOfModel([*own, *flags], str(folder))
+        try:
+            measure(form, checkpoint, rounds)
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+        del checkpoint
+        dist.barrier()
+    ranks.stop()
+
+
+if __name__ == "__main__":
+    main()
