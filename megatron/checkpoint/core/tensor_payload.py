@@ -91,7 +91,7 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
             start = _start_of_record(file, info.offset + record.header_offset)
             # Torch reads the archive by other fields of it, which have no checksum.
             window.seek(0)
-            torch_reader = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+            torch_reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
             offset = torch_reader.get_record_offset(f"data/{tensor.storage.key}")
             if info.offset + offset != start:
                 raise ValueError("torch finds its data elsewhere")
