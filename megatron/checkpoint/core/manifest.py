@@ -64,7 +64,7 @@ def digests_of_rank(directory: Path, rank: int, world_size: int) -> dict[str, Fi
     return {
         name: digest_of(directory / name)
         for name in _files(directory)
-        if is_of_rank(name, rank, world_size)
+        if name != MANIFEST and is_of_rank(name, rank, world_size)
     }
 
 

@@ -83,8 +83,9 @@ class StoredCheckpoint:
             offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
             absent = [each for each in offsets if (key, each) not in self._storage]
             if absent and entry.size.numel():
-                problems.append(f"{key}: its chunks at {absent[:3]} are nowhere")
-        problems += [f"{key} is nowhere" for key in self.objects if (key, ()) not in self._storage]
+                problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
+        lost = [key for key in self.objects if (key, ()) not in self._storage]
+        problems += [f"{key} is nowhere in {METADATA}" for key in lost]
         self._integrity.raise_if_any(problems)
 
     # ---- integrity
