@@ -216,9 +216,9 @@ class ParamGroup:
 
     @torch.no_grad()
     def keep_compute_weights(self) -> None:
-        """Gather the compute weights of now until new ones are installed.
+        """Keep a copy of the compute shard, which all-gathers send until weights are installed.
 
-        Elsewhere they are separate from the main weights, or the same.
+        Do nothing where compute weights do not follow every change of the main weights anyway.
         """
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
