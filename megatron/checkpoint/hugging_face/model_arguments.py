@@ -72,6 +72,7 @@ class Argument:
         counts: arguments -> True if this one means anything beside the others; else its value is no
             part of the model.
         in_outputs: outputs of the trained model depend on it, beyond rounding.
+        in_megatron_lm: Megatron-LM's command line has the flag.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Argument:
     flag: str = ""
     counts: Callable[[argparse.Namespace], bool] = _always
     in_outputs: bool = True
+    in_megatron_lm: bool = True
 
     @property
     def spelling(self) -> str:
@@ -102,11 +104,20 @@ class Argument:
         return self.default if stored is None else stored
 
     def words(self, value: Any) -> list[str]:
-        """Return words of a command line that set it to ``value``; none for the default."""
-        if value is None or value == self.default:
+        """Return words of a command line that set it to ``value``.
+
+        A number of the model is written even if it is the default: the words can follow a script
+        that sets another one, such as ``--rotary-base``.
+        """
+        if value is None or (value == self.default and not self._is_number_of_model):
             return []
         flag = self.spelling
         return [flag] if isinstance(self.default, bool) else [flag, _as_written(value)]
+
+    @property
+    def _is_number_of_model(self) -> bool:
+        # type(), because True and False are integers too.
+        return type(self.default) in (int, float) and self.in_outputs and self.in_megatron_lm
 
 
 ARGUMENTS: tuple[Argument, ...] = (
@@ -157,9 +168,9 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("mscale", 1.0, counts=_yarn),
     Argument("mscale_all_dim", 0.0, counts=_latent),
     # Megatron-LM has no flags for these, but its config takes them from arguments of these names.
-    Argument("original_max_position_embeddings", 4096, counts=_yarn),
-    Argument("beta_fast", 32, counts=_yarn),
-    Argument("beta_slow", 1, counts=_yarn),
+    Argument("original_max_position_embeddings", 4096, counts=_yarn, in_megatron_lm=False),
+    Argument("beta_fast", 32, counts=_yarn, in_megatron_lm=False),
+    Argument("beta_slow", 1, counts=_yarn, in_megatron_lm=False),
     Argument("num_experts"),
     Argument("moe_ffn_hidden_size", counts=_experts),
     Argument("moe_layer_freq", 1, counts=_experts),

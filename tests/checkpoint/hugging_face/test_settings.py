@@ -134,6 +134,13 @@ def test_flags_of_a_run_with_these_flags_are_the_same_flags(kind: str) -> None:
     assert again == flags
 
 
+def test_flags_say_the_numbers_of_the_model_even_where_they_are_the_defaults() -> None:
+    """They follow the flags of a script, and the script may set another base or epsilon."""
+    flags = model_flags(random_state("llama", rope_theta=10000.0).args)
+    assert flags[flags.index("--rotary-base") + 1] == "10000"
+    assert "--norm-epsilon" in flags and "--mscale" not in flags
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "words"),
     [
