@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line of pretrain_gpt.py.
 
-`config_flags` and `program_flags` list the flags, `not_built` those that are refused and why.
+`config_flags`, `program_flags` and `checkpoint_flags` list the flags, `not_built` those that are
+refused and why.
 `rules` lists the rules that complete and check their values, which are in one module for each
 subject (`model_rules`, `parallel_rules` and so on). `configs` makes Megatron-Core's config objects
 from the result, which is read-only during a run (`frozen`).

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags of the training program itself, which are no fields of Megatron-Core's configs."""
 
+from megatron.pretrain.arguments.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron.pretrain.arguments.config_flags import FLOATS_OR_AUTO
 from megatron.pretrain.arguments.flags import Flag, one_of, row
 
@@ -18,16 +19,6 @@ TOKENIZERS = (
     "MultimodalTokenizer",
     "NullMultimodalTokenizer",
     "SFTTokenizer",
-)
-STRICTNESS = (
-    "assume_ok_unexpected",
-    "log_unexpected",
-    "log_all",
-    "raise_unexpected",
-    "raise_all",
-    "return_unexpected",
-    "return_all",
-    "ignore_all",
 )
 float_dtype = one_of(FLOATS_OR_AUTO)["type"]
 
@@ -160,96 +151,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "schedule values from the command line",
         ),
     ),
-    "checkpoints": (
-        row("--save", str, "directory to save checkpoints in"),
-        row("--load", str, "directory to load a checkpoint from"),
-        row("--save-interval", int, "iterations between saves"),
-        row(
-            "--save-retain-interval",
-            int,
-            "keep only checkpoints of multiples of this iteration, and the newest",
-        ),
-        row(
-            "--ckpt-format",
-            str,
-            "layout of checkpoints; fsdp_dtensor with --use-megatron-fsdp",
-            "torch_dist",
-            choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
-        ),
-        row(
-            "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
-            "off",
-            "an fsdp_dtensor checkpoint may lack parameters",
-            dest="strict_fsdp_dtensor_load",
-        ),
-        row("--auto-detect-ckpt-format", "switch", "find the format out from the directory"),
-        row(
-            "--dist-ckpt-strictness",
-            str,
-            "what missing and unexpected keys do",
-            "assume_ok_unexpected",
-            choices=STRICTNESS,
-        ),
-        row(
-            "--dist-ckpt-optim-fully-reshardable",
-            "switch",
-            "torch_dist optimizer state that loads at any layout",
-        ),
-        row(
-            "--distrib-optim-fully-reshardable-mem-efficient",
-            "switch",
-            "gather that state over gloo",
-        ),
-        row("--async-save", "switch", "write while training goes on"),
-        row("--use-persistent-ckpt-worker", "switch", "one writer process for all saves"),
-        row(
-            "--async-strategy",
-            str,
-            "library that writes asynchronously",
-            "nvrx",
-            choices=("nvrx", "mcore"),
-        ),
-        row("--dist-ckpt-workers", int, "writer processes per rank", 1),
-        row("--non-persistent-save-interval", int, "extra saves that are overwritten"),
-        row(
-            "--non-persistent-ckpt-type",
-            str,
-            "where they go",
-            choices=("global", "local", "in_memory"),
-        ),
-        row("--ckpt-assume-constant-structure", "switch", "reuse the plan of the first save"),
-        row(
-            "--ckpt-fully-parallel-save",
-            "switch",
-            "deprecated: is the default",
-            dest="ckpt_fully_parallel_save_deprecated",
-        ),
-        row(
-            "--no-ckpt-fully-parallel-save",
-            "off",
-            "the first rank of a data-parallel group writes",
-            dest="ckpt_fully_parallel_save",
-        ),
-        row("--ckpt-fully-parallel-load", "switch", "ranks read parts and exchange them"),
-        row("--no-save-optim", "switch", "save no optimizer state"),
-        row("--no-save-rng", "switch", "save no random state"),
-        row("--no-load-optim", "switch", "load no optimizer state"),
-        row("--no-load-rng", "switch", "load no random state"),
-        row("--finetune", "switch", "load weights only and start at iteration 0"),
-        row("--ckpt-step", int, "iteration to load instead of the newest"),
-        row("--exit-on-missing-checkpoint", "switch", "stop where --load holds no checkpoint"),
-        row("--use-checkpoint-args", "switch", "arguments of the model from the checkpoint"),
-        row("--no-check-checkpoint-args", "switch", "load the weights of another model too"),
-        row("--pretrained-checkpoint", str, "load these weights where --load has no checkpoint"),
-        row(
-            "--dump-param-to-param-group-map",
-            str,
-            "write which optimizer group each parameter is in",
-        ),
-        row("--verify-integrity", "switch", "is the default"),
-        row("--no-verify-integrity", "switch", "load without digests and checksums of the files"),
-        row("--load-main-params-from-ckpt", "switch", "main weights from the file"),
-    ),
+    "checkpoints": CHECKPOINT_FLAGS,
     "model": (
         row("--seq-length", int, "tokens per sequence"),
         row(

@@ -229,7 +229,7 @@ def sources(name: str) -> str:
     return "\n".join(
         path.read_text()
         for path in files
-        if path.name not in ("program_flags.py", "config_flags.py")
+        if path.name not in ("program_flags.py", "checkpoint_flags.py", "config_flags.py")
     )
 
 
