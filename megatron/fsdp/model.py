@@ -244,6 +244,7 @@ class MegatronFSDP(ShardedModule):
             only_trainable: skip groups that no optimizer updates.
         """
         recorder.begin_step()
+        self._schedule.weights_change()
         self._assign_memory_slots()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
@@ -253,14 +254,18 @@ class MegatronFSDP(ShardedModule):
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Start the all-gathers of the weights that stay unsharded, at levels 1 and 2.
+        """Start the all-gathers of new weights.
+
+        At levels 1 and 2 these are all units. At level 3 they are the units with which the next
+        forward begins, if all-gathers overlap compute.
 
         Args:
             *unused: accepted for Megatron-Core's schedules, which pass modules or nothing.
             force_sync: wait for the all-gathers.
-            force_dispatch: gather at level 3 too, which otherwise gathers unit by unit in forward.
+            force_dispatch: gather all units at level 3 too.
         """
         if self.strategy.shards_parameters and not force_dispatch:
+            self._schedule.start_next_forward()
             return
         for unit in self._units:
             if not unit.is_blocked:  # otherwise it is gathered when its memory slot is free

@@ -154,6 +154,8 @@ class UnitHooks:
         unit = self._unit_of.get(parameter)
         if unit is None or self._calls:
             return parameter
+        if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
+            return self._sharded[parameter]
         unit.wait_for_unshard()
         return parameter if unit.is_readable else self._sharded[parameter]
 

@@ -18,7 +18,7 @@ class Prefetcher:
 
     The order is recorded in every forward of the root, so a model may change it from step to step.
     Backward uses the reverse order. All ranks prefetch the same units at the same points, because
-    only calls of units trigger prefetching.
+    only calls of units and the optimizer's steps trigger prefetching.
 
     Args:
         units: of the model, the root first.
@@ -35,13 +35,45 @@ class Prefetcher:
         self._next_in_backward: dict[Unit, Unit] = {}
         self._current = units[0]  # the unit that was used last
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
+        self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
+        self._updates = 0  # of the main weights since the last forward began
+        self._updates_before_forward = 0  # as many came before that forward
         self._last_in_forward: list[Unit] = []  # units that stay unsharded for their backward
         self._first_kept = 0  # the number of calls in a forward before those of units that stay
+
+    def weights_change(self) -> None:
+        """Reshard all prefetched units, because main weights have new values."""
+        self._updates += 1
+        self.reshard_unused()
+
+    def start_next_forward(self) -> None:
+        """Unshard the units with which the last forward began, after an optimizer's step.
+
+        Where several optimizers step parts of the model, the step of the last one starts them.
+        """
+        root = self._units[0]
+        is_early = self._updates < self._updates_before_forward
+        if not self._is_enabled or is_early or root.users or in_backward():
+            return
+        self._current = root
+        window = [root, *self._window(self._next_in_forward)] if self._next_in_forward else []
+        for unit in window:
+            if not unit.users and not unit.is_blocked:
+                unit.unshard()
+                self._prefetched.add(unit)
+                self._of_next_forward.add(unit)
+
+    def is_of_next_forward(self, unit: Unit) -> bool:
+        """Return True if the unit was unsharded for a forward that has not begun to use it."""
+        return unit in self._of_next_forward
 
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._order = []
-        self.reshard_unused()  # kept for a backward that has not come: weights may change till then
+        if self._updates:  # none between microbatches
+            self._updates_before_forward, self._updates = self._updates, 0
+        # Those kept for a backward that has not come are resharded: weights may change till then.
+        self._reshard_prefetched(self._prefetched - self._of_next_forward)
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
@@ -88,8 +120,16 @@ class Prefetcher:
         self.prefetch()
 
     def make_room(self, unit: Unit) -> None:
-        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots."""
+        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots.
+
+        The unit itself is resharded if its main weights were edited after they were gathered, which
+        users may do between a step and the next forward.
+        """
         self._prefetched.discard(unit)
+        if unit in self._of_next_forward:
+            self._of_next_forward.discard(unit)
+            if unit.is_outdated:
+                unit.reshard()
         blockers = {group.blocker for group in unit.groups if group.blocker is not None}
         for other in self._units if blockers else ():
             if not other.users and any(group.compute in blockers for group in other.groups):
@@ -141,5 +181,6 @@ class Prefetcher:
         for unit in self._units:
             if unit in units:
                 self._prefetched.discard(unit)
+                self._of_next_forward.discard(unit)
                 if not unit.users:
                     unit.reshard()

@@ -69,6 +69,18 @@ class Schedule:
         """Finish a forward of the root."""
         self._prefetcher.stop_recording()
 
+    def weights_change(self) -> None:
+        """Prepare for new values of the main weights."""
+        self._prefetcher.weights_change()
+
+    def start_next_forward(self) -> None:
+        """Start the all-gathers with which the next forward begins."""
+        self._prefetcher.start_next_forward()
+
+    def is_of_next_forward(self, unit: Unit) -> bool:
+        """Return True if the unit was unsharded for a forward that has not begun to use it."""
+        return self._prefetcher.is_of_next_forward(unit)
+
     def unshard(self, unit: Unit, user: Hashable) -> None:
         """Unshard a unit for ``user``, and prefetch the units that follow it."""
         self.unshard_borrowed(unit, user)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights of a parameter group: installed, broadcast, written and read between steps."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -77,6 +78,38 @@ def test_weights_written_after_a_step_are_not_overwritten_by_its_gather(
 ) -> None:
     """Gloo writes a rank's own shard too, at any time before an in-place all-gather ends."""
     ranks(2, write_after_steps, level)
+
+
+EDITS: dict[str, Callable[[DTensor], object]] = {
+    "parameter": lambda parameter: parameter.mul_(0.5),
+    "data": lambda parameter: parameter.data.mul_(0.5),
+    "local_tensor": lambda parameter: parameter.to_local().mul_(0.5),
+    "foreach": lambda parameter: torch._foreach_mul_([parameter], 0.5),
+    "data_by_copy": lambda parameter: parameter.data.copy_(parameter * 0.5),
+    "out": lambda parameter: torch.mul(parameter, 0.5, out=parameter),
+}
+
+
+@torch.no_grad()
+def edit_after_steps(edit: str) -> None:
+    model, optimizer = shard_two_layers(3)
+    for _ in range(4):
+        with torch.enable_grad():
+            model(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+        assert {group.state.name for group in model.groups} == {"UNSHARDING", "SHARDED"}
+        for parameter in model.parameters():
+            EDITS[edit](parameter)
+        first, second = (weight.mT for weight in whole_weights(model) if weight.ndim == 2)
+        one, other = (weight for weight in whole_weights(model) if weight.ndim == 1)
+        x = torch.ones(4, 64)
+        torch.testing.assert_close(model(x), (x @ first + one) @ second + other)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_weights_edited_after_a_step_are_gathered_again(ranks: Ranks, edit: str) -> None:
+    """Users clip or average weights between a step and a forward whose gathers are under way."""
+    ranks(2, edit_after_steps, edit)
 
 
 def look_inside_after_a_step(level: int) -> None:

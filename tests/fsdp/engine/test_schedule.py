@@ -3,6 +3,7 @@
 
 import collections
 import copy
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -12,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model
+from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.recorder import GATHER
 from megatron.fsdp.engine.reductions import Reductions
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
@@ -267,6 +269,36 @@ def states_after_a_step(overlap: bool) -> set[str]:
 def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
     assert ranks(2, states_after_a_step, False) == [{"UNSHARDED"}] * 2
     assert ranks(2, states_after_a_step, True) == [{"UNSHARDING"}] * 2
+
+
+def gathers_of_a_step_with_two_optimizers() -> list[str]:
+    module = models.Stack()
+    model = fully_shard_model(module, fsdp_unit_modules=[models.ResidualBlock], zero_dp_strategy=3)
+    parameters = list(model.parameters())
+    first, second = (
+        fully_shard_optimizer(torch.optim.SGD(half, lr=0.1))
+        for half in (parameters[::2], parameters[1::2])
+    )
+
+    def step() -> None:
+        for is_last in (False, True):
+            with nullcontext() if is_last else model.no_sync():
+                loss_of(model(torch.randn(models.BATCH, WIDTH))).backward()
+        first.step()
+        second.step()
+
+    for _ in range(2):
+        step()
+    with trace.record() as recorder:
+        step()
+    gathers = [entry for entry in recorder.entries if entry.track == GATHER and entry.is_collective]
+    return [entry.unit for entry in gathers if entry.phase == "step"]
+
+
+def test_the_last_of_several_optimizers_starts_the_gathers_of_the_next_forward(
+    ranks: Ranks,
+) -> None:
+    assert ranks(2, gathers_of_a_step_with_two_optimizers)[0] == ["root", "blocks.0"]
 
 
 class Tree(nn.Module):
