@@ -15,9 +15,10 @@ REPOSITORY = Path(__file__).parents[1]
 
 ROOMS = {
     "engine": [
-        *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks", "mesh"),
-        *("device", "recorder", "point_to_point", "collectives", "memory_slots", "buffer"),
-        *("local_tensor", "partition", "gradients", "param_group", "unit", "units"),
+        *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
+        *("rendezvous", "mesh", "device", "recorder", "point_to_point", "collectives"),
+        *("memory_slots", "buffer", "local_tensor", "partition", "gradients", "param_group"),
+        *("unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
     "dtensor": [

@@ -140,7 +140,9 @@ def run_ranks(
         if rank == 0:
             become_rank(script, words, environment)
         ranks.add(rank)
-    threading.Thread(target=end_with, args=(connection,), daemon=True).start()
+    terminated = threading.Event()
+    watch = threading.Thread(target=end_with, args=(connection, ranks, terminated), daemon=True)
+    watch.start()
     code = 0
     while ranks:
         rank, status = os.wait()
@@ -149,12 +151,18 @@ def run_ranks(
             code = abs(os.waitstatus_to_exitcode(status))
             for other in ranks:
                 os.kill(other, signal.SIGTERM)
-    return code
+    return code or int(terminated.is_set())
 
 
-def end_with(connection: socket.socket) -> None:
-    """Wait until the requester is gone; then end everything that was started for it."""
-    connection.recv(1)
+def end_with(connection: socket.socket, ranks: set[int], terminated: threading.Event) -> None:
+    """Pass SIGTERM on to the ranks; end everything with the requester.
+
+    As with torchrun, the exit code is then 1, even if the ranks end well.
+    """
+    while connection.recv(1):
+        terminated.set()
+        for rank in list(ranks):
+            os.kill(rank, signal.SIGTERM)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -6,11 +6,14 @@
 #   DATA_PATH=/data/tokens_text_document TOKENIZER=/models/DeepSeek-V3 \
 #       sbatch [--nodes=N] examples/megatron_fsdp/sbatch_mfsdp_deepseek_v3.sh [more flags of pretrain_gpt.py, which win]
 #
-# Submit it from the root of this repository, several times if need be: with --dependency=singleton the jobs run one after
-# the other, and each goes on from the last checkpoint. Before the time limit a job saves and ends by itself.
+# Submit it from the root of this repository, once: before the time limit and when it is preempted the job saves, goes back
+# into the queue, and continues from its checkpoint; so it does after the failure of a node. When a rank dies, torchrun
+# starts all ranks again, MAX_RESTARTS times (3). With --dependency=singleton no two jobs of this name run at a time.
+# scancel ends it.
 #
 # What has been checked: every flag is parsed by the program's own parser as on 64 nodes with GPUs, and the script is run on
-# CPU ranks with a smaller model. Nothing here has been run on a GPU: sizes and settings are reasoned, not measured.
+# CPU ranks with a smaller model, where other commands play Slurm. Nothing here has been run on a GPU or under Slurm: sizes
+# and settings are reasoned, not measured.
 #
 #SBATCH --job-name=mfsdp_deepseek_v3
 #SBATCH --nodes=64
@@ -18,6 +21,8 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=04:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
 #SBATCH --dependency=singleton
 #SBATCH --open-mode=append
 set -euo pipefail
@@ -29,7 +34,6 @@ cd "${REPOSITORY:-${SLURM_SUBMIT_DIR:-.}}"
 GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
 CHECKPOINTS="${CHECKPOINTS:-checkpoints/deepseek_v3}"
 TENSORBOARD="${TENSORBOARD:-tensorboard/deepseek_v3}"
-EXIT_AFTER_MINUTES="${EXIT_AFTER_MINUTES:-220}"
 MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 MASTER_PORT="${MASTER_PORT:-29500}"
 
@@ -123,7 +127,6 @@ OUTPUT=(
     --save "$CHECKPOINTS"
     --load "$CHECKPOINTS"
     --save-interval 500
-    --exit-duration-in-mins "$EXIT_AFTER_MINUTES"
     --log-interval 10
     --log-throughput
     --eval-interval 1000
@@ -142,7 +145,30 @@ fi
 # One queue for all kernels would keep communication from overlapping with compute.
 unset CUDA_DEVICE_MAX_CONNECTIONS
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Time that torchrun gives its ranks to save after SIGTERM; without the variable, or in torch that does not know it, 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-540}"
+
+preempted() {
+    [[ "$(scontrol show job "$SLURM_JOB_ID")" == *PreemptTime=[0-9]* ]]
+}
+# USR1 comes 600 s before the end, which preemption advances; after preemption all torchruns have SIGTERM from Slurm already.
+# A second one would end them before their ranks. SIGTERM to srun itself would kill all tasks.
+END_IS_NEAR=
+end_is_near() {
+    END_IS_NEAR=1
+    preempted || scancel --signal=TERM "$SLURM_JOB_ID" || true
+}
+trap end_is_near USR1
+
 srun --kill-on-bad-exit=1 torchrun \
-    --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS_PER_NODE" \
+    --nnodes "$SLURM_NNODES" --nproc_per_node "$GPUS_PER_NODE" --max-restarts "${MAX_RESTARTS:-3}" \
     --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$MASTER_ADDR:$MASTER_PORT" \
-    pretrain_gpt.py "${PARALLEL[@]}" "${MODEL[@]}" "${EXPERTS[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@"
+    pretrain_gpt.py "${PARALLEL[@]}" "${MODEL[@]}" "${EXPERTS[@]}" "${TRAINING[@]}" "${DATA[@]}" "${OUTPUT[@]}" "$@" &
+CODE=0
+wait $! || CODE=$?
+# The signal has interrupted the wait; the ranks are saving.
+[[ -z $END_IS_NEAR ]] || wait $! || CODE=$?
+if [[ -n $END_IS_NEAR ]] || preempted; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$CODE"

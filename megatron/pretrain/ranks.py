@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron.fsdp.engine import rendezvous
 from megatron.mcore_adapter import cpu
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -52,6 +53,7 @@ def start(args: argparse.Namespace) -> torch.device:
         os.environ.setdefault(name, value)
     dist.init_process_group(
         args.distributed_backend,
+        init_method=rendezvous.INIT_METHOD,
         timeout=timedelta(minutes=args.distributed_timeout_minutes),
         device_id=device if device.type == "cuda" else None,
     )

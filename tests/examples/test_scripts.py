@@ -106,9 +106,9 @@ def test_deepseek_v3_is_accepted_on_64_nodes_and_has_its_published_size(
     data = {"DATA_PATH": str(CORPUS), "TOKENIZER": str(write_tokenizer(tmp_path / "tokenizer"))}
     requests = words_of("sbatch_mfsdp_deepseek_v3.sh", shell, "--seed", "5", **data)
     assert len(requests) == 64 and len({tuple(request["words"]) for request in requests}) == 1
-    assert (
-        requests[0]["words"][:2] == ["--nnodes", "64"] and "127.0.0.1:" in requests[0]["words"][9]
-    )
+    launch = parse_torchrun(requests[0]["words"])
+    assert launch.nnodes == "64" and launch.rdzv_endpoint.startswith("127.0.0.1:")
+    assert launch.max_restarts == 3
     args = parsed(requests[0])
     assert (
         args is not None
@@ -200,24 +200,30 @@ SMALL_DEEPSEEK = [
 
 
 @pytest.mark.exhaustive
-def test_deepseek_v3_trains_in_small_and_the_next_job_goes_on(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["limit", "preempt"])
+def test_deepseek_v3_trains_in_small_and_goes_on_after_it_was_queued_again(
+    reason: str, shell: Shell, tmp_path: Path
+) -> None:
     environment = {
         "GPUS_PER_NODE": "1",
         "EXPERT_PARALLEL": "2",
         "CHECKPOINTS": str(tmp_path / "saved"),
+        "END_AT": f"{reason}: iteration 1/",
     }
     environment |= {
         "DATA_PATH": f"1 {CORPUS} 2 {CORPUS}",
         "TOKENIZER": str(write_tokenizer(tmp_path / "t")),
     }
     command = ["sbatch", "--nodes=2", FOLDER / "sbatch_mfsdp_deepseek_v3.sh", *SMALL_DEEPSEEK]
-    jobs = [shell.run(*command, *more, **environment) for more in (["--exit-interval", "2"], [])]
+    job = shell.run(*command, **environment)
     output = (tmp_path / "slurm-1.out").read_text()
-    assert [job.returncode for job in jobs] == [0, 0], output
+    assert job.returncode == 0, output
     assert "no latest_checkpointed_iteration.txt: starting from scratch" in output
-    assert "loaded " in output and (tmp_path / "saved" / TRACKER).read_text() == "4"
-    found = losses(output)
-    assert list(found) == [1, 2, 3, 4] and found[4] < found[1] - 0.1
+    assert re.search(r"stopping at iteration [1-3]: signal", output) and "loaded " in output
+    assert (tmp_path / "saved" / TRACKER).read_text() == "4"
+    found = LOSS.findall(output)
+    assert [iteration for iteration, _ in found] == ["1", "2", "3", "4"]
+    assert float(found[3][1]) < float(found[0][1]) - 0.1
 
 
 @pytest.mark.parametrize("script", ["sbatch_mfsdp_deepseek_v3.sh", "sbatch_checkpoint_convert.sh"])

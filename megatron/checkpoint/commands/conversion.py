@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
+from megatron.fsdp.engine import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")
@@ -250,7 +251,7 @@ def ranks_of_torchrun() -> Iterator[None]:
         yield
         return
     # Ranks that are done wait for the slowest, which may be hours behind.
-    dist.init_process_group("gloo", timeout=timedelta(days=7))
+    dist.init_process_group("gloo", init_method=rendezvous.INIT_METHOD, timeout=timedelta(days=7))
     try:
         yield
     finally:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from megatron.fsdp.engine import rendezvous
 from megatron.fsdp.engine.axes import Axes, axis_name, data_group_of, submesh
 from megatron.fsdp.engine.mesh_checks import (
     problems_of_all_gather_group,
@@ -265,7 +266,7 @@ def default_mesh() -> DeviceMesh:
         accelerator = torch.accelerator.current_accelerator()
         device_type = accelerator.type if accelerator is not None else "cpu"
     if not dist.is_initialized():
-        dist.init_process_group()
+        dist.init_process_group(init_method=rendezvous.INIT_METHOD)
     return init_device_mesh(
         device_type, (dist.get_world_size(),), mesh_dim_names=(DEFAULT_SHARD_AXIS,)
     )
