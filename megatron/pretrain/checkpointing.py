@@ -22,6 +22,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.stored_metadata import metadata_read_once
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
 from megatron.pretrain.checkpoint_arguments import check_arguments
@@ -79,7 +80,9 @@ def save(
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
     staging = directory.staging_directory(root, iteration)
-    problems = _write(args, state, model, optimizer, staging) or integrity.sign(staging)
+    problems = _write(args, state, model, optimizer, staging)
+    if not problems and args.ckpt_format != "fsdp_dtensor":  # whose writer signs what it writes
+        problems = integrity.sign(staging)
     if problems:
         _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
         raise RunError(
@@ -178,6 +181,7 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 # ---- load
 
 
+@metadata_read_once()
 def load(
     args: argparse.Namespace,
     model: list[MegatronModule],

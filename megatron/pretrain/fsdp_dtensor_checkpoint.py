@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
+from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
@@ -78,7 +79,13 @@ def save(
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        save_entries(content, checkpoint_id=target)
+        writer, planner = writer_and_planner(target)
+        save_entries(content, storage_writer=writer, planner=planner)
+
+
+def writer_and_planner(target: Path) -> tuple[SigningWriter, EvenPlanner]:
+    """Return what writes the entries, and the manifest, into the directory ``target``."""
+    return SigningWriter(target), EvenPlanner()
 
 
 def load(

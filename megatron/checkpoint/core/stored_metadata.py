@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core import metadata_pickle, safe_pickle
 
 METADATA = ".metadata"
 
@@ -24,8 +25,27 @@ class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing, cut off or changed."""
 
 
-def read_metadata(directory: Path) -> Any:
+_kept: dict[bytes, Any] | None = None
+"""Content of ``.metadata`` files -> what was read of it, within :func:`metadata_read_once`."""
+
+
+@contextmanager
+def metadata_read_once() -> Iterator[None]:
+    """Read the same content of ``.metadata`` only once within the context; nobody may change it."""
+    global _kept
+    _kept = {}
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+def read_metadata(directory: Path, is_unchanged: bool = False) -> Any:
     """Read ``.metadata``: DCP's ``Metadata``, or what stands in for Megatron-Core's own class.
+
+    Args:
+        directory: of the checkpoint.
+        is_unchanged: the file has the digest of the manifest.
 
     Raises:
         DamagedCheckpointError: if it is missing or damaged.
@@ -34,13 +54,18 @@ def read_metadata(directory: Path) -> Any:
     path = Path(directory) / METADATA
     if not path.is_file():
         raise DamagedCheckpointError(f"{directory} has no {METADATA}: it is no complete checkpoint")
+    data = path.read_bytes()
+    if _kept is not None and data in _kept:
+        return _kept[data]
     try:
-        metadata = safe_pickle.load(path.read_bytes())
+        metadata = metadata_pickle.load(data, is_unchanged)
         _check_form(metadata)
     except safe_pickle.RefusedPickleError as error:
         raise safe_pickle.RefusedPickleError(f"{path}: {error}") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {error}") from error
+    if _kept is not None:
+        _kept[data] = metadata
     return metadata
 
 

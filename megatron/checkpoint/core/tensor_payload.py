@@ -81,7 +81,7 @@ def read_header(path: Path, info: _StorageInfo) -> TensorPayload:
             zipfile.ZipFile(window := _Window(file, info.offset, info.length)) as archive,
         ):
             names = {name.partition("/")[2]: name for name in archive.namelist()}
-            tensor = _TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
+            tensor = TensorUnpickler(io.BytesIO(archive.read(names["data.pkl"]))).load()
             record = archive.getinfo(names[f"data/{tensor.storage.key}"])
             for other in archive.infolist():
                 if other is not record and other.CRC:
@@ -176,14 +176,16 @@ class _Tensor:
     stride: tuple[int, ...]
 
 
-class _TensorUnpickler(safe_pickle.Unpickler):
+class TensorUnpickler(safe_pickle.Unpickler):
     """Reads how ``torch.save`` describes one tensor, and not its elements."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return the class that a pickle names, or a stand-in for torch's function."""
         rebuild = _REBUILD.get(name) if module == "torch._utils" else None
         return super().find_class(module, name) if rebuild is None else rebuild
 
     def persistent_load(self, reference: tuple[Any, ...]) -> _Storage:
+        """Return the dtype of a storage and its name in the archive."""
         _, storage_type, key, _, _ = reference
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch deprecates the storages that its files name
