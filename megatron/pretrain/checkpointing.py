@@ -21,11 +21,13 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import Say, find_source
+from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
@@ -198,13 +200,16 @@ def load(
     path = source.path
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
-    _check_format(path, args.ckpt_format)
-    integrity.check(path, verify=not args.no_verify_integrity)
+    form = _check_format(path, args)
+    if form != HUGGING_FACE:  # which has neither a manifest nor checksums
+        integrity.check(path, verify=not args.no_verify_integrity)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
+    is_converted = args.use_megatron_fsdp and form != FSDP_DTENSOR
+    readable = open_converted(path, args, say) if is_converted else path
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = _rates(scheduler) if with_optimizer else []
-    loaded = _read(args, state, model, optimizer if with_optimizer else None, path)
+    loaded = _read(args, state, model, optimizer if with_optimizer else None, readable)
 
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
@@ -222,16 +227,19 @@ def load(
     return progress
 
 
-def _check_format(source: Path, expected: str) -> None:
-    if not (source / ".metadata").is_file():
-        raise ValueError(f"{source} is no complete checkpoint: it has no .metadata")
-    actual = "torch_dist" if (source / "metadata.json").is_file() else "fsdp_dtensor"
-    if actual != expected:
-        flag = "with" if actual == "fsdp_dtensor" else "without"
+def _check_format(source: Path, args: argparse.Namespace) -> str:
+    """Return the format of a checkpoint. Runs with FSDP read all of them.
+
+    Raises:
+        ValueError: if it is not complete, or this run does not read it.
+    """
+    form = format_of(source)
+    if form != TORCH_DIST and not args.use_megatron_fsdp:
         raise ValueError(
-            f"{source} is in the format {actual}, but this run reads {expected}: it was written"
-            f" {flag} --use-megatron-fsdp"
+            f"{source} is in the format {form}, but this run reads torch_dist: convert it by"
+            " tools/checkpoint/checkpoint_inspector.py, or give --use-megatron-fsdp"
         )
+    return form
 
 
 def _read(
@@ -239,7 +247,7 @@ def _read(
     state: dict[str, Any],
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
-    source: Path,
+    source: fsdp_dtensor_checkpoint.Source,
 ) -> dict[str, Any]:
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
@@ -247,7 +255,8 @@ def _read(
         ValueError: names the problems of each rank.
     """
     try:
-        return FORMATS[args.ckpt_format].load(args, state, model, optimizer, source)
+        module = fsdp_dtensor_checkpoint if args.use_megatron_fsdp else torch_dist_checkpoint
+        return module.load(args, state, model, optimizer, source)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:

@@ -97,6 +97,7 @@ class DcpTarget:
         more: fields of ``.metadata`` beside those of torch, by name.
 
     Attributes:
+        entries: chunks of tensors, and objects.
         parts: of the directory, which can be written in any order.
     """
 
@@ -108,14 +109,14 @@ class DcpTarget:
         notes: list[str] | None = None,
         more: dict[str, Any] | None = None,
     ):
-        self._entries = list(entries)
+        self.entries = list(entries)
         self._paths = paths
         self._extra_files = extra_files or {}
         self._notes = notes if notes is not None else []
         self._more = more or {}
         self.parts = [
             Part(f"{number:05d}", sum(map(_num_bytes, chosen)), self._writer(number, chosen))
-            for number, chosen in enumerate(_in_parts(self._entries))
+            for number, chosen in enumerate(_in_parts(self.entries))
         ]
 
     def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
@@ -149,18 +150,22 @@ class DcpTarget:
         for part in self.parts:
             written += map(_from_json, results[part.name]["places"])
             digests |= results[part.name]["digests"]
-        metadata = Metadata(self._described(), self._paths)
-        vars(metadata).update(self._more)
-        FileSystemWriter(staging).finish(metadata, [written])
+        FileSystemWriter(staging).finish(self.metadata(), [written])
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
         digests |= _digests([METADATA, *self._extra_files], staging)
         Manifest(staging, {name: FileDigest(**said) for name, said in digests.items()}).write()
 
+    def metadata(self) -> Metadata:
+        """Return ``.metadata`` without the places of the entries in files."""
+        metadata = Metadata(self._described(), self._paths)
+        vars(metadata).update(self._more)
+        return metadata
+
     def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         tensors: dict[str, TensorStorageMetadata] = {}
-        for entry in self._entries:
+        for entry in self.entries:
             if isinstance(entry, ObjectEntry):
                 described[entry.key] = BytesStorageMetadata()
                 continue

@@ -79,7 +79,6 @@ _REFUSED: dict[str, str] = {
         " ckpt_assume_constant_structure"
     ),
     EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
-    "say which format with --ckpt-format": "auto_detect_ckpt_format",
     "how ranks share the work of a checkpoint is fixed": (
         """ckpt_fully_parallel_save ckpt_fully_parallel_load
         distrib_optim_fully_reshardable_mem_efficient"""

@@ -43,6 +43,8 @@ def refuse_not_built(check: Check) -> None:
         check.notes.append("--ckpt-fully-parallel-save: deprecated, is the default")
     if check.args.verify_integrity:
         check.notes.append("--verify-integrity: is the default")
+    if check.args.auto_detect_ckpt_format:
+        check.notes.append("--auto-detect-ckpt-format: is the default")
 
 
 def as_written(value: Any) -> str:

@@ -291,7 +291,10 @@ CHECKPOINTS = (
         "--no-strict-fsdp-dtensor-load",
         f"{CHECKPOINTING}test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing",
     ),
-    refused("--auto-detect-ckpt-format", "say which format with --ckpt-format"),
+    FlagRow(
+        "--auto-detect-ckpt-format",
+        changes={"notes": "--auto-detect-ckpt-format: is the default"},
+    ),
     changes("--dist-ckpt-strictness raise_all", torch_dist__strict="raise_all"),
     changes(
         "--dist-ckpt-optim-fully-reshardable",
