@@ -13,6 +13,7 @@ import enum
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.core import directory
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
+from megatron.pretrain import (
+    fsdp_dtensor_checkpoint,
+    fsdp_torch_dist,
+    integrity,
+    torch_dist_checkpoint,
+)
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import Say, find_source
 from megatron.pretrain.converted_source import format_of, open_converted
@@ -110,7 +116,7 @@ def _write(
     """Write into ``target`` and return the problems of all ranks, the same on every rank."""
     problem = None
     try:
-        FORMATS[args.ckpt_format].save(args, state, model, optimizer, target)
+        _writer(args).save(args, state, model, optimizer, target)
     except CheckpointException as error:
         # This is raised on every rank, and is no Exception: each rank reports its own problem.
         problem = _cause(error, dist.get_rank())
@@ -118,6 +124,13 @@ def _write(
         # A full disk, a missing permission, a broken file system: the other ranks wait.
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     return agree([problem] if problem else [])
+
+
+def _writer(args: argparse.Namespace) -> ModuleType:
+    """Return the module that writes the checkpoints of this run."""
+    if args.use_megatron_fsdp and args.ckpt_format == TORCH_DIST:
+        return fsdp_torch_dist
+    return FORMATS[args.ckpt_format]
 
 
 def run_state(

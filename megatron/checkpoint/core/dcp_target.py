@@ -35,6 +35,7 @@ from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_metadata import METADATA
 
 PART_BYTES = 256 << 20
@@ -122,7 +123,7 @@ class DcpTarget:
     def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
-            planner = _Planner(entries, progress)
+            planner = EntryPlanner(entries, progress)
             plan = SavePlan(
                 [_write_item(entry) for entry in entries],
                 storage_data=_StoragePrefix(f"__{number}_"),
@@ -178,15 +179,29 @@ class DcpTarget:
         return described
 
 
-class _Planner(DefaultSavePlanner):
-    """A planner that reads an entry when DCP's writer asks for it."""
+class EntryPlanner(DefaultSavePlanner):
+    """A planner that reads an entry when DCP's writer asks for it.
 
-    def __init__(self, entries: list[Entry], progress: Progress):
-        super().__init__()
+    With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
+    ranks. An entry that several ranks have is written by one of them.
+
+    Args:
+        entries: of this rank, with flat keys.
+        progress: called with the size of every entry that is read.
+    """
+
+    def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
+        super().__init__(flatten_state_dict=False)
         self._entries = {_write_item(entry).index: entry for entry in entries}
         self._progress = progress
 
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of this rank: to write all of its entries."""
+        self.plan = SavePlan([_write_item(entry) for entry in self._entries.values()])
+        return self.plan
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read an entry."""
         entry = self._entries[write_item.index]
         self._progress(_num_bytes(entry))
         if isinstance(entry, ObjectEntry):

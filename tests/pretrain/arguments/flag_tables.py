@@ -284,7 +284,10 @@ CHECKPOINTS = (
         "--save-retain-interval",
         f"{CHECKPOINTING}test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest",
     ),
-    # Which of the other two formats it is follows from --use-megatron-fsdp: see there.
+    shown(
+        "--ckpt-format",
+        "test_direct_loading.py::test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load",
+    ),
     refused("--ckpt-format torch", "use torch_dist or fsdp_dtensor"),
     refused("--ckpt-format torch_dcp", "use torch_dist or fsdp_dtensor"),
     shown(
