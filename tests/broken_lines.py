@@ -276,8 +276,8 @@ BROKEN_LINES = [
     BrokenLine(
         "converter: a contradicting main weight counts",
         "megatron/checkpoint/torch_dist/main_weights.py",
-        "self._contradicts = not is_same",
-        "self._contradicts = False",
+        "return not is_same",
+        "return False",
         "tests/checkpoint/test_round_trips.py tests/checkpoint/commands/test_verification.py",
     ),
     BrokenLine(

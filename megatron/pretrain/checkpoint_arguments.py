@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
     Argument,
@@ -25,6 +26,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
     layers_with_experts,
     num_query_groups,
 )
+from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, COMMON_OBJECT, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoint_source import Say
@@ -83,6 +85,8 @@ def stored_arguments(source: Path) -> argparse.Namespace | None:
     Raises:
         ValueError: the file is damaged.
     """
+    if is_model_directory(source):
+        return hugging_face.read(source).args
     # Objects have checksums of their own; digests would read files of tensors as a whole.
     stored = StoredCheckpoint(source, verify=False)
     arguments = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.core import directory
+from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
@@ -29,6 +30,7 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     Args:
         args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
             loaded with ``finetune``. Of ``pretrained_checkpoint`` only weights are ever loaded.
+            Both may be a Hugging Face model, which has nothing but weights.
             ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint.
         say: prints a line.
 
@@ -41,6 +43,8 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
             continue
         is_given = root == load and args.ckpt_step is not None
         iteration = args.ckpt_step if is_given else _newest(root)
+        if iteration is None and is_model_directory(Path(root)):
+            return CheckpointSource(Path(root), weights_only=True)
         if iteration is None:
             continue
         path = directory.find(root, iteration)

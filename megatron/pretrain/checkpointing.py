@@ -13,6 +13,7 @@ import enum
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,12 +22,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.stored_metadata import metadata_read_once
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
+from megatron.pretrain import (
+    fsdp_dtensor_checkpoint,
+    fsdp_torch_dist,
+    integrity,
+    torch_dist_checkpoint,
+)
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import Say, find_source
+from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
@@ -111,7 +119,7 @@ def _write(
     """Write into ``target`` and return the problems of all ranks, the same on every rank."""
     problem = None
     try:
-        FORMATS[args.ckpt_format].save(args, state, model, optimizer, target)
+        _writer(args).save(args, state, model, optimizer, target)
     except CheckpointException as error:
         # This is raised on every rank, and is no Exception: each rank reports its own problem.
         problem = _cause(error, dist.get_rank())
@@ -119,6 +127,13 @@ def _write(
         # A full disk, a missing permission, a broken file system: the other ranks wait.
         problem = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     return agree([problem] if problem else [])
+
+
+def _writer(args: argparse.Namespace) -> ModuleType:
+    """Return the module that writes the checkpoints of this run."""
+    if args.use_megatron_fsdp and args.ckpt_format == TORCH_DIST:
+        return fsdp_torch_dist
+    return FORMATS[args.ckpt_format]
 
 
 def run_state(
@@ -202,13 +217,16 @@ def load(
     path = source.path
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
-    _check_format(path, args.ckpt_format)
-    integrity.check(path, verify=not args.no_verify_integrity)
+    form = _check_format(path, args)
+    if form != HUGGING_FACE:  # which has neither a manifest nor checksums
+        integrity.check(path, verify=not args.no_verify_integrity)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
+    is_converted = args.use_megatron_fsdp and form != FSDP_DTENSOR
+    readable = open_converted(path, args, say) if is_converted else path
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = _rates(scheduler) if with_optimizer else []
-    loaded = _read(args, state, model, optimizer if with_optimizer else None, path)
+    loaded = _read(args, state, model, optimizer if with_optimizer else None, readable)
 
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
@@ -226,16 +244,19 @@ def load(
     return progress
 
 
-def _check_format(source: Path, expected: str) -> None:
-    if not (source / ".metadata").is_file():
-        raise ValueError(f"{source} is no complete checkpoint: it has no .metadata")
-    actual = "torch_dist" if (source / "metadata.json").is_file() else "fsdp_dtensor"
-    if actual != expected:
-        flag = "with" if actual == "fsdp_dtensor" else "without"
+def _check_format(source: Path, args: argparse.Namespace) -> str:
+    """Return the format of a checkpoint. Runs with FSDP read all of them.
+
+    Raises:
+        ValueError: if it is not complete, or this run does not read it.
+    """
+    form = format_of(source)
+    if form != TORCH_DIST and not args.use_megatron_fsdp:
         raise ValueError(
-            f"{source} is in the format {actual}, but this run reads {expected}: it was written"
-            f" {flag} --use-megatron-fsdp"
+            f"{source} is in the format {form}, but this run reads torch_dist: convert it by"
+            " tools/checkpoint/checkpoint_inspector.py, or give --use-megatron-fsdp"
         )
+    return form
 
 
 def _read(
@@ -243,7 +264,7 @@ def _read(
     state: dict[str, Any],
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
-    source: Path,
+    source: fsdp_dtensor_checkpoint.Source,
 ) -> dict[str, Any]:
     """Read ``source`` into the model and the optimizer, and return the rest of it.
 
@@ -251,7 +272,8 @@ def _read(
         ValueError: names the problems of each rank.
     """
     try:
-        return FORMATS[args.ckpt_format].load(args, state, model, optimizer, source)
+        module = fsdp_dtensor_checkpoint if args.use_megatron_fsdp else torch_dist_checkpoint
+        return module.load(args, state, model, optimizer, source)
     except (KeyError, FileNotFoundError) as error:
         raise ValueError(f"{source} cannot be loaded: {error}") from error
     except CheckpointException as error:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
+from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.listing import some
@@ -52,6 +53,9 @@ __all__ = ["CHECKPOINT_VERSION", "load", "save"]
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
+
+Source = Path | StorageReader
+"""A directory in this format, or a reader of what a conversion would write there."""
 
 
 def save(
@@ -93,7 +97,7 @@ def load(
     state: dict[str, Any],
     model: Model,
     optimizer: MegatronOptimizer | None,
-    source: Path,
+    source: Source,
 ) -> dict[str, Any]:
     """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
 
@@ -104,7 +108,7 @@ def load(
         state: everything but weights and optimizer, as a fresh run has it.
         model: the chunks of this pipeline stage.
         optimizer: None: its state is not loaded.
-        source: the directory of the checkpoint.
+        source: the directory of the checkpoint, or a reader of one.
 
     Raises:
         ValueError: on every rank, listing the entries that are missing on any rank or of another
@@ -297,7 +301,11 @@ def _with_rng_of_file(state: dict[str, Any], stored: Mapping[str, Any]) -> dict[
 # ---- the file
 
 
-def _read_metadata(source: Path) -> dict[str, STORAGE_TYPES]:
+def _reader(source: Source) -> StorageReader:
+    return SafeReader(source) if isinstance(source, Path) else source
+
+
+def _read_metadata(source: Source) -> dict[str, STORAGE_TYPES]:
     """Read the metadata of the file's entries, by key; a collective.
 
     Raises:
@@ -306,7 +314,7 @@ def _read_metadata(source: Path) -> dict[str, STORAGE_TYPES]:
     stored: dict[str, STORAGE_TYPES] = {}
     damage = []
     try:
-        stored = SafeReader(source).read_metadata().state_dict_metadata
+        stored = _reader(source).read_metadata().state_dict_metadata
     except ValueError as error:
         damage = [str(error)]
     damage = agree(damage)
@@ -315,15 +323,15 @@ def _read_metadata(source: Path) -> dict[str, STORAGE_TYPES]:
     return stored
 
 
-def _read(content: dict[str, Any], source: Path) -> None:
+def _read(content: dict[str, Any], source: Source) -> None:
     """Read the entries of ``content`` from the file, in place; a collective."""
-    reader, planner = SafeReader(source), SafePlanner(allow_partial_load=True)
+    reader, planner = _reader(source), SafePlanner(allow_partial_load=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
         load_entries(content, storage_reader=reader, planner=planner)
 
 
-def _read_args(source: Path) -> argparse.Namespace | None:
+def _read_args(source: Source) -> argparse.Namespace | None:
     """Read the arguments of the run that wrote the file; a collective."""
     content: dict[str, argparse.Namespace | None] = {"args": None}
     _read(content, source)
@@ -331,7 +339,7 @@ def _read_args(source: Path) -> argparse.Namespace | None:
 
 
 def _check(
-    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Path, is_partial: bool
+    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Source, is_partial: bool
 ) -> None:
     """Compare the entries that all ranks ask for with those of the file; a collective.
 

@@ -13,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
+from megatron.checkpoint.commands.formats import open_checkpoint
+from tests.checkpoint import samples
 from tests.pretrain.parity import (
     ALLTOALL,
     BIAS,
@@ -71,6 +73,19 @@ def convert(command: str, source: Path, target: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def assert_same_state(directory: Path, expected: Path) -> None:
+    """Compare tensors, param groups and schedule of two checkpoints to the bit."""
+    mine, theirs = (open_checkpoint(path).state() for path in (directory, expected))
+    assert samples.differing(mine.weights, theirs.weights) == []
+    assert samples.differing(mine.buffers, theirs.buffers) == []
+    assert mine.moments.keys() == theirs.moments.keys()
+    for name, slots in theirs.moments.items():
+        assert samples.differing(mine.moments[name], slots) == []
+        assert mine.step_of(name) == theirs.step_of(name)
+    assert mine.groups == theirs.groups and mine.scheduler == theirs.scheduler
+    assert mine.compute_dtype == theirs.compute_dtype and mine.notes == theirs.notes
+
+
 @pytest.mark.parametrize("name", mostly_in_full(CHANGES, SHORT_CHANGES))
 def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     before, after = CHANGES[name]
@@ -86,9 +101,24 @@ def test_a_run_goes_on_with_fsdp_and_back(name: str, tmp_path: Path) -> None:
     with_fsdp = go_on(
         after.ours, after.ranks, tmp_path / "there", STEPS + 1, 2 * STEPS, tmp_path / "fsdp"
     )
+    directly = go_on(
+        f"{after.ours} --ckpt-format torch_dist",
+        after.ranks,
+        tmp_path / "unbroken",
+        STEPS + 1,
+        2 * STEPS,
+        tmp_path / "directly",
+    )
+    assert directly.losses == with_fsdp.losses
     convert("convert-fsdp-dtensor-to-torch-dist", tmp_path / "fsdp", tmp_path / "back")
+    assert_same_state(tmp_path / "directly", tmp_path / "back")
     without = go_on(
-        without_fsdp, before.ranks, tmp_path / "back", 2 * STEPS + 1, 3 * STEPS, tmp_path / "end"
+        without_fsdp,
+        before.ranks,
+        tmp_path / "directly",
+        2 * STEPS + 1,
+        3 * STEPS,
+        tmp_path / "end",
     )
     for record, steps in (
         (with_fsdp, slice(STEPS, 2 * STEPS)),

@@ -110,10 +110,12 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
             str(tmp_path / save),
         )[0]
 
-    with_fsdp, without = (
+    direct, with_fsdp, without = (
+        continued(sample, True, "saved_directly"),
         continued(there, True, "saved_with_fsdp"),
         continued(back, False, "saved_without"),
     )
+    assert direct == with_fsdp
     if name not in LOADED_BY_NOBODY_ELSE:
         assert continued(sample, False, "saved_by_original") == without
     exact = info["dtype"] == "fp32"
@@ -131,7 +133,7 @@ def test_the_next_step_from_a_converted_sample_is_that_of_the_original(
     assert with_fsdp.loss_before == pytest.approx(without.loss_before, rel=1e-6)
     assert with_fsdp.loss == pytest.approx(without.loss, rel=1e-6)
     assert with_fsdp.gradient_norm == pytest.approx(without.gradient_norm, rel=1e-5)
-    for folder in ("saved_with_fsdp", "saved_without"):
+    for folder in ("saved_directly", "saved_with_fsdp", "saved_without"):
         weights = open_checkpoint(tmp_path / folder).state().weights
         norms = {each: weights[each].read().double().norm().item() for each in weights}
         # Adam moves an element whose gradient is nearly rounding alone by as much as any other: by

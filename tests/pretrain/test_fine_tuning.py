@@ -64,6 +64,11 @@ def test_a_model_is_fine_tuned_and_exported_again(family: str, to: str, tmp_path
         )
         (record,) = run_ranks(2, train, f"{line} --save {tmp_path / name} --save-interval 2")[0]
         assert record.iteration == 2
+        if to == "fsdp_dtensor" and name == "tuned":
+            (directly,) = run_ranks(
+                2, train, line.replace(f"{tmp_path}/converted --finetune", str(original))
+            )[0]
+            assert directly.losses == record.losses
         inspector(
             "convert-to-hf", tmp_path / name, tmp_path / f"{name}_exported", "--template", original
         )

@@ -14,9 +14,23 @@ import click
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.conversion import ConversionError
 from megatron.checkpoint.commands.printer import Printer
+from megatron.checkpoint.core.urls import local_path
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import IMPLEMENTATIONS
 
-CHECKPOINT = click.Path(exists=False, path_type=Path)
+
+class Location(click.Path):
+    """The directory of a checkpoint or a model: a path, or a URL of a local one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        try:
+            value = local_path(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        return super().convert(value, param, ctx)
+
+
+CHECKPOINT = Location(exists=False, path_type=Path)
 transformer_impl = click.option(
     "--transformer-impl",
     type=click.Choice(IMPLEMENTATIONS),

@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.keys import MODEL_KEY_PREFIX
 from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 TORCH_DIST = "torch_dist"
@@ -86,7 +86,7 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
         ValueError: if there is none, or a damaged one.
     """
     path = Path(path)
-    if (path / "config.json").is_file() and not (path / METADATA).is_file():
+    if is_model_directory(path):
         return Opened(path, HUGGING_FACE, None)
     path = directory.locate(path)
     stored = StoredCheckpoint(path, verify)

@@ -35,6 +35,7 @@ from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.stored_metadata import METADATA
 
 PART_BYTES = 256 << 20
@@ -97,6 +98,7 @@ class DcpTarget:
         more: fields of ``.metadata`` beside those of torch, by name.
 
     Attributes:
+        entries: chunks of tensors, and objects.
         parts: of the directory, which can be written in any order.
     """
 
@@ -108,20 +110,20 @@ class DcpTarget:
         notes: list[str] | None = None,
         more: dict[str, Any] | None = None,
     ):
-        self._entries = list(entries)
+        self.entries = list(entries)
         self._paths = paths
         self._extra_files = extra_files or {}
         self._notes = notes if notes is not None else []
         self._more = more or {}
         self.parts = [
             Part(f"{number:05d}", sum(map(_num_bytes, chosen)), self._writer(number, chosen))
-            for number, chosen in enumerate(_in_parts(self._entries))
+            for number, chosen in enumerate(_in_parts(self.entries))
         ]
 
     def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
-            planner = _Planner(entries, progress)
+            planner = EntryPlanner(entries, progress)
             plan = SavePlan(
                 [_write_item(entry) for entry in entries],
                 storage_data=_StoragePrefix(f"__{number}_"),
@@ -149,18 +151,22 @@ class DcpTarget:
         for part in self.parts:
             written += map(_from_json, results[part.name]["places"])
             digests |= results[part.name]["digests"]
-        metadata = Metadata(self._described(), self._paths)
-        vars(metadata).update(self._more)
-        FileSystemWriter(staging).finish(metadata, [written])
+        FileSystemWriter(staging).finish(self.metadata(), [written])
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
         digests |= _digests([METADATA, *self._extra_files], staging)
         Manifest(staging, {name: FileDigest(**said) for name, said in digests.items()}).write()
 
+    def metadata(self) -> Metadata:
+        """Return ``.metadata`` without the places of the entries in files."""
+        metadata = Metadata(self._described(), self._paths)
+        vars(metadata).update(self._more)
+        return metadata
+
     def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
         described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         tensors: dict[str, TensorStorageMetadata] = {}
-        for entry in self._entries:
+        for entry in self.entries:
             if isinstance(entry, ObjectEntry):
                 described[entry.key] = BytesStorageMetadata()
                 continue
@@ -173,15 +179,29 @@ class DcpTarget:
         return described
 
 
-class _Planner(DefaultSavePlanner):
-    """A planner that reads an entry when DCP's writer asks for it."""
+class EntryPlanner(DefaultSavePlanner):
+    """A planner that reads an entry when DCP's writer asks for it.
 
-    def __init__(self, entries: list[Entry], progress: Progress):
-        super().__init__()
+    With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
+    ranks. An entry that several ranks have is written by one of them.
+
+    Args:
+        entries: of this rank, with flat keys.
+        progress: called with the size of every entry that is read.
+    """
+
+    def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
+        super().__init__(flatten_state_dict=False)
         self._entries = {_write_item(entry).index: entry for entry in entries}
         self._progress = progress
 
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of this rank: to write all of its entries."""
+        self.plan = SavePlan([_write_item(entry) for entry in self._entries.values()])
+        return self.plan
+
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read an entry."""
         entry = self._entries[write_item.index]
         self._progress(_num_bytes(entry))
         if isinstance(entry, ObjectEntry):

@@ -38,6 +38,29 @@ class OptimizerParamGroup:
         return frozenset(self.names)
 
 
+class Freshness:
+    """Whether the moments of a parameter were dropped and begin anew, found out when it is asked.
+
+    Args:
+        compare: finds it out, which reads the parameter; None: they were not dropped.
+
+    Attributes:
+        known: the answer; None as long as nobody has asked. Ranks that share the comparisons of
+            all parameters set it for each other.
+    """
+
+    def __init__(self, compare: Callable[[], bool] | None = None):
+        self._compare = compare
+        self.known: bool | None = None if compare else False
+
+    def __call__(self) -> bool:
+        """Return the answer; the first call finds it out."""
+        if self.known is None:
+            assert self._compare is not None
+            self.known = self._compare()
+        return self.known
+
+
 @dataclass
 class TrainingState:
     """The state of a run after one of its iterations.
@@ -53,8 +76,7 @@ class TrainingState:
             weights without state.
         steps: name -> number of steps that its moments have seen, if the file has it for each
             parameter.
-        is_fresh: name -> function that tells whether its moments were dropped and begin anew. It
-            reads the parameter.
+        is_fresh: name -> whether its moments were dropped and begin anew.
         groups: of the optimizer; None in a file without one.
         scheduler: ``opt_param_scheduler``, the schedule of rates.
         random_states: (pipeline stage, tensor-parallel rank) -> a dict of generator states for each
@@ -75,7 +97,7 @@ class TrainingState:
     buffers: dict[str, LazyTensor] = field(default_factory=dict)
     moments: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
     steps: dict[str, float] = field(default_factory=dict)
-    is_fresh: dict[str, Callable[[], bool]] = field(default_factory=dict)
+    is_fresh: dict[str, Freshness] = field(default_factory=dict)
     groups: list[OptimizerParamGroup] | None = None
     scheduler: dict[str, Any] | None = None
     random_states: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)

@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.safetensors_shard import stored_tensors
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 """Name of every tensor -> its file, in a model of several files."""
 SINGLE_FILE = "model.safetensors"
+
+
+def is_model_directory(path: Path) -> bool:
+    """Return True for the directory of a model; a checkpoint may have the same file beside it."""
+    return (path / CONFIG).is_file() and not (path / METADATA).is_file()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +223,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
     moments = {**_zero_moments(state, keys), **state.moments}
     entries: list[Entry] = [
         *_random_state_objects(state),
-        *_extra_state_objects(names, spelling, axes),
+        *extra_state_objects(names, spelling, axes),
     ]
     for name in names:
         key, index = keys[name]
@@ -234,12 +234,16 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
             for slot, value in {"param": tensor.to(torch.float32), **moments[name]}.items():
                 slot_key = f"optimizer.state.{slot}.{key}"
                 entries.append(_stacked_entry(slot_key, index, axes[key], value))
-    files = {
+    return DcpTarget(entries, extra_files=files_beside(state), notes=state.notes)
+
+
+def files_beside(state: TrainingState) -> dict[str, Callable[[], bytes]]:
+    """Return the names of the files beside DCP's, and functions that make their content."""
+    return {
         COMMON_FILE: lambda: safe_pickle.save_torch(common_of(state)),
         # The marker comes last: it says that all the rest is there.
         MARKER: lambda: json.dumps(_MARKER_CONTENT).encode(),
     }
-    return DcpTarget(entries, extra_files=files, notes=state.notes)
 
 
 def _leading_axes(keys: Mapping[str, _StackedKey]) -> dict[str, tuple[int, ...]]:
@@ -314,10 +318,16 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
             yield ObjectEntry(key, [[each]])
 
 
-def _extra_state_objects(
-    names: list[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]
+def extra_state_objects(
+    names: Iterable[str], spelling: Spelling, axes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[ObjectEntry]:
-    """Yield the extra states of modules: they are None without FP8, but loaders ask for them."""
+    """Yield the extra states of modules: they are None without FP8, but loaders ask for them.
+
+    Args:
+        names: of parameters, canonical.
+        spelling: of the model that will load the checkpoint.
+        axes: key -> lengths of its axes of layers and experts.
+    """
     seen = set()
     for name in names:
         if not key_rules.has_extra_state(name, spelling.transformer_engine):

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.core.training_state import Freshness, TrainingState
 
 
 def add_optimizer_state(
@@ -38,16 +38,12 @@ def add_optimizer_state(
         model, main_weight = state.weights[name], main.get(name)
         if main_weight is None:
             state.moments[name] = {**slots}
-            state.is_fresh[name] = _never
+            state.is_fresh[name] = Freshness()
             continue
         checked = _CheckedParameter(name, model, main_weight, state.notes)
         state.weights[name] = checked.weight()
         state.moments[name] = {slot: checked.moment(tensor) for slot, tensor in slots.items()}
         state.is_fresh[name] = checked.contradicts
-
-
-def _never() -> bool:
-    return False
 
 
 class _CheckedParameter:
@@ -69,35 +65,29 @@ class _CheckedParameter:
                 f"{name} has the shape {model.shape} in the model and {main.shape} in the optimizer"
             )
         self._name, self._model, self._main, self._notes = name, model, main, notes
-        self._contradicts: bool | None = None  # not compared yet
+        self.contradicts = Freshness(lambda: self._differs(main.read()))
 
-    def contradicts(self) -> bool:
-        """Return True if main weight and model differ; the first call reads both."""
-        if self._contradicts is None:
-            return self._compare(self._main.read())
-        return self._contradicts
-
-    def _compare(self, main: torch.Tensor) -> bool:
+    def _differs(self, main: torch.Tensor) -> bool:
         cast, model = main.to(self._model.dtype), self._model.read()
         is_same = torch.equal(cast, model) or torch.allclose(
             cast, model, rtol=0, atol=0, equal_nan=True
         )  # NaN is NaN
-        self._contradicts = not is_same
         if not is_same:
             self._notes.append(
                 f"{self._name}: its main weight in the optimizer is not its weight in the model."
                 " The model's is kept, and the moments are dropped: they begin at zero, at step 0"
             )
-        return self._contradicts
+        return not is_same
 
     def weight(self) -> LazyTensor:
         """Return the weight in the main weight's dtype: the main weight, or else the model's."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
             is_whole = (start, stop) == (0, self._main.num_rows)
-            if self._contradicts is None and is_whole:  # one read serves both purposes
+            if self.contradicts.known is None and is_whole:  # one read serves both purposes
                 main = self._main.read()
-                if not self._compare(main):
+                self.contradicts.known = self._differs(main)
+                if not self.contradicts.known:
                     return main
             source = self._model if self.contradicts() else self._main
             return source.read_rows(start, stop).to(self._main.dtype)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of --use-checkpoint-args, which comes before all others."""
+"""The rules of locations of checkpoints and of --use-checkpoint-args, which come first."""
 
 from __future__ import annotations
 
 import argparse
 
+from megatron.checkpoint.core.urls import local_path
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.checkpoint_arguments import is_stored, means_something, stored_arguments
@@ -14,6 +15,16 @@ LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 """Sizes that a run may choose anew, like arguments of training such as dropout."""
+
+
+def replace_urls(check: Check) -> None:
+    """Replace URLs of local directories by paths, and refuse all others."""
+    for dest in ("save", "load", "pretrained_checkpoint"):
+        if getattr(check.args, dest):
+            try:
+                setattr(check.args, dest, local_path(getattr(check.args, dest)))
+            except ValueError as error:
+                check.problems.append(f"{check.flag(dest)} {error}")
 
 
 def take_checkpoint_arguments(check: Check) -> None:

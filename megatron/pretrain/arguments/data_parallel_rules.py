@@ -61,10 +61,6 @@ def imply_fsdp(check: Check) -> None:
             name = dest.replace("_", "-")
             words.append(name if value is True else f"{name} {value}")
         check.notes.append(f"--use-megatron-fsdp sets {', '.join(words)}")
-    if args.ckpt_format == "torch_dist":
-        check.problems.append(
-            "--use-megatron-fsdp writes --ckpt-format fsdp_dtensor only: give that or leave it out"
-        )
     check_outer_axis(check)
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         check.problems.append(

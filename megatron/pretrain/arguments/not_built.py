@@ -79,7 +79,6 @@ _REFUSED: dict[str, str] = {
         " ckpt_assume_constant_structure"
     ),
     EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
-    "say which format with --ckpt-format": "auto_detect_ckpt_format",
     "how ranks share the work of a checkpoint is fixed": (
         """ckpt_fully_parallel_save ckpt_fully_parallel_load
         distrib_optim_fully_reshardable_mem_efficient"""
@@ -223,7 +222,12 @@ NEEDS: tuple[Needs, ...] = (
         (True,),
         "needs --use-distributed-optimizer",
     ),
-    Needs("dist_ckpt_strictness", "ckpt_format", ("torch_dist",), "needs --ckpt-format torch_dist"),
+    Needs(
+        "dist_ckpt_strictness",
+        "use_megatron_fsdp",
+        (False,),
+        "is for runs without --use-megatron-fsdp; see --no-strict-fsdp-dtensor-load",
+    ),
     Needs(
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"
         " rotary_scaling_factor mscale mscale_all_dim",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.checkpoint_rules import take_checkpoint_arguments
+from megatron.pretrain.arguments.checkpoint_rules import replace_urls, take_checkpoint_arguments
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.data_parallel_rules import choose_data_parallelism
 from megatron.pretrain.arguments.data_rules import check_data
@@ -43,6 +43,8 @@ def refuse_not_built(check: Check) -> None:
         check.notes.append("--ckpt-fully-parallel-save: deprecated, is the default")
     if check.args.verify_integrity:
         check.notes.append("--verify-integrity: is the default")
+    if check.args.auto_detect_ckpt_format:
+        check.notes.append("--auto-detect-ckpt-format: is the default")
 
 
 def as_written(value: Any) -> str:
@@ -102,6 +104,7 @@ def check_needs(check: Check) -> None:
 
 
 RULES: tuple[Callable[[Check], None], ...] = (
+    replace_urls,
     take_checkpoint_arguments,
     refuse_not_built,
     check_numbers,

@@ -284,14 +284,20 @@ CHECKPOINTS = (
         "--save-retain-interval",
         f"{CHECKPOINTING}test_old_checkpoints_are_dropped_but_for_multiples_and_the_newest",
     ),
-    # Which of the other two formats it is follows from --use-megatron-fsdp: see there.
+    shown(
+        "--ckpt-format",
+        "test_direct_loading.py::test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load",
+    ),
     refused("--ckpt-format torch", "use torch_dist or fsdp_dtensor"),
     refused("--ckpt-format torch_dcp", "use torch_dist or fsdp_dtensor"),
     shown(
         "--no-strict-fsdp-dtensor-load",
         f"{CHECKPOINTING}test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missing",
     ),
-    refused("--auto-detect-ckpt-format", "say which format with --ckpt-format"),
+    FlagRow(
+        "--auto-detect-ckpt-format",
+        changes={"notes": "--auto-detect-ckpt-format: is the default"},
+    ),
     changes("--dist-ckpt-strictness raise_all", torch_dist__strict="raise_all"),
     changes(
         "--dist-ckpt-optim-fully-reshardable",

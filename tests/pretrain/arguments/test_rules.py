@@ -45,6 +45,16 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
 
 
+def test_a_url_is_a_directory_of_this_machine_or_refused() -> None:
+    args, _ = parse(f"{MOCK} --save file:///tmp/with%20blank --load /tmp/x --save-interval 1")
+    assert (args.save, args.load) == ("/tmp/with blank", "/tmp/x")
+    found = problems(f"{MOCK} --save s3://bucket/run --load file://host/x --save-interval 1")
+    assert [problem.partition(": ")[0] for problem in found] == [
+        "--save s3://bucket/run",
+        "--load file://host/x",
+    ]
+
+
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
 def test_the_published_fsdp_run_is_accepted(gpu: bool) -> None:
     args, notes = parse(FSDP_RUN, world_size=4, cuda=gpu, transformer_engine=gpu)
@@ -101,7 +111,7 @@ def test_flags_of_the_sample_checkpoints_give_their_model() -> None:
 def test_all_conflicts_are_reported_at_once() -> None:
     found = problems(
         f"""{MOCK} --bf16 --fp16 --train-samples 100 --min-lr 1 --use-megatron-fsdp
-            --use-torch-fsdp2 --ckpt-format torch_dist --overlap-param-gather --optimizer sgd
+            --use-torch-fsdp2 --ckpt-format torch_dcp --overlap-param-gather --optimizer sgd
             --global-batch-size 3 --max-position-embeddings 8 --lr-warmup-fraction 0.5
             --lr-warmup-samples 4 --save x --data-path a --ddp-average-in-collective
             --calculate-per-token-loss --swiglu --squared-relu --deterministic-mode
@@ -117,7 +127,7 @@ def test_all_conflicts_are_reported_at_once() -> None:
             "--use-torch-fsdp2: not built: PyTorch's FSDP2 is not a choice here; use"
             " --use-megatron-fsdp"
         ),
-        "--ckpt-format fsdp_dtensor only",
+        "--ckpt-format torch_dcp: not written or read here",
         "--overlap-param-gather needs --overlap-grad-reduce",
         "--optimizer sgd",
         "--global-batch-size 3 must be a multiple of 2",
