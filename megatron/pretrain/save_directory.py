@@ -39,7 +39,8 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         return
     with ExitStack() as failing:
         failing.enter_context(locked(root, say))
-        if directory.iterations(root) or (root / directory.TRACKER).exists():
+        is_own = args.load and Path(args.load).resolve() == root.resolve() and not args.finetune
+        if not is_own and (directory.iterations(root) or (root / directory.TRACKER).exists()):
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         directory.tidy(root)
         stack.push(failing.pop_all())

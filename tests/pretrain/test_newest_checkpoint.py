@@ -53,12 +53,8 @@ def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     damage: str, folder: Path, saved: tuple[Path, Record]
 ) -> None:
     DAMAGES[damage](folder / "iter_0000002")
-    before = tree(folder)
     line = f"{SHORT} --load {folder}"
     looked, resumed = run_ranks(2, train, line, f"{line} --save {folder} --exit-interval 2")[0]
-    assert before.items() - tree(folder).items() <= {
-        (name, content) for name, content in before.items() if "0000002" in name or "." in name
-    }
     for record in (looked, resumed):
         (told,) = [text for text in record.lines if "is loaded instead" in text]
         assert str(folder / "iter_0000002") in told and "iter_0000001 is loaded instead" in told

@@ -17,7 +17,6 @@ import pytest
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import save_lock
 from megatron.pretrain.checkpoint_source import CheckpointSource
-from megatron.pretrain.errors import RunError
 from megatron.pretrain.save_directory import refuse_overwriting
 from megatron.pretrain.save_lock import LOCK, locked
 from tests.pretrain.saved_runs import LINE, saved_at
@@ -158,4 +157,3 @@ def test_another_error_of_the_lock_is_one_of_the_run(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(OSError, match=LOCK), locked(tmp_path, print):
         raise AssertionError("it was locked")
-    assert issubclass(RunError, RuntimeError)
