@@ -36,6 +36,7 @@ from megatron.core.utils import get_model_config
 from megatron.fsdp import trace
 from megatron.pretrain import checkpointing
 from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.forward_step import ForwardStep, Microbatches
@@ -67,6 +68,8 @@ class TrainingRun:
     report: Report
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)
+    background: BackgroundSaves | None = None
+    """With --async-save."""
 
 
 def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
@@ -110,7 +113,8 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
     update_num_microbatches(run.progress.consumed_train_samples, consistency_check=False)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
-        with batches(run, train_data, run.progress.consumed_train_samples) as data:
+        consumed = run.progress.consumed_train_samples
+        with batches(run, train_data, consumed) as data, background_saves(run):
             train(run, data, valid_data)
 
     # A run that was told to stop has no time for the last evaluations.
@@ -159,6 +163,8 @@ def train(
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
+            if run.background is not None:
+                run.background.conclude()
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
@@ -173,6 +179,17 @@ def train(
     if args.save and saved_at != progress.iteration:
         save(run)
     report.keep()
+
+
+@contextmanager
+def background_saves(run: TrainingRun) -> Iterator[None]:
+    """Save in the background inside the context, with --async-save, and wait for it at the end."""
+    if not run.args.async_save:
+        yield
+        return
+    with closing(BackgroundSaves(run.args, run.device, run.report.say)) as run.background:
+        yield
+        run.background.wait()
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
@@ -244,12 +261,17 @@ def forward_backward(
 def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> float:
     """Return the mean loss per token over microbatches and ranks.
 
-    The ranks' requests to stop travel in the same all-reduce.
+    The ranks' requests to stop, and what they know of a save in the background, travel in the same
+    all-reduce.
     """
-    asked_to_stop = torch.tensor([float(run.stop.asked_here)], device=run.device)
-    sums = torch.cat([sum_of(run, losses), asked_to_stop])
+    votes = [float(run.stop.asked_here)]
+    if run.background is not None:
+        votes += run.background.votes()
+    sums = torch.cat([sum_of(run, losses), torch.tensor(votes, device=run.device)])
     dist.all_reduce(sums)
     run.stop.agreed = bool(sums[2] > 0)
+    if run.background is not None:
+        run.background.count(sums[3:].tolist())
     return (sums[0] / sums[1]).item()
 
 
@@ -330,9 +352,11 @@ def one_or_list(items: list[Any]) -> Any:
 
 def save(run: TrainingRun) -> None:
     """Save a checkpoint, and the loss curves so far."""
-    checkpointing.save(
-        run.args, run.model, run.optimizer, run.scheduler, run.progress, run.report.say
-    )
+    parts = (run.model, run.optimizer, run.scheduler, run.progress)
+    if run.background is not None:
+        run.background.save(*parts)
+    else:
+        checkpointing.save(run.args, *parts, run.report.say)
     run.report.keep()
 
 

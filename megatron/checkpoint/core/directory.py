@@ -243,3 +243,10 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
         number = path.name.removeprefix("iter_")
         if number.isdigit() and int(number) != newest and int(number) % interval:
             shutil.rmtree(path)
+
+
+def keep_only(root: str | Path, newest: int) -> None:
+    """Delete all checkpoints but that of iteration ``newest``; called on one rank."""
+    for path in sorted(Path(root).glob("iter_*")):
+        if path != iteration_directory(root, newest):
+            shutil.rmtree(path)

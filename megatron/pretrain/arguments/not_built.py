@@ -74,10 +74,7 @@ _REFUSED: dict[str, str] = {
         high_priority_stream_groups lazy_mpu_init"""
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
-    ASYNC: (
-        "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers"
-        " ckpt_assume_constant_structure"
-    ),
+    ASYNC: ("async_strategy dist_ckpt_workers ckpt_assume_constant_structure"),
     EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
     "say which format with --ckpt-format": "auto_detect_ckpt_format",
     "how ranks share the work of a checkpoint is fixed": (
@@ -315,7 +312,8 @@ NEEDS: tuple[Needs, ...] = (
         "needs --load or --pretrained-checkpoint",
         unless="pretrained_checkpoint",
     ),
-    Needs("save_retain_interval log_progress", "save", (), "needs --save"),
+    Needs("save_retain_interval log_progress async_save", "save", (), "needs --save"),
+    Needs("use_persistent_ckpt_worker", "async_save", (True,), "needs --async-save"),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
         " tensorboard_queue_size",
