@@ -77,9 +77,9 @@ class BackgroundSaves:
         optimizer: MegatronOptimizer | None,
         scheduler: OptimizerParamScheduler | None,
         progress: Progress,
-        root: str | None = None,
+        root: str,
     ) -> None:
-        """Copy the state of the run, and let it be written under ``root`` (``args.save``).
+        """Copy the state of the run, and let it be written under ``root``.
 
         Waits for the save before.
 
@@ -87,7 +87,6 @@ class BackgroundSaves:
             RunError: on every rank, if any rank could not write this or the save before.
         """
         self.wait()
-        root = root or self._args.save
         content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
         target = checkpointing.prepare(root, progress.iteration)
         pending = PendingSave(root, replace(progress))
@@ -165,13 +164,18 @@ class BackgroundSaves:
                     has_said = True
                 time.sleep(_WAITING_INTERVAL)
 
-    def close(self) -> None:
-        """End the writers, and what they are doing if the run ends by an error."""
-        if self._pending is not None:
-            self._kill()
+    def end(self) -> None:
+        """Let the writers end, after :meth:`wait`."""
         self._end_writer()
         for writer in self._ending:
             writer.wait()
+        self._ending = []
+
+    def close(self) -> None:
+        """End what is left if the run ends by an error, and give the memory back."""
+        self._kill()
+        for writer in self._ending:
+            writer.kill()
         self._buffer.close()
 
     # ---- writers

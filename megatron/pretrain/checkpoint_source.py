@@ -13,6 +13,9 @@ from megatron.checkpoint.core import directory
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
 
+NON_PERSISTENT = "non_persistent"
+"""Directory of the checkpoint that --non-persistent-save-interval overwrites, beside the others."""
+
 
 @dataclass(frozen=True)
 class CheckpointSource:
@@ -39,8 +42,12 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     for root, weights_only in ((load, args.finetune), (pretrained, True)):
         if not root:
             continue
-        is_given = root == load and args.ckpt_step is not None
-        iteration = args.ckpt_step if is_given else _newest(root)
+        if root == load and args.ckpt_step is not None:
+            iteration: int | str | None = args.ckpt_step
+        elif root == load:
+            root, iteration = _newer_of_both(args, load, say)
+        else:
+            iteration = _newest(root)
         if iteration is None:
             continue
         path = directory.find(root, iteration)
@@ -57,6 +64,27 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     if load:
         say(f"{load} has no {directory.TRACKER}: starting from scratch")
     return None
+
+
+def non_persistent_root(args: argparse.Namespace, root: str) -> str:
+    """Return the directory of the non-persistent checkpoint that belongs to those in ``root``."""
+    return args.non_persistent_global_ckpt_dir or str(Path(root) / NON_PERSISTENT)
+
+
+def _newer_of_both(args: argparse.Namespace, load: str, say: Say) -> tuple[str, int | str | None]:
+    """Return the directory and the iteration of the newest checkpoint, non-persistent or not."""
+    newest = _newest(load)
+    extra_root = non_persistent_root(args, load)
+    extra = directory.read_tracker(extra_root)
+    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
+        return load, newest
+    if args.non_persistent_ckpt_type == "global":
+        return extra_root, extra
+    say(
+        f"{extra_root} has a newer one, of iteration {extra}, which only"
+        " --non-persistent-ckpt-type global loads"
+    )
+    return load, newest
 
 
 def _newest(root: str) -> int | str | None:

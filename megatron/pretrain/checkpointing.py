@@ -34,10 +34,10 @@ FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_che
 """Name of a checkpoint format -> the module with its ``collect``, ``write`` and ``load``."""
 
 
-def check_save_directory(save: str | None) -> None:
+def check_save_directory(save: str | None, flag: str = "--save") -> None:
     """Check before training that the directory ``save`` can be written to; writes nothing.
 
-    This is a collective.
+    This is a collective. ``flag`` names the directory in an error.
 
     Raises:
         ValueError: on every rank.
@@ -47,9 +47,9 @@ def check_save_directory(save: str | None) -> None:
         target = Path(save).absolute()
         nearest = next(path for path in (target, *target.parents) if path.exists())
         if not nearest.is_dir():
-            problem = f"--save {save}: {nearest} is a file, not a directory"
+            problem = f"{flag} {save}: {nearest} is a file, not a directory"
         elif not os.access(nearest, os.W_OK | os.X_OK):
-            problem = f"--save {save}: no permission to write in {nearest}"
+            problem = f"{flag} {save}: no permission to write in {nearest}"
     problems = agree([problem] if problem else [])
     if problems:
         raise ValueError(problems[0])
@@ -149,7 +149,7 @@ def conclude(
         _on_first_rank(
             lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
-    if args.log_progress:
+    if args.log_progress and root == args.save:
         _on_first_rank(lambda: _append_progress(root, progress), "cannot write progress.txt")
     say(
         f"saved checkpoint of iteration {iteration} to"

@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
@@ -87,9 +88,11 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
         content: of this rank, or a copy of it.
         target: exists and is empty.
     """
+    # With the cache, ranks whose plan is that of this process' last save do not send it again.
+    planner = DefaultSavePlanner(enable_plan_caching=args.ckpt_assume_constant_structure)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        save_entries(content, checkpoint_id=target)
+        save_entries(content, checkpoint_id=target, planner=planner)
 
 
 def load(

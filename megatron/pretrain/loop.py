@@ -37,6 +37,7 @@ from megatron.fsdp import trace
 from megatron.pretrain import checkpointing
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.background_save import BackgroundSaves
+from megatron.pretrain.checkpoint_source import non_persistent_root
 from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.forward_step import ForwardStep, Microbatches
@@ -80,6 +81,9 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
             cause is.
     """
     checkpointing.check_save_directory(args.save)
+    checkpointing.check_save_directory(
+        args.non_persistent_global_ckpt_dir, "--non-persistent-global-ckpt-dir"
+    )
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
@@ -168,8 +172,10 @@ def train(
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
-                save(run)
+                save(run, args.save)
                 saved_at = progress.iteration
+            elif progress.is_multiple_of(args.non_persistent_save_interval):
+                save(run, non_persistent_root(args, args.save))
             if args.manual_gc and progress.is_multiple_of(args.manual_gc_interval):
                 gc.collect()
             if should_stop(run):
@@ -177,7 +183,7 @@ def train(
             report.restart_clock()
 
     if args.save and saved_at != progress.iteration:
-        save(run)
+        save(run, args.save)
     report.keep()
 
 
@@ -190,6 +196,7 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
     with closing(BackgroundSaves(run.args, run.device, run.report.say)) as run.background:
         yield
         run.background.wait()
+        run.background.end()
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
@@ -350,13 +357,13 @@ def one_or_list(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-def save(run: TrainingRun) -> None:
-    """Save a checkpoint, and the loss curves so far."""
+def save(run: TrainingRun, root: str) -> None:
+    """Save a checkpoint under ``root``, and the loss curves so far."""
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     if run.background is not None:
-        run.background.save(*parts)
+        run.background.save(*parts, root)
     else:
-        checkpointing.save(run.args, *parts, run.report.say)
+        checkpointing.save(run.args, *parts, run.report.say, root)
     run.report.keep()
 
 

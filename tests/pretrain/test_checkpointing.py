@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import checkpointing
@@ -24,6 +26,7 @@ from tests.pretrain.saved_runs import (
     assert_same_state,
     expected_keys,
     keys,
+    read,
     saved_at,
 )
 from tests.pretrain.training_runs import (
@@ -32,6 +35,7 @@ from tests.pretrain.training_runs import (
     build,
     load_checkpoint,
     load_state,
+    pretrain,
     refuse,
     state_of,
     train,
@@ -294,6 +298,27 @@ def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     saved_at(tmp_path, 1)
     assert run_ranks(2, train, f"{line} --load {tmp_path}")[0][0].iteration == 3
     saved_at(tmp_path, 1, 2, 3)
+
+
+def count_plans(command_line: str) -> int:
+    """Job: a run; how often it has merged the ranks' plans of a save on this rank."""
+    for cache in (name for name in vars(SavePlanner) if name.startswith("_cached_")):
+        getattr(SavePlanner, cache).clear()  # of runs before this one
+    merge = DefaultSavePlanner._create_global_plan
+    with patch.object(DefaultSavePlanner, "_create_global_plan", autospec=True) as spy:
+        spy.side_effect = merge
+        pretrain(command_line)
+    return spy.call_count
+
+
+def test_a_constant_plan_is_made_once(fp32: tuple[Path, Record], tmp_path: Path) -> None:
+    folder, _ = fp32
+    line = f"{LINE} --save {tmp_path} --save-interval 1"
+    flag = "--ckpt-assume-constant-structure"
+    assert run_ranks(2, count_plans, f"{line} --train-iters 2") == [2, 0]
+    assert run_ranks(2, count_plans, f"{line} {flag}") == [1, 0]
+    for iteration in (3, 6):
+        assert_equal(read(tmp_path, iteration), read(folder, iteration))
 
 
 def refused_load(command_line: str) -> tuple[str, bool]:
