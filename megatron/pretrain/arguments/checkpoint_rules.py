@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule of --use-checkpoint-args, which comes before all others."""
+"""The rule of --use-checkpoint-args, which comes before all others, and those of extra saves."""
 
 from __future__ import annotations
 
@@ -69,3 +69,33 @@ def _take(check: Check, saved: argparse.Namespace) -> list[str]:
             if value != "rope":
                 replaced.append("--use-rotary-position-embeddings")
     return replaced
+
+
+def check_saves(check: Check) -> None:
+    """Check the flags of saves in the background and of non-persistent ones."""
+    args = check.args
+    if args.save_interval and args.non_persistent_save_interval:
+        check.require(
+            args.non_persistent_save_interval % args.save_interval,
+            f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
+            f" multiple of --save-interval {args.save_interval}, which saves there anyway",
+        )
+    if args.ckpt_assume_constant_structure:
+        check.require(
+            args.ckpt_format == "fsdp_dtensor",
+            "--ckpt-assume-constant-structure needs --ckpt-format fsdp_dtensor",
+        )
+        check.require(
+            not args.async_save or args.use_persistent_ckpt_worker,
+            "--ckpt-assume-constant-structure: with --async-save it needs"
+            " --use-persistent-ckpt-worker, as a new writer process always plans anew",
+        )
+    if args.async_save and "async_strategy" in check.given:
+        check.require(
+            args.async_strategy == "mcore",
+            "--async-strategy nvrx: nvidia-resiliency-ext is not used; leave it out",
+        )
+        check.notes.append(
+            "--async-strategy: each rank's writer process runs torch.distributed.checkpoint or"
+            " Megatron-Core's dist_checkpointing"
+        )

@@ -320,19 +320,6 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("use_persistent_ckpt_worker async_strategy", "async_save", (True,), "needs --async-save"),
     Needs(
-        "ckpt_assume_constant_structure",
-        "ckpt_format",
-        ("fsdp_dtensor",),
-        "needs --ckpt-format fsdp_dtensor",
-    ),
-    Needs(
-        "ckpt_assume_constant_structure",
-        "async_save",
-        (False,),
-        "needs --use-persistent-ckpt-worker, as every other writer process plans anew",
-        unless="use_persistent_ckpt_worker",
-    ),
-    Needs(
         "non_persistent_save_interval non_persistent_global_ckpt_dir",
         "non_persistent_ckpt_type",
         ("global",),

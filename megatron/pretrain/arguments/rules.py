@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.checkpoint_rules import take_checkpoint_arguments
+from megatron.pretrain.arguments.checkpoint_rules import check_saves, take_checkpoint_arguments
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.data_parallel_rules import choose_data_parallelism
 from megatron.pretrain.arguments.data_rules import check_data
@@ -73,21 +73,6 @@ def check_checkpoints_and_logging(check: Check) -> None:
             f"--save-retain-interval {args.save_retain_interval} must be a multiple of"
             f" --save-interval {args.save_interval}",
         )
-    if args.save_interval and args.non_persistent_save_interval:
-        check.require(
-            args.non_persistent_save_interval % args.save_interval,
-            f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
-            f" multiple of --save-interval {args.save_interval}, which saves there anyway",
-        )
-    if args.async_save and "async_strategy" in check.given:
-        check.require(
-            args.async_strategy == "mcore",
-            "--async-strategy nvrx: nvidia-resiliency-ext is not used; leave it out",
-        )
-        check.notes.append(
-            "--async-strategy: each rank's writer process runs torch.distributed.checkpoint or"
-            " Megatron-Core's dist_checkpointing"
-        )
     if args.profile:
         start, ranks = args.profile_step_start, args.profile_ranks
         check.require(not args.skip_train, "--profile and --skip-train exclude each other")
@@ -129,6 +114,7 @@ RULES: tuple[Callable[[Check], None], ...] = (
     complete_schedule,
     check_data,
     check_checkpoints_and_logging,
+    check_saves,
     fit_to_machine,
     check_needs,
 )
