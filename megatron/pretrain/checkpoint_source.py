@@ -76,7 +76,7 @@ def _newer_of_both(args: argparse.Namespace, load: str, say: Say) -> tuple[str, 
     newest = _newest(load)
     extra_root = non_persistent_root(args, load)
     extra = directory.read_tracker(extra_root)
-    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
+    if not isinstance(extra, int) or (isinstance(newest, int) and newest >= extra):
         return load, newest
     if args.non_persistent_ckpt_type == "global":
         return extra_root, extra
