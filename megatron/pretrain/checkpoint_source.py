@@ -20,6 +20,8 @@ Say = Callable[[str], None]
 
 Damage = dict[Path, str]
 """Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""
+NON_PERSISTENT = "non_persistent"
+"""Directory of the checkpoint that --non-persistent-save-interval overwrites, beside the others."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,12 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
         if not root:
             continue
         is_given = root == load and args.ckpt_step is not None
-        iteration = args.ckpt_step if is_given else _newest_sound(root, args, damage)
+        if is_given:
+            iteration: int | str | None = args.ckpt_step
+        elif root == load:
+            root, iteration = _newer_of_both(args, load, say, damage)
+        else:
+            iteration = _newest_sound(root, args, damage)
         if iteration is None and is_model_directory(Path(root)):
             return CheckpointSource(Path(root), directory.RELEASE, True, is_newest=False)
         if iteration is None:
@@ -107,6 +114,48 @@ def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
 
 
 # ---- the newest
+
+
+def non_persistent_root(args: argparse.Namespace, root: str) -> str:
+    """Return the directory of the non-persistent checkpoint that belongs to those in ``root``."""
+    return args.non_persistent_global_ckpt_dir or str(Path(root) / NON_PERSISTENT)
+
+
+def _newer_of_both(
+    args: argparse.Namespace, load: str, say: Say, damage: Damage
+) -> tuple[str, int | str | None]:
+    """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
+
+    Raises:
+        ValueError: as :func:`_newest_sound` does, if it has no substitute of the other kind.
+    """
+    extra_root = non_persistent_root(args, load)
+    if args.non_persistent_ckpt_type != "global":
+        newest = _newest_sound(load, args, damage)
+        there = directory.iterations(extra_root)
+        if there and not (isinstance(newest, int) and newest >= there[0]):
+            say(
+                f"{extra_root} has a newer one, of iteration {there[0]}, which only"
+                " --non-persistent-ckpt-type global loads"
+            )
+        return load, newest
+    newest, problem = _attempted(load, args, damage)
+    extra, extra_problem = _attempted(extra_root, args, damage)
+    for wrong, substitute in ((problem, extra), (extra_problem, newest)):
+        if wrong is not None and (args.no_load_fallback or substitute is None):
+            raise wrong
+    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
+        return load, newest
+    return extra_root, extra
+
+
+def _attempted(
+    root: str, args: argparse.Namespace, damage: Damage
+) -> tuple[int | str | None, ValueError | None]:
+    try:
+        return _newest_sound(root, args, damage), None
+    except ValueError as error:
+        return None, error
 
 
 def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:

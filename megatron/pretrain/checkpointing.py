@@ -50,10 +50,11 @@ from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
-"""Name of a checkpoint format -> the module whose ``save`` and ``load`` write and read it."""
+"""Name of a checkpoint format -> the module with its ``collect``, ``write`` and ``load``."""
 
 SECONDS_UNTIL_VISIBLE = 10.0
 """Time in which a shared file system shows every rank what the first one sees."""
+
 
 # ---- save
 
@@ -65,30 +66,87 @@ def save(
     scheduler: OptimizerParamScheduler | None,
     progress: Progress,
     say: Say,
+    root: str | None = None,
 ) -> None:
-    """Write the state of the run into a new checkpoint under ``args.save`` and publish it.
+    """Write the state of the run into a new checkpoint under ``root`` and publish it.
 
-    This is a collective.
+    This is a collective. ``root`` is ``args.save`` unless told.
 
     Raises:
         RunError: on every rank, if any rank could not write; nothing is left behind then.
     """
-    root, iteration = args.save, progress.iteration
+    root = root or args.save
+    content = collect(args, model, optimizer, scheduler, progress)
+    target = prepare(root, progress.iteration)
+    conclude(args, root, progress, write(args, content, target), say)
+
+
+def collect(
+    args: argparse.Namespace,
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Return the content of a checkpoint; its tensors share storage with model and optimizer.
+
+    This is a collective.
+
+    Raises:
+        RunError: on every rank, if any rank has failed.
+    """
     if args.no_save_optim:
         optimizer = scheduler = None
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
+    content: dict[str, Any] = {}
+    problems = attempt(lambda: content.update(_writer(args).collect(args, state, model, optimizer)))
+    if problems:
+        raise _not_written(progress.iteration, problems)
+    return content
+
+
+def prepare(root: str, iteration: int) -> Path:
+    """Make the empty directory in which a checkpoint is written; a collective."""
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
-    staging = directory.staging_directory(root, iteration)
-    problems = _write(args, state, model, optimizer, staging)
-    if not problems and args.ckpt_format != "fsdp_dtensor":  # whose writer signs what it writes
-        problems = integrity.sign(staging)
+    return directory.staging_directory(root, iteration)
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+    """Write what :func:`collect` returned into ``target`` and sign it; a collective.
+
+    Returns:
+        The problems of all ranks, the same on every rank.
+    """
+    problems = attempt(lambda: _writer(args).write(args, content, target))
+    if problems or args.ckpt_format == FSDP_DTENSOR:  # whose writer signs what it writes
+        return problems
+    return integrity.sign(target)
+
+
+def conclude(
+    args: argparse.Namespace, root: str, progress: Progress, problems: list[str], say: Say
+) -> None:
+    """Publish a checkpoint that is written, or discard it if there are problems; a collective.
+
+    Args:
+        args: of the run.
+        root: directory of the checkpoint. Under another one than ``args.save`` only the newest
+            checkpoint is kept.
+        progress: at the iteration of the checkpoint.
+        problems: the same on every rank.
+        say: prints a line.
+
+    Raises:
+        RunError: on every rank, if there are problems.
+    """
+    iteration = progress.iteration
     if problems:
         _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
-        raise RunError(
-            f"the checkpoint of iteration {iteration} was not written:\n" + "\n".join(problems)
-        )
+        raise _not_written(iteration, problems)
     _on_first_rank(lambda: directory.publish(root, iteration), "cannot publish the checkpoint")
-    if args.save_retain_interval:
+    if root != args.save:
+        _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
+    elif args.save_retain_interval:
         _on_first_rank(
             lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
@@ -98,17 +156,17 @@ def save(
     )
 
 
-def _write(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    target: Path,
-) -> list[str]:
-    """Write into ``target`` and return the problems of all ranks, the same on every rank."""
+def _not_written(iteration: int, problems: list[str]) -> RunError:
+    return RunError(
+        f"the checkpoint of iteration {iteration} was not written:\n" + "\n".join(problems)
+    )
+
+
+def attempt(action: Callable[[], None]) -> list[str]:
+    """Run ``action`` and return the problems of all ranks, the same on every rank."""
     problem = None
     try:
-        _writer(args).save(args, state, model, optimizer, target)
+        action()
     except CheckpointException as error:
         # This is raised on every rank, and is no Exception: each rank reports its own problem.
         problem = _cause(error, dist.get_rank())
@@ -135,11 +193,7 @@ def run_state(
 
     A collective if ``with_rng``.
     """
-    for value in vars(args).values():
-        if isinstance(value, enum.Enum):
-            # Early releases of Python 3.11 pickle members by `getattr`, which careful readers
-            # refuse to call.
-            copyreg.pickle(type(value), _pickle_by_value)
+    pickle_enums_by_value(args)
     state: dict[str, Any] = {
         "args": progress.written_into(args),
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
@@ -155,6 +209,16 @@ def run_state(
             )
         )
     return state
+
+
+def pickle_enums_by_value(args: argparse.Namespace) -> None:
+    """Let this process pickle the enums among the arguments by their values.
+
+    Early releases of Python 3.11 pickle members by `getattr`, which careful readers refuse to call.
+    """
+    for value in vars(args).values():
+        if isinstance(value, enum.Enum):
+            copyreg.pickle(type(value), _pickle_by_value)
 
 
 def _pickle_by_value(member: enum.Enum) -> tuple[type, tuple[Any]]:

@@ -49,7 +49,7 @@ from megatron.mcore_adapter.checkpoint_entries import (
 from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.pretrain.vocabulary_padding import VocabularyArguments, fit_padding
 
-__all__ = ["CHECKPOINT_VERSION", "load", "save"]
+__all__ = ["CHECKPOINT_VERSION", "collect", "load", "write"]
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
@@ -58,21 +58,19 @@ Source = Path | StorageReader
 """A directory in this format, or a reader of what a conversion would write there."""
 
 
-def save(
+def collect(
     args: argparse.Namespace,
     state: dict[str, Any],
     model: Model,
     optimizer: MegatronOptimizer | None,
-    target: Path,
-) -> None:
-    """Write a checkpoint into the directory ``target``; a collective.
+) -> dict[str, Any]:
+    """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
     Args:
         args: of the run.
         state: everything but weights and optimizer.
         model: the chunks of this pipeline stage.
         optimizer: None: its state is not saved.
-        target: exists and is empty.
     """
     names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
     content = {**_with_rng_by_stage(state), "model": model_entries(model, names)}
@@ -81,15 +79,22 @@ def save(
         content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
         if optimizer.grad_scaler is not None:
             content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return content
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the directory ``target``; a collective.
+
+    The ranks are those of the run, or the writer processes of a background save.
+
+    Args:
+        args: of the run.
+        content: of this rank, or a copy of it.
+        target: exists and is empty.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        writer, planner = writer_and_planner(target)
-        save_entries(content, storage_writer=writer, planner=planner)
-
-
-def writer_and_planner(target: Path) -> tuple[SigningWriter, EvenPlanner]:
-    """Return what writes the entries, and the manifest, into the directory ``target``."""
-    return SigningWriter(target), EvenPlanner()
+        save_entries(content, storage_writer=SigningWriter(target), planner=EvenPlanner())
 
 
 def load(

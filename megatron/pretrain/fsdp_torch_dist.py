@@ -49,21 +49,19 @@ from megatron.pretrain.fsdp_dtensor_checkpoint import (
 from megatron.pretrain.torch_dist_checkpoint import sharded_random_state
 
 
-def save(
+def collect(
     args: argparse.Namespace,
     state: dict[str, Any],
     model: Model,
     optimizer: MegatronOptimizer | None,
-    target: Path,
-) -> None:
-    """Write a checkpoint into the directory ``target``; a collective.
+) -> dict[str, Any]:
+    """Return the ``entries`` of this rank, and the ``files`` beside them; a collective.
 
     Args:
         args: of the run.
         state: everything but weights and optimizer.
         model: the chunks of this pipeline stage.
         optimizer: None: its state is not saved.
-        target: exists and is empty.
     """
     names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
     weights = _canonical(model_entries(model, names))
@@ -80,12 +78,18 @@ def save(
         *_tensors(layout, weights, slots, _compute_dtypes(model)),
     ]
     common = _common_state(state, settings, slots, optimizer)
+    return {"entries": entries, "files": files_beside(common)}
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the empty directory ``target``; a collective."""
+    planner = EntryPlanner(content["entries"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        save_entries({}, storage_writer=FileSystemWriter(target), planner=EntryPlanner(entries))
+        save_entries({}, storage_writer=FileSystemWriter(target), planner=planner)
     if dist.get_rank() == 0:
-        for name, content in files_beside(common).items():
-            (target / name).write_bytes(content())
+        for name, bytes_of_file in content["files"].items():
+            (target / name).write_bytes(bytes_of_file())
 
 
 def _canonical(entries: dict[str, Any]) -> dict[str, Any]:

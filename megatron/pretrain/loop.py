@@ -36,6 +36,8 @@ from megatron.core.utils import get_model_config
 from megatron.fsdp import trace
 from megatron.pretrain import checkpointing, save_directory
 from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.background_save import BackgroundSaves
+from megatron.pretrain.checkpoint_source import non_persistent_root
 from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.forward_step import ForwardStep, Microbatches
@@ -67,6 +69,8 @@ class TrainingRun:
     report: Report
     progress: Progress = field(default_factory=Progress)
     stop: StopRequest = field(default_factory=StopRequest)
+    background: BackgroundSaves | None = None
+    """With --async-save."""
 
 
 def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
@@ -115,7 +119,8 @@ def run_to_the_end(args: argparse.Namespace, device: torch.device) -> Progress:
     update_num_microbatches(run.progress.consumed_train_samples, consistency_check=False)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
-        with batches(run, train_data, run.progress.consumed_train_samples) as data:
+        consumed = run.progress.consumed_train_samples
+        with batches(run, train_data, consumed) as data, background_saves(run):
             train(run, data, valid_data)
 
     # A run that was told to stop has no time for the last evaluations.
@@ -164,11 +169,15 @@ def train(
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
+            if run.background is not None:
+                run.background.conclude()
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
-                save(run)
+                save(run, args.save)
                 saved_at = progress.iteration
+            elif progress.is_multiple_of(args.non_persistent_save_interval):
+                save(run, non_persistent_root(args, args.save))
             if args.manual_gc and progress.is_multiple_of(args.manual_gc_interval):
                 gc.collect()
             if should_stop(run):
@@ -176,8 +185,21 @@ def train(
             report.restart_clock()
 
     if args.save and saved_at != progress.iteration:
-        save(run)
+        save(run, args.save)
     report.keep()
+
+
+@contextmanager
+def background_saves(run: TrainingRun) -> Iterator[None]:
+    """Save in the background inside the context, with --async-save, and wait for it at the end."""
+    if not run.args.async_save:
+        yield
+        return
+    saves = BackgroundSaves(run.args, run.device, run.report.say, run.report.saved)
+    with closing(saves) as run.background:
+        yield
+        run.background.wait()
+        run.background.end()
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
@@ -249,12 +271,17 @@ def forward_backward(
 def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> float:
     """Return the mean loss per token over microbatches and ranks.
 
-    The ranks' requests to stop travel in the same all-reduce.
+    The ranks' requests to stop, and what they know of a save in the background, travel in the same
+    all-reduce.
     """
-    asked_to_stop = torch.tensor([float(run.stop.asked_here)], device=run.device)
-    sums = torch.cat([sum_of(run, losses), asked_to_stop])
+    votes = [float(run.stop.asked_here)]
+    if run.background is not None:
+        votes += run.background.votes()
+    sums = torch.cat([sum_of(run, losses), torch.tensor(votes, device=run.device)])
     dist.all_reduce(sums)
     run.stop.agreed = bool(sums[2] > 0)
+    if run.background is not None:
+        run.background.count(sums[3:].tolist())
     return (sums[0] / sums[1]).item()
 
 
@@ -333,13 +360,17 @@ def one_or_list(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-def save(run: TrainingRun) -> None:
-    """Save a checkpoint, and the loss curves so far."""
-    run.report.stage(run.progress)
-    checkpointing.save(
-        run.args, run.model, run.optimizer, run.scheduler, run.progress, run.report.say
-    )
-    run.report.saved(run.progress)
+def save(run: TrainingRun, root: str) -> None:
+    """Save a checkpoint under ``root``, and the loss curves so far."""
+    parts = (run.model, run.optimizer, run.scheduler, run.progress)
+    if run.background is not None:
+        run.background.wait()
+        run.report.stage(run.progress)
+        run.background.save(*parts, root)
+    else:
+        run.report.stage(run.progress)
+        checkpointing.save(run.args, *parts, run.report.say, root)
+        run.report.saved(run.progress)
 
 
 def should_stop(run: TrainingRun) -> bool:

@@ -34,7 +34,9 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
 
 def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
     root = Path(args.save).absolute()
-    _check_writable(args.save, root)
+    _check_writable("--save", args.save)
+    if args.non_persistent_global_ckpt_dir:
+        _check_writable("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)
     if args.skip_train:
         return
     with ExitStack() as failing:
@@ -46,12 +48,13 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         stack.push(failing.pop_all())
 
 
-def _check_writable(save: str, root: Path) -> None:
+def _check_writable(flag: str, save: str) -> None:
+    root = Path(save).absolute()
     nearest = next(path for path in (root, *root.parents) if path.exists())
     if not nearest.is_dir():
-        raise ValueError(f"--save {save}: {nearest} is a file, not a directory")
+        raise ValueError(f"{flag} {save}: {nearest} is a file, not a directory")
     if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ValueError(f"--save {save}: no permission to write in {nearest}")
+        raise ValueError(f"{flag} {save}: no permission to write in {nearest}")
 
 
 def refuse_overwriting(args: argparse.Namespace, source: CheckpointSource | None) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
@@ -38,23 +38,38 @@ from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap
 
 
-def save(
+def collect(
     args: argparse.Namespace,
     state: dict[str, Any],
     model: list[MegatronModule],
     optimizer: MegatronOptimizer | None,
-    target: Path,
-) -> None:
-    """Write ``state``, the model and the optimizer into the empty directory ``target``."""
+) -> dict[str, Any]:
+    """Return ``state``, the model and the optimizer in Megatron-Core's sharded form.
+
+    Tensors share storage with the model and the optimizer. This is a collective.
+    """
     metadata = content_metadata(
         args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
     )
     with gathered_weights(model), without_warnings():
         content = sharded_state(state, model, optimizer, metadata, is_loading=False)
-        strategy = FullyParallelSaveStrategyWrapper(
-            get_default_save_sharded_strategy("torch_dist"),
-            parallel_state.get_data_parallel_group(with_context_parallel=True),
-        )
+        apply_factories(content)  # they are functions, which no other process could be sent
+    return content
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the empty directory ``target``; a collective.
+
+    The ranks are those of the run, or the writer processes of a background save.
+    """
+    metadata = content_metadata(
+        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
+    )
+    strategy = FullyParallelSaveStrategyWrapper(
+        get_default_save_sharded_strategy("torch_dist"),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+    with without_warnings():
         dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
 
 

@@ -270,16 +270,16 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
 
 def failing_save(command_line: str, failing_rank: int) -> str:
     """Job: a run whose second save fails on one rank; the error."""
-    original = checkpointing.FORMATS["fsdp_dtensor"].save
+    original = checkpointing.FORMATS["fsdp_dtensor"].write
 
-    def save(args: Any, state: dict[str, Any], *rest: Any) -> None:
-        if state["iteration"] == 2 and dist.get_rank() == failing_rank:
+    def write(args: Any, content: dict[str, Any], target: Path) -> None:
+        if content["iteration"] == 2 and dist.get_rank() == failing_rank:
             with patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full")):
-                original(args, state, *rest)
+                original(args, content, target)
         else:
-            original(args, state, *rest)
+            original(args, content, target)
 
-    with patch.object(checkpointing.FORMATS["fsdp_dtensor"], "save", save):
+    with patch.object(checkpointing.FORMATS["fsdp_dtensor"], "write", write):
         return refuse(command_line)
 
 

@@ -142,12 +142,15 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
 
 
 @pytest.mark.exhaustive  # the next test sends the signal to ranks that are warm
-def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", ["", "--async-save"], ids=["blocking", "background"])
+def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(
+    flags: str, corpus: str, tmp_path: Path
+) -> None:
     line = (
         f"--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 100000 --eval-iters 0"
         " --log-interval 1 --split 1,0,0"
     )
-    process = start(f"{line} --save {tmp_path} --save-interval 100000", tmp_path)
+    process = start(f"{line} --save {tmp_path} --save-interval 100000 {flags}", tmp_path)
     try:
         for text in process.stdout:
             if re.match(r"iteration +3/", text):

@@ -268,9 +268,20 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
     Called on one rank.
     """
     for iteration in iterations(root):
-        path = iteration_directory(root, iteration)
-        if iteration != newest and iteration % interval and path.is_dir():
-            # A kill must not leave a part of it under the name of a checkpoint.
-            deleted = path.with_name(f".deleted_{path.name}")
-            durable.rename(path, deleted)
-            shutil.rmtree(deleted)
+        if iteration != newest and iteration % interval:
+            _delete(iteration_directory(root, iteration))
+
+
+def keep_only(root: str | Path, newest: int) -> None:
+    """Delete all checkpoints but that of iteration ``newest``; called on one rank."""
+    for iteration in iterations(root):
+        if iteration != newest:
+            _delete(iteration_directory(root, iteration))
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        # A kill must not leave a part of it under the name of a checkpoint.
+        deleted = path.with_name(f".deleted_{path.name}")
+        durable.rename(path, deleted)
+        shutil.rmtree(deleted)

@@ -73,7 +73,8 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
         "where they go",
         choices=("global", "local", "in_memory"),
     ),
-    row("--ckpt-assume-constant-structure", "switch", "reuse the plan of the first save"),
+    row("--non-persistent-global-ckpt-dir", str, "directory of those of type global"),
+    row("--ckpt-assume-constant-structure", "switch", "reuse the plan of the save before"),
     row(
         "--ckpt-fully-parallel-save",
         "switch",

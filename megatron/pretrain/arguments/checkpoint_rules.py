@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules of locations of checkpoints and of --use-checkpoint-args, which come first."""
+"""The rules of locations of checkpoints and of --use-checkpoint-args, and those of saves."""
 
 from __future__ import annotations
 
@@ -80,3 +80,28 @@ def _take(check: Check, saved: argparse.Namespace) -> list[str]:
             if value != "rope":
                 replaced.append("--use-rotary-position-embeddings")
     return replaced
+
+
+def check_saves(check: Check) -> None:
+    """Check the flags of saves in the background and of non-persistent ones."""
+    args = check.args
+    if args.save_interval and args.non_persistent_save_interval:
+        check.require(
+            args.non_persistent_save_interval % args.save_interval,
+            f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
+            f" multiple of --save-interval {args.save_interval}, which saves there anyway",
+        )
+    check.require(
+        not (args.async_save and args.use_megatron_fsdp and args.ckpt_format == "torch_dist"),
+        "--async-save of a run with FSDP writes fsdp_dtensor only: leave out --ckpt-format"
+        " torch_dist",
+    )
+    if args.async_save and "async_strategy" in check.given:
+        check.require(
+            args.async_strategy == "mcore",
+            "--async-strategy nvrx: nvidia-resiliency-ext is not used; leave it out",
+        )
+        check.notes.append(
+            "--async-strategy: each rank's writer process runs torch.distributed.checkpoint or"
+            " Megatron-Core's dist_checkpointing"
+        )

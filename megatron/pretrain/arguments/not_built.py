@@ -25,10 +25,6 @@ EXPERT_OVERLAP = (
     " same"
 )
 HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
-ASYNC = "saving in the background is not built yet; saves block"
-EXTRA_SAVES = (
-    "extra, overwritten saves are not built yet; use --save-interval and --save-retain-interval"
-)
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 RERUN = "repeating iterations to find hardware faults is not built yet"
 WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
@@ -74,11 +70,8 @@ _REFUSED: dict[str, str] = {
         high_priority_stream_groups lazy_mpu_init"""
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
-    ASYNC: (
-        "async_save use_persistent_ckpt_worker async_strategy dist_ckpt_workers"
-        " ckpt_assume_constant_structure"
-    ),
-    EXTRA_SAVES: "non_persistent_save_interval non_persistent_ckpt_type",
+    "one process of each rank writes; leave it out": "dist_ckpt_workers",
+    "ranks exchange little to plan a save; leave it out": "ckpt_assume_constant_structure",
     "how ranks share the work of a checkpoint is fixed": (
         """ckpt_fully_parallel_save ckpt_fully_parallel_load
         distrib_optim_fully_reshardable_mem_efficient"""
@@ -124,6 +117,10 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
         ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
     ),
+    "non_persistent_ckpt_type": {
+        "local": "checkpoints on the disks of nodes are not built yet; use global",
+        "in_memory": "not built; use global",
+    },
     "optimizer": dict.fromkeys(
         ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
     ),
@@ -319,7 +316,26 @@ NEEDS: tuple[Needs, ...] = (
         "needs --load or --pretrained-checkpoint",
         unless="pretrained_checkpoint",
     ),
-    Needs("save_retain_interval log_progress overwrite", "save", (), "needs --save"),
+    Needs(
+        "save_retain_interval log_progress overwrite async_save non_persistent_save_interval",
+        "save",
+        (),
+        "needs --save",
+    ),
+    Needs("use_persistent_ckpt_worker async_strategy", "async_save", (True,), "needs --async-save"),
+    Needs(
+        "non_persistent_save_interval non_persistent_global_ckpt_dir",
+        "non_persistent_ckpt_type",
+        ("global",),
+        "needs --non-persistent-ckpt-type global",
+    ),
+    Needs(
+        "non_persistent_ckpt_type",
+        "load",
+        (),
+        "needs --non-persistent-save-interval or --load",
+        unless="non_persistent_save_interval",
+    ),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
         " tensorboard_queue_size",

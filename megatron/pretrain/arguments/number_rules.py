@@ -19,6 +19,7 @@ POSITIVE = (
         "train_samples",
         "save_interval",
         "save_retain_interval",
+        "non_persistent_save_interval",
         "eval_interval",
         "log_interval",
         "exit_interval",

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.arguments.checkpoint_rules import replace_urls, take_checkpoint_arguments
+from megatron.pretrain.arguments.checkpoint_rules import (
+    check_saves,
+    replace_urls,
+    take_checkpoint_arguments,
+)
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.data_parallel_rules import choose_data_parallelism
 from megatron.pretrain.arguments.data_rules import check_data
@@ -117,6 +121,7 @@ RULES: tuple[Callable[[Check], None], ...] = (
     complete_schedule,
     check_data,
     check_checkpoints_and_logging,
+    check_saves,
     fit_to_machine,
     check_needs,
 )

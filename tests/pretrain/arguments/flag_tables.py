@@ -256,7 +256,9 @@ OPTIMIZER = (
     changes("--override-opt_param-scheduler", schedule__override_opt_param_scheduler=True),
 )
 
-ASYNC = "saving in the background is not built yet"
+SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
+IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
+NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
 SHARED_WORK = "how ranks share the work of a checkpoint is fixed"
 CHECKPOINTING = "test_checkpointing.py::"
 
@@ -305,13 +307,14 @@ CHECKPOINTS = (
         torch_dist__distrib_optim_sharding_type="fully_reshardable",
     ),
     refused("--distrib-optim-fully-reshardable-mem-efficient", SHARED_WORK),
-    refused("--async-save", ASYNC),
-    refused("--use-persistent-ckpt-worker", ASYNC),
-    refused("--async-strategy mcore", ASYNC),
-    refused("--dist-ckpt-workers 2", ASYNC),
-    refused("--non-persistent-save-interval 2", "extra, overwritten saves are not built yet"),
-    refused("--non-persistent-ckpt-type local", "extra, overwritten saves are not built yet"),
-    refused("--ckpt-assume-constant-structure", ASYNC),
+    shown("--async-save", IN_BACKGROUND),
+    shown("--use-persistent-ckpt-worker", IN_BACKGROUND),
+    changes("--async-strategy mcore", SAVES_IN_BACKGROUND, args__async_strategy="mcore"),
+    refused("--dist-ckpt-workers 2", "one process of each rank writes"),
+    shown("--non-persistent-save-interval", NON_PERSISTENT),
+    shown("--non-persistent-ckpt-type", NON_PERSISTENT),
+    refused("--non-persistent-ckpt-type local", "not built yet; use global"),
+    shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
     FlagRow(
         "--ckpt-fully-parallel-save",
         changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default"},

@@ -355,3 +355,36 @@ def test_evaluation_alone_needs_no_schedule() -> None:
     )
     args, _ = parse(f"{line} --mock-data --vocab-size 9")
     assert args.no_load_optim and args.train_iters == 0 and args.lr is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--use-persistent-ckpt-worker", "--use-persistent-ckpt-worker needs --async-save"),
+        ("--async-strategy mcore", "--async-strategy needs --async-save"),
+        ("--async-save --async-strategy nvrx", "--async-strategy nvrx: nvidia-resiliency-ext"),
+        (
+            "--use-megatron-fsdp --async-save --ckpt-format torch_dist",
+            "--async-save of a run with FSDP writes fsdp_dtensor only",
+        ),
+        (
+            "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
+            "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
+        ),
+        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global"),
+        ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type local: checkpoints on"),
+    ],
+)
+def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) -> None:
+    found = problems(f"{MOCK} --save s --save-interval 10 {flags}")
+    assert any(problem in each for each in found), found
+
+
+def test_flags_of_background_and_extra_saves_fit_together() -> None:
+    line = f"{MOCK} --use-megatron-fsdp --save s --save-interval 10 --async-save"
+    line += " --use-persistent-ckpt-worker --async-strategy mcore"
+    _, notes = parse(
+        f"{line} --non-persistent-save-interval 3 --non-persistent-ckpt-type global"
+        " --non-persistent-global-ckpt-dir other"
+    )
+    assert any(note.startswith("--async-strategy: each rank's writer process") for note in notes)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory that a rank shares with its writer process: the copy of what a save writes."""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import tempfile
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
+from megatron.fsdp.engine.layout import Chunk
+
+_ALIGNMENT = 64
+"""Bytes: the start of a staged tensor is a multiple."""
+_GROWTH = 1 << 22
+"""Bytes: the size of a buffer is a multiple, so that it does not grow for a few bytes."""
+
+
+class StagedContent(NamedTuple):
+    """The location of a staged checkpoint in the buffer, in bytes."""
+
+    size: int
+    """Of the buffer."""
+    begin: int
+    """Start of the pickled content, which follows its tensors."""
+    end: int
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """The location of one tensor in the buffer, and its form.
+
+    It stands for the tensor where the content is pickled.
+    """
+
+    offset: int
+    """In bytes."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    requires_grad: bool
+    chunks: tuple[tuple[Chunk, ...], tuple[int, ...], bool] | None
+    """Chunks, shape of the whole tensor and flatness, if it is the local tensor of a DTensor."""
+
+    @classmethod
+    def at(cls, offset: int, tensor: torch.Tensor) -> StagedTensor:
+        """Describe a copy of ``tensor``, which is dense, at ``offset``."""
+        # A copy has the strides that the writer of a blocking save would give it.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        chunks = None
+        if isinstance(tensor, ChunkedTensor):
+            chunks = (tensor.chunks, tensor.whole_shape, tensor.is_flat)
+        shape = tuple(tensor.shape)
+        return cls(offset, tensor.dtype, shape, strides, tensor.requires_grad, chunks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in the buffer."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def over(self, memory: mmap.mmap) -> torch.Tensor:
+        """Return the tensor over its part of the buffer, without chunks.
+
+        Its storage is that part alone, so that DCP writes it without another copy.
+        """
+        if not self.num_bytes:
+            return torch.empty(self.shape, dtype=self.dtype)
+        part = torch.frombuffer(memory, dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
+        return part.view(self.dtype).as_strided(self.shape, self.strides)
+
+    def read(self, memory: mmap.mmap) -> torch.Tensor:
+        """Return the tensor as checkpoints take it."""
+        tensor = self.over(memory).requires_grad_(self.requires_grad)
+        return tensor if self.chunks is None else as_chunked_tensor(tensor, *self.chunks)
+
+
+class _StagingPickler(pickle.Pickler):
+    """A pickler that leaves tensors out and assigns them their locations.
+
+    A DTensor becomes its local tensor, which knows its chunks: the mesh stays with the run.
+    """
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.end = 0
+        self.copies: list[tuple[torch.Tensor, StagedTensor]] = []
+
+    def persistent_id(self, value: Any) -> StagedTensor | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor) and not isinstance(local, ChunkedTensor):
+            raise TypeError(f"a DTensor of shape {tuple(value.shape)} without known chunks")
+        staged = StagedTensor.at(self.end, local)
+        self.copies.append((local, staged))
+        self.end += -(-staged.num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return staged
+
+
+class _StagedUnpickler(pickle.Unpickler):
+    """The counterpart of the pickler: tensors lie in the buffer."""
+
+    def __init__(self, file: io.BytesIO, memory: mmap.mmap):
+        super().__init__(file)
+        self._memory = memory
+
+    def persistent_load(self, staged: StagedTensor) -> torch.Tensor:
+        return staged.read(self._memory)
+
+
+class StagingBuffer:
+    """Host memory that is allocated at the first save and reused by all others.
+
+    It is an anonymous file in memory, not a segment of /dev/shm, which containers limit to 64 MB.
+
+    Args:
+        file_descriptor: of the buffer of another process; None for a new one.
+
+    Attributes:
+        file_descriptor: to be inherited by the writer process.
+    """
+
+    def __init__(self, file_descriptor: int | None = None):
+        self.file_descriptor = _open_memory() if file_descriptor is None else file_descriptor
+        self._memory: mmap.mmap | None = None
+        self._pinned = 0
+
+    def stage(self, content: Any) -> StagedContent:
+        """Copy ``content`` into the buffer; complete when this returns.
+
+        Raises:
+            OSError: the machine has no memory for the copy.
+            TypeError: the content has a tensor that cannot be staged.
+        """
+        file = io.BytesIO()
+        pickler = _StagingPickler(file)
+        pickler.dump(content)
+        end = pickler.end + file.tell()
+        memory = self._grown_to(end)
+        with torch.no_grad():
+            for tensor, staged in pickler.copies:
+                staged.over(memory).copy_(tensor.detach(), non_blocking=True)
+        memory[pickler.end : end] = file.getbuffer()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return StagedContent(len(memory), pickler.end, end)
+
+    def read(self, where: StagedContent) -> Any:
+        """Return the content that another process has staged; its tensors lie in the buffer."""
+        if self._memory is None or len(self._memory) < where.size:
+            self._memory = mmap.mmap(self.file_descriptor, where.size)
+        file = io.BytesIO(self._memory[where.begin : where.end])
+        return _StagedUnpickler(file, self._memory).load()
+
+    def _grown_to(self, num_bytes: int) -> mmap.mmap:
+        if self._memory is None or len(self._memory) < num_bytes:
+            size = -(-num_bytes // _GROWTH) * _GROWTH
+            self._unpin()
+            os.truncate(self.file_descriptor, size)
+            if hasattr(os, "posix_fallocate"):
+                # Otherwise a machine without memory would kill the process in the midst of a copy.
+                os.posix_fallocate(self.file_descriptor, 0, size)
+            self._memory = mmap.mmap(self.file_descriptor, size)
+            self._pin(self._memory)
+        return self._memory
+
+    def _pin(self, memory: mmap.mmap) -> None:
+        """Lock the pages, so that copies from a GPU pass through no other buffer."""
+        if torch.cuda.is_available():
+            address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
+            self._pinned = address
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._pinned))
+            self._pinned = 0
+
+    def close(self) -> None:
+        """Give the memory back; the buffer cannot be used any more."""
+        self._unpin()
+        self._memory = None
+        os.close(self.file_descriptor)
+
+
+def _open_memory() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("checkpoint")
+    with tempfile.TemporaryFile() as file:  # systems without anonymous files in memory
+        return os.dup(file.fileno())

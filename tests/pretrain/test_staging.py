@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staged content is the same in the other process, and lies in memory that is used again."""
+
+import os
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
+from megatron.pretrain.staging import StagingBuffer
+from tests.rank_pool import run_ranks
+
+CHUNKS = (((0, 2), (1, 1)), ((1, 0), (2, 3)))
+
+
+def content() -> dict[str, Any]:
+    base = torch.arange(7.0)
+    return {
+        "plain": torch.randn(5, 3),
+        "transposed": torch.randn(5, 3).T,
+        "cut": torch.randn(100)[3:90:2],
+        "expanded": torch.ones(1).expand(4),
+        "parameter": torch.nn.Parameter(torch.randn(2)),
+        "nested": [{"bf16": torch.randn(9).bfloat16()}, (torch.tensor(True), None)],
+        "integers": torch.arange(3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 4, dtype=torch.float64),
+        "chunked": as_chunked_tensor(base, CHUNKS, (3, 3), is_flat=True),
+        "text": "words",
+    }
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, dict | list | tuple):
+        return []
+    found = []
+    for item in items:
+        found += tensors_in(item)
+    return found
+
+
+def test_what_is_read_is_what_was_staged() -> None:
+    buffer = StagingBuffer()
+    original = content()
+    other = StagingBuffer(os.dup(buffer.file_descriptor))
+    staged = other.read(buffer.stage(original))
+    assert staged["text"] == "words" and staged["nested"][1][1] is None
+    pairs = list(zip(tensors_in(staged), tensors_in(original), strict=True))
+    assert len(pairs) == 11
+    for mine, expected in pairs:
+        copy = expected.detach().clone()
+        assert torch.equal(mine.detach(), copy)
+        assert (mine.dtype, mine.stride()) == (copy.dtype, copy.stride())
+        assert mine.requires_grad == expected.requires_grad
+        assert mine.untyped_storage().nbytes() == mine.nbytes
+    chunked = staged["chunked"]
+    assert isinstance(chunked, ChunkedTensor)
+    assert (chunked.chunks, chunked.whole_shape, chunked.is_flat) == (CHUNKS, (3, 3), True)
+
+
+def test_the_copy_keeps_its_values_and_the_next_one_takes_its_memory() -> None:
+    buffer = StagingBuffer()
+    weight = torch.ones(1000)
+    where = buffer.stage({"weight": weight})
+    memory = buffer._memory
+    weight.zero_()
+    assert buffer.read(where)["weight"].sum() == 1000
+    again = buffer.stage({"weight": weight})
+    assert buffer._memory is memory and again == where
+    assert not buffer.read(again)["weight"].any()
+
+
+def test_memory_grows_with_the_content_and_is_given_back() -> None:
+    buffer = StagingBuffer()
+    small = buffer.stage(torch.ones(10))
+    other = StagingBuffer(os.dup(buffer.file_descriptor))
+    assert torch.equal(other.read(small), torch.ones(10))
+    large = buffer.stage(torch.full((small.size,), 3.0))
+    assert large.size > small.size
+    assert torch.equal(other.read(large), torch.full((small.size,), 3.0))
+    buffer.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(buffer.file_descriptor)
+
+
+def test_a_machine_without_memory_is_an_error_before_anything_is_copied() -> None:
+    error = OSError(28, "No space left on device")
+    with patch.object(os, "posix_fallocate", side_effect=error), pytest.raises(OSError):
+        StagingBuffer().stage(torch.ones(1))
+
+
+def refused_dtensor() -> str:
+    """Job: the error for a DTensor whose chunks are not known."""
+    value = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (2,)), [Replicate()])
+    with pytest.raises(TypeError) as caught:
+        StagingBuffer().stage({"weight": value})
+    return str(caught.value)
+
+
+def test_a_dtensor_that_does_not_know_its_chunks_is_refused() -> None:
+    assert "shape (2,) without known chunks" in run_ranks(2, refused_dtensor)[0]
