@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,10 +69,20 @@ class TrainingRun:
     stop: StopRequest = field(default_factory=StopRequest)
 
 
-def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
+def pretrain(
+    args: argparse.Namespace,
+    device: torch.device,
+    follow: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
 
+    Args:
+        args: of the run.
+        device: of the model.
+        follow: gets the progress, which training then changes.
+
     Raises:
+        KeyboardInterrupt: on every rank, if one was sent SIGINT during training.
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
@@ -108,10 +118,14 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
     )
     connect(run)
     update_num_microbatches(run.progress.consumed_train_samples, consistency_check=False)
+    follow(run.progress)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
         with batches(run, train_data, run.progress.consumed_train_samples) as data:
             train(run, data, valid_data)
+    if run.stop.interrupted:
+        run.report.end()
+        raise KeyboardInterrupt
 
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
@@ -147,6 +161,7 @@ def train(
     args, progress, report = run.args, run.progress, run.report
     if args.save or args.exit_signal_handler:
         run.stop.watch_sigterm()
+    run.stop.watch_sigint()
     for chunk in run.model:
         chunk.train()
     report.begin(progress)
@@ -170,7 +185,7 @@ def train(
                 break
             report.restart_clock()
 
-    if args.save and saved_at != progress.iteration:
+    if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run)
     report.keep()
 
@@ -246,10 +261,10 @@ def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> floa
 
     The ranks' requests to stop travel in the same all-reduce.
     """
-    asked_to_stop = torch.tensor([float(run.stop.asked_here)], device=run.device)
-    sums = torch.cat([sum_of(run, losses), asked_to_stop])
+    vote = torch.tensor([run.stop.vote], device=run.device)
+    sums = torch.cat([sum_of(run, losses), vote])
     dist.all_reduce(sums)
-    run.stop.agreed = bool(sums[2] > 0)
+    run.stop.count(sums[2].item())
     return (sums[0] / sums[1]).item()
 
 
@@ -339,6 +354,8 @@ def save(run: TrainingRun) -> None:
 def should_stop(run: TrainingRun) -> bool:
     """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
+    if run.stop.interrupted:
+        return True
     if run.stop.agreed:
         run.report.say(f"stopping at iteration {iteration}: signal or time limit")
         return True
