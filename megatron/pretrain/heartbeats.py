@@ -20,6 +20,9 @@ RANKS_PER_SECOND = 2000
 SILENT_PERIODS = 4
 """A rank that has sent no heartbeat for so many periods is silent."""
 
+END, STALL = "end", "stall"
+"""Reports, as ranks know of them: of an end, and of a stall that torch will end."""
+
 
 class Heartbeats:
     """The heartbeats of all ranks. Nothing is sent before :meth:`connect`.
@@ -62,13 +65,12 @@ class Heartbeats:
     def locate(self, now: Position) -> None:
         """Note where this rank is, and since when."""
         iteration, before = self.progress.iteration, self._position
-        is_new = (now.collective, now.work) != (before.collective, before.work)
         if iteration != self._iteration:
             self._iteration, self._finished = iteration, time.time()
-        elif not is_new:
-            self._position = now
-            return
-        self._position, self._since = now, time.time()
+            self._since = time.time()
+        elif now.key != before.key:
+            self._since = time.time()
+        self._position = now
 
     @property
     def age(self) -> float:
@@ -140,20 +142,20 @@ class Heartbeats:
         """Return True on the first rank that has something to report."""
         return self._connected.add("claims", 1) == 1
 
-    def note_report(self) -> None:
-        """Let all ranks know that there has been a report."""
+    def note_report(self, ends_run: bool = True) -> None:
+        """Let all ranks know that there has been a report, after which they end."""
         with contextlib.suppress(StoreError):
-            self._connected.set("report", str(self.rank))
+            self._connected.set("report", END if ends_run else STALL)
 
-    def has_report(self) -> bool:
-        """Return True if a rank has reported something."""
-        return self._store is not None and self._store.get("report") is not None
+    def must_end(self) -> bool:
+        """Return True if a rank has reported the end of the run."""
+        return self._store is not None and self._store.get("report") == END
 
     def wait_for_report(self) -> None:
         """Give the rank that reports the time for it: torchrun ends all when the first one ends."""
         deadline = time.monotonic() + 2 * self.silence
         with contextlib.suppress(StoreError):
-            while time.monotonic() < deadline and not self.has_report():
+            while time.monotonic() < deadline and self._connected.get("report") is None:
                 time.sleep(0.1)
 
     @property

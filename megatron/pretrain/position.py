@@ -33,6 +33,15 @@ WORKS = {
     "wait for reduce": "gradient reduction",
 }
 """Work of the engine that communicates -> its collective."""
+METHODS = {
+    "shard_parameter": "broadcast",
+    "broadcast": "broadcast",
+    "unshard": "all-gather",
+    "wait_for_unshard": "all-gather",
+    "reduce": "gradient reduction",
+    "advance_reduce": "gradient reduction",
+}
+"""Methods of parameter groups and their gradients -> the collective in which they may fail."""
 TORCH = os.path.dirname(torch.__file__)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
@@ -51,8 +60,10 @@ class Position:
     place: str
     work: str
 
-    def __str__(self) -> str:
-        return self.collective or self.place
+    @property
+    def key(self) -> str:
+        """What changes when the rank gets on: the collective, or without one the work."""
+        return self.collective or self.work
 
 
 def current() -> Position:
@@ -61,10 +72,20 @@ def current() -> Position:
 
 
 def of_error(error: BaseException) -> Position:
-    """Return the position at which an error, or its first cause, was raised."""
+    """Return the position at which an error, or its first cause, was raised.
+
+    The engine has done other work since, when the exception left its forward or backward.
+    """
     while error.__cause__ is not None:
         error = error.__cause__
-    return _position(traceback.extract_tb(error.__traceback__)[::-1])
+    position = _position(traceback.extract_tb(error.__traceback__)[::-1])
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        owner = frame.f_locals.get("self")
+        unit = getattr(owner, "unit_name", getattr(owner, "_unit_name", None))
+        collective = METHODS.get(frame.f_code.co_name)
+        if unit is not None and collective and ENGINE in frame.f_code.co_filename:
+            return Position(f"the {collective} of unit {unit!r}", position.place, position.work)
+    return position
 
 
 def is_inside(filename: str) -> bool:

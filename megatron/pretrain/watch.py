@@ -178,7 +178,7 @@ class Watch:
         self._hearts.locate(position.current())
         with contextlib.suppress(StoreError):
             self._hearts.send(RUNNING)
-            if self._reported is None and self._hearts.has_report():
+            if self._reported is None and self._hearts.must_end():
                 self._reported = time.monotonic()
         if self._reported is not None and time.monotonic() - self._reported > LEAVE_SECONDS:
             self._leave(1)
@@ -226,6 +226,7 @@ class Watch:
             if verdict.trouble and self._hearts.claim():
                 self._write(position.stacks())
                 print(message(verdict, ""), file=sys.stderr, flush=True)
+                self._hearts.note_report(ends_run=False)
 
     # ---- reports
 
@@ -248,6 +249,7 @@ class Watch:
             self._say(message(verdict, text))
         else:
             self._hearts.wait_for_report()
+            self._hearts.note_report()  # if it was a stall, it ends the run now
         self._leave(1)
 
     def _report_alone(self, cause: str, text: str) -> NoReturn:

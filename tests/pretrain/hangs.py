@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.pretrain.training_runs import DATA, NO_DROPOUT, write_counting_corpus
 from tests.warm_programs import ROOT, free_port
@@ -280,6 +281,8 @@ def main() -> int:
     chosen = [each for each in VARIANTS if not wanted.names or each.name in wanted.names]
     write_counting_corpus()
     num_wrong = 0
+    today = time.strftime("%Y-%m-%d")
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, {today}\n")
     print("| variant | ends after | limit | messages | problems |\n|---|---|---|---|---|")
     for variant in chosen:
         with tempfile.TemporaryDirectory() as folder:
