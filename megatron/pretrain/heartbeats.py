@@ -9,7 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-from megatron.pretrain.peers import RUNNING, Heartbeat, Peer, this_machine
+from megatron.pretrain.peers import DEAD, RUNNING, Heartbeat, Peer, this_machine
 from megatron.pretrain.position import Position
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank, environment_world_size
@@ -136,7 +136,7 @@ class Heartbeats:
         """Return True if a rank may soon send a heartbeat after the one of that number."""
         beat = peer.beat
         is_old = beat.rank != self.rank and beat.state == RUNNING and beat.number == number
-        return is_old and peer.trouble not in ("ended", "stopped", "silent")
+        return is_old and peer.trouble not in DEAD
 
     def claim(self) -> bool:
         """Return True on the first rank that has something to report."""

@@ -7,6 +7,7 @@ connection or a timeout, whoever caused it. The ranks' heartbeats tell more, in 
     stopped   its process is suspended (SIGSTOP, a debugger)
     silent    it sends no heartbeats: its process cannot be seen from here, or runs native code that
               keeps the lock of Python's interpreter
+    sigterm   it was sent SIGTERM and has ended, which the others were not
     hangs     it sends heartbeats, but is in no collective while others wait in one
     differs   it is in another collective than most
 Only the first of these that applies to any rank is reported, since the rest follows from it.
@@ -24,8 +25,11 @@ from dataclasses import asdict, dataclass
 
 import psutil
 
-RUNNING, WAITING, LEFT = "running", "waiting", "left"
-"""States of a rank: trains; its collective has failed; needs no others any more."""
+RUNNING, WAITING, LEFT, TERMINATED = "running", "waiting", "left", "terminated"
+"""States of a rank: trains; its collective has failed; needs no others any more; had SIGTERM."""
+
+DEAD = ("ended", "stopped", "silent")
+"""Troubles of a rank that will not come back."""
 
 PATIENCE = 3.0
 """Seconds that a rank may compute while others wait, before it is said to hang."""
@@ -109,8 +113,8 @@ class Peer:
     @property
     def trouble(self) -> str:
         """The first of [Note: who has failed] that this rank alone shows; empty for none."""
-        if self.beat.state == LEFT:
-            return ""
+        if self.beat.state in (LEFT, TERMINATED):
+            return "sigterm" if self.beat.state == TERMINATED else ""
         if self.process in ("ended", "stopped"):
             return self.process
         if self.is_silent:
@@ -135,7 +139,7 @@ class Verdict:
 def judge(peers: Sequence[Peer]) -> Verdict:
     """Return who has failed, see [Note: who has failed]."""
     troubles = {peer.beat.rank: peer.trouble for peer in peers}
-    for trouble in ("ended", "stopped", "silent", "hangs"):
+    for trouble in (*DEAD, "sigterm", "hangs"):
         if trouble in troubles.values():
             return _verdict(
                 trouble, peers, [rank for rank in troubles if troubles[rank] == trouble]
@@ -163,6 +167,7 @@ HEADS = {
     "ended": "has died: process {pid} on {host} ended after {beat}",
     "stopped": "is suspended: process {pid} on {host} is stopped, its last heartbeat was at {beat}",
     "silent": "is silent: process {pid} on {host} has sent no heartbeat since {beat}",
+    "sigterm": "was sent SIGTERM and has ended: process {pid} on {host}, at {beat}",
     "hangs": "hangs or is too slow: process {pid} on {host} has been at {place} since {since}",
     "differs": "is in another collective: process {pid} on {host} is in {position} since {since}",
 }
@@ -176,6 +181,7 @@ ADVICE = {
         "whether {host} and its network are up, and whether process {pid} still runs there:"
         " `py-spy dump --pid {pid}` shows where"
     ),
+    "sigterm": "who ended process {pid} on {host}: a batch system, or a person",
     "hangs": (
         "its stacks in its file below; what its data loader reads; --distributed-timeout-minutes if"
         " it needs longer"
@@ -206,7 +212,7 @@ def message(verdict: Verdict, error: str) -> str:
     first = verdict.failed[0] if verdict.failed else verdict.waiting[0]
     lines.append(f"look at: {_filled(ADVICE[verdict.trouble], first)}")
     files = [beat.file for beat in (*verdict.waiting, *verdict.failed)]
-    if verdict.trouble in ("ended", "stopped"):
+    if verdict.trouble in (*DEAD, "sigterm"):
         files = [beat.file for beat in verdict.waiting]
     rest = f" and {len(files) - SHOWN} more" if len(files) > SHOWN else ""
     lines.append(f"error and stacks of each rank: {', '.join(files[:SHOWN])}{rest}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -30,9 +31,10 @@ class ShortCalls:
 
     Args:
         store: of the process group.
+        name: of the run among those that share the store.
     """
 
-    def __init__(self, store: dist.TCPStore):
+    def __init__(self, store: dist.TCPStore, name: str):
         self.address = f"{store.host}:{store.port}"
         connection = dist.TCPStore(
             store.host,
@@ -41,19 +43,26 @@ class ShortCalls:
             timeout=timedelta(seconds=SECONDS),
             wait_for_workers=False,
         )
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store = dist.PrefixStore(f"peers_{restart}", connection)
+        self._store = dist.PrefixStore(f"peers_{name}", connection)
         self._is_lost = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="store", daemon=True).start()
 
     @classmethod
     def to_default_store(cls) -> ShortCalls | None:
-        """Connect to the store of the default process group; None if it is no TCPStore."""
-        store = dist.distributed_c10d._get_default_store()
+        """Connect to the store of the default process group; None if it is no TCPStore.
+
+        A collective: the first rank names the run, so that a restart finds nothing of the last one.
+        """
+        default = dist.distributed_c10d._get_default_store()
+        key = f"run_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        if dist.get_rank() == 0:
+            default.set(key, uuid.uuid4().hex)
+        name = default.get(key).decode()
+        store = default
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        return cls(store) if isinstance(store, dist.TCPStore) else None
+        return cls(store, name) if isinstance(store, dist.TCPStore) else None
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""

@@ -42,7 +42,16 @@ import torch.distributed as dist
 
 from megatron.pretrain import checkpointing, position
 from megatron.pretrain.heartbeats import Heartbeats
-from megatron.pretrain.peers import LEFT, RUNNING, WAITING, Verdict, judge, message
+from megatron.pretrain.peers import (
+    DEAD,
+    LEFT,
+    RUNNING,
+    TERMINATED,
+    WAITING,
+    Verdict,
+    judge,
+    message,
+)
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.short_calls import StoreError
@@ -56,7 +65,7 @@ ERROR_SECONDS = 1.0
 ABORTING_BACKENDS = ("nccl",)
 """Backends whose timeouts end the process, so that the message must come before them."""
 
-INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+SIGINT_CODE, SIGTERM_CODE = 128 + signal.SIGINT, 128 + signal.SIGTERM
 """Exit codes, as shells have them."""
 
 
@@ -139,7 +148,7 @@ class Watch:
         text = f"interrupted after iteration {iteration}" if iteration else "interrupted"
         if not self.tell(text) and environment_rank() == 0:
             self._say(text)
-        return INTERRUPTED
+        return SIGINT_CODE
 
     def failed(self, error: Exception) -> None:
         """Report an error; the process ends here if a collective has failed.
@@ -201,12 +210,12 @@ class Watch:
             seconds: since the signal.
         """
         if self._reported is not None:
-            self._leave(TERMINATED)
+            self._leave(SIGTERM_CODE)
         sees_all = True
         with contextlib.suppress(StoreError):
             peers = self._hearts.peers() if self._hearts.is_connected else []
             verdict = judge(peers)
-            if verdict.trouble in ("ended", "stopped", "silent"):
+            if verdict.trouble in DEAD:
                 if seconds > ERROR_SECONDS:
                     self._report(verdict, "")
                 return
@@ -214,7 +223,7 @@ class Watch:
         loop_stops = signal.getsignal(signal.SIGTERM) is not _ignore
         # That a process on another machine has ended is known only after its silence.
         if not loop_stops and (sees_all or seconds > self._hearts.silence + self._hearts.period):
-            self._exit(TERMINATED)
+            self._exit_terminated()
 
     def _look_for_stall(self) -> None:
         """Print the message shortly before torch aborts the process."""
@@ -239,7 +248,10 @@ class Watch:
         text = str(error).splitlines()[0]
         try:
             self._hearts.send(WAITING)
-            self._report(judge(self._hearts.gather()), text)
+            verdict = judge(self._hearts.gather())
+            if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
+                self._exit_terminated()  # others were sent it too, and have ended sooner
+            self._report(verdict, text)
         except StoreError as store_error:
             self._report_alone(str(store_error), text)
 
@@ -281,6 +293,11 @@ class Watch:
                 file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
         except OSError as error:
             print(f"cannot write {self._file}: {error}\n{text}", file=sys.stderr, flush=True)
+
+    def _exit_terminated(self) -> NoReturn:
+        with contextlib.suppress(StoreError):
+            self._hearts.send(TERMINATED)
+        self._exit(SIGTERM_CODE)
 
     def _leave(self, code: int) -> NoReturn:
         """End the process after a report; what its threads did is in its file."""

@@ -17,6 +17,7 @@ from megatron.pretrain import position
 from megatron.pretrain.peers import (
     LEFT,
     RUNNING,
+    TERMINATED,
     WAITING,
     Heartbeat,
     Peer,
@@ -124,6 +125,8 @@ def test_a_rank_in_another_collective_is_named() -> None:
 def test_a_rank_that_has_left_is_not_blamed() -> None:
     gone = Peer(beat(1, pid=2**22 + 1, state=LEFT), True)
     assert trouble(Peer(beat(0), False), gone) == ("", [])
+    ended = Peer(beat(1, pid=2**22 + 1, state=TERMINATED), True)
+    assert trouble(Peer(beat(0), False), ended) == ("sigterm", [1])
 
 
 def test_many_ranks_make_a_short_message() -> None:

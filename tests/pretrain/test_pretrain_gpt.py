@@ -211,6 +211,7 @@ def run_main(command_line: str) -> tuple[int, str, str]:
         patch.object(pretrain_gpt.ranks, "start", start),
         patch.object(pretrain_gpt.ranks, "stop", lambda: None),
         patch.object(pretrain_gpt, "GRACE_SECONDS", 0),
+        patch.object(pretrain_gpt.Watch, "connect", lambda watch: None),
     ):
         code = pretrain_gpt.main()
     return code, output.getvalue(), errors.getvalue()
