@@ -177,7 +177,10 @@ class Watch:
             if self._error is not None:
                 self._report_error(self._error)
             if not (self._is_over or self._is_leaving):
-                self._look()
+                try:
+                    self._look()
+                except Exception:  # a defect of this thread is none of the run
+                    self._write(traceback.format_exc())
 
     def _wake(self) -> None:
         self._mouth.send(b"\0")
@@ -343,4 +346,5 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, _ignore)  # the second one is for the watch
     raise KeyboardInterrupt
