@@ -139,7 +139,11 @@ class Watch:
             is_first = self._hearts.claim()
         except StoreError:
             return False
-        self._say(text) if is_first else self._hearts.wait_for_report()
+        if is_first:
+            self._say(text)
+        else:
+            self._hearts.wait_for_report()
+        self._linger()
         return True
 
     def interrupted(self) -> int:
@@ -312,13 +316,18 @@ class Watch:
         """End the process at once: destructors of process groups may wait for dead peers."""
         for child in multiprocessing.active_children():
             child.kill()
-        has_store = environment_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-        if has_store and self._hearts.is_connected:
-            time.sleep(2 * self._hearts.period)  # other ranks see the report there
+        if not self._is_leaving:
+            self._linger()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+    def _linger(self) -> None:
+        """Keep the store alive until the other ranks have seen a report in it."""
+        is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self._hearts.is_connected and environment_rank() == 0 and not is_of_agent:
+            time.sleep(2 * self._hearts.period)
 
 
 def error_file(save: str | None) -> Path:
