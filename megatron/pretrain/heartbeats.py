@@ -158,6 +158,12 @@ class Heartbeats:
             while time.monotonic() < deadline and self._connected.get("report") is None:
                 time.sleep(0.1)
 
+    def keep_store(self) -> None:
+        """Keep the store, if this process has it, until the other ranks have seen a report."""
+        is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if self.is_connected and self.rank == 0 and not is_of_agent:
+            time.sleep(2 * self.period)
+
     @property
     def _connected(self) -> ShortCalls:
         if self._store is None:

@@ -143,7 +143,7 @@ class Watch:
             self._say(text)
         else:
             self._hearts.wait_for_report()
-        self._linger()
+        self._hearts.keep_store()
         return True
 
     def interrupted(self) -> int:
@@ -184,7 +184,7 @@ class Watch:
                 try:
                     self._look()
                 except Exception:  # a defect of this thread is none of the run
-                    self._write(traceback.format_exc())
+                    _add(self._file, traceback.format_exc())
 
     def _wake(self) -> None:
         self._mouth.send(b"\0")
@@ -230,7 +230,7 @@ class Watch:
         loop_stops = signal.getsignal(signal.SIGTERM) is not _ignore
         # That a process on another machine has ended is known only after its silence.
         if not loop_stops and (sees_all or seconds > self._hearts.silence + self._hearts.period):
-            self._exit_terminated()
+            self._exit(SIGTERM_CODE)
 
     def _look_for_stall(self) -> None:
         """Print the message shortly before torch aborts the process."""
@@ -240,7 +240,7 @@ class Watch:
             self._has_announced = True
             verdict = judge(self._hearts.gather())
             if verdict.trouble and self._hearts.claim():
-                self._write(position.stacks())
+                _add(self._file, position.stacks())
                 print(message(verdict, ""), file=sys.stderr, flush=True)
                 self._hearts.note_report(ends_run=False)
 
@@ -250,14 +250,14 @@ class Watch:
         """Report a collective that has failed, and end the process."""
         if self._signals[signal.SIGINT]:
             self._exit(self.interrupted())
-        self._write("".join(traceback.format_exception(error)))
+        _add(self._file, "".join(traceback.format_exception(error)))
         self._hearts.locate(position.of_error(error))
         text = str(error).splitlines()[0]
         try:
             self._hearts.send(WAITING)
             verdict = judge(self._hearts.gather())
             if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
-                self._exit_terminated()  # others were sent it too, and have ended sooner
+                self._exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
             self._report(verdict, text)
         except StoreError as store_error:
             self._report_alone(str(store_error), text)
@@ -291,43 +291,25 @@ class Watch:
         print(text, file=sys.stderr, flush=True)
         self._hearts.note_report()
 
-    def _write(self, text: str) -> None:
-        """Add a text to this rank's file."""
-        when = time.strftime("%Y-%m-%d %H:%M:%S")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with self._file.open("a") as file:
-                file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
-        except OSError as error:
-            print(f"cannot write {self._file}: {error}\n{text}", file=sys.stderr, flush=True)
-
-    def _exit_terminated(self) -> NoReturn:
-        with contextlib.suppress(StoreError):
-            self._hearts.send(TERMINATED)
-        self._exit(SIGTERM_CODE)
-
     def _leave(self, code: int) -> NoReturn:
         """End the process after a report; what its threads did is in its file."""
         if self._error is None:
-            self._write(position.stacks())
+            _add(self._file, position.stacks())
         self._exit(code)
 
     def _exit(self, code: int) -> NoReturn:
         """End the process at once: destructors of process groups may wait for dead peers."""
+        if code == SIGTERM_CODE:
+            with contextlib.suppress(StoreError):
+                self._hearts.send(TERMINATED)
         for child in multiprocessing.active_children():
             child.kill()
         if not self._is_leaving:
-            self._linger()
+            self._hearts.keep_store()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
-
-    def _linger(self) -> None:
-        """Keep the store alive until the other ranks have seen a report in it."""
-        is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        if self._hearts.is_connected and environment_rank() == 0 and not is_of_agent:
-            time.sleep(2 * self._hearts.period)
 
 
 def error_file(save: str | None) -> Path:
@@ -336,6 +318,17 @@ def error_file(save: str | None) -> Path:
     if save:
         return Path(save, "errors", name)
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
+
+
+def _add(path: Path, text: str) -> None:
+    """Add a text to a file, with the time; print it if that fails."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
+    except OSError as error:
+        print(f"cannot write {path}: {error}\n{text}", file=sys.stderr, flush=True)
 
 
 def _is_of_collective(error: BaseException | None) -> bool:
