@@ -76,13 +76,9 @@ def pretrain(
 ) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
 
-    Args:
-        args: of the run.
-        device: of the model.
-        follow: gets the progress, which training then changes.
+    ``follow`` gets the progress, which training then changes.
 
     Raises:
-        KeyboardInterrupt: on every rank, if one was sent SIGINT during training.
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
@@ -123,10 +119,6 @@ def pretrain(
     if not args.skip_train and run.progress.iteration < args.train_iters:
         with batches(run, train_data, run.progress.consumed_train_samples) as data:
             train(run, data, valid_data)
-    if run.stop.interrupted:
-        run.report.end()
-        raise KeyboardInterrupt
-
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
@@ -157,7 +149,11 @@ def connect(run: TrainingRun) -> None:
 def train(
     run: TrainingRun, data: Microbatches | list[Microbatches], valid_data: Any | None
 ) -> None:
-    """Train from where the run is to ``args.train_iters``, or until it is told to stop."""
+    """Train from where the run is to ``args.train_iters``, or until it is told to stop.
+
+    Raises:
+        KeyboardInterrupt: on every rank, if one was sent SIGINT.
+    """
     args, progress, report = run.args, run.progress, run.report
     if args.save or args.exit_signal_handler:
         run.stop.watch_sigterm()
@@ -188,6 +184,9 @@ def train(
     if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run)
     report.keep()
+    if run.stop.interrupted:
+        report.end()
+        raise KeyboardInterrupt
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:

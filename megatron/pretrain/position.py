@@ -62,7 +62,7 @@ class Position:
 
     @property
     def key(self) -> str:
-        """What changes when the rank gets on: the collective, or without one the work."""
+        """The part that changes when the rank gets on: the collective, or else the work."""
         return self.collective or self.work
 
 
