@@ -11,8 +11,13 @@ defaults; --help lists them. Without --data-path the data is the text of Python'
 
 import importlib.util
 import os
+import signal
 import sys
 import time
+
+if __name__ == "__main__":
+    # Until main() watches signals, Ctrl-C ends the process without a traceback of the imports.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
@@ -29,6 +34,7 @@ from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import CommandLineError, parse_arguments  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
+from megatron.pretrain.watch import Watch  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
@@ -49,21 +55,31 @@ def main() -> int:
     set_up_logging(args.logging_level)
     for note in notes:
         ranks.say(note)
-    try:
-        device = ranks.start(args)
-        pretrain(args, device)
-    except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
-        complain(f"error: {error}")
-        return 1
+    with Watch(args) as watch:
+        try:
+            device = ranks.start(args)
+            watch.connect()
+            pretrain(args, device, watch.follow)
+        except KeyboardInterrupt:
+            return watch.interrupted()
+        except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
+            complain(f"error: {error}", watch)
+            return 1
+        except Exception as error:
+            watch.failed(error)
+            raise
     ranks.stop()
     return 0
 
 
-def complain(message: str) -> None:
-    """Print an error, once if all ranks have the same.
+def complain(message: str, watch: Watch | None = None) -> None:
+    """Print an error, once if several ranks have one.
 
-    The first rank prints at once, and torchrun then ends the others before they do.
+    Before ranks know of each other the first prints at once, and torchrun then ends the others
+    before they do.
     """
+    if watch is not None and watch.tell(message):
+        return
     if ranks.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)
     print(message, file=sys.stderr, flush=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -73,18 +73,26 @@ class TrainingRun:
     """With --async-save."""
 
 
-def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
+def pretrain(
+    args: argparse.Namespace,
+    device: torch.device,
+    follow: Callable[[Progress], None] = lambda progress: None,
+) -> Progress:
     """Build everything, load, train, evaluate and save; return the progress of the run.
+
+    ``follow`` gets the progress, which training then changes.
 
     Raises:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
     with save_directory.reserved(args, say):
-        return run_to_the_end(args, device)
+        return run_to_the_end(args, device, follow)
 
 
-def run_to_the_end(args: argparse.Namespace, device: torch.device) -> Progress:
+def run_to_the_end(
+    args: argparse.Namespace, device: torch.device, follow: Callable[[Progress], None]
+) -> Progress:
     """Do the work of :func:`pretrain` while no other run saves in the same directory."""
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
@@ -117,12 +125,12 @@ def run_to_the_end(args: argparse.Namespace, device: torch.device) -> Progress:
     )
     connect(run)
     update_num_microbatches(run.progress.consumed_train_samples, consistency_check=False)
+    follow(run.progress)
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples
         with batches(run, train_data, consumed) as data, background_saves(run):
             train(run, data, valid_data)
-
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
@@ -153,10 +161,15 @@ def connect(run: TrainingRun) -> None:
 def train(
     run: TrainingRun, data: Microbatches | list[Microbatches], valid_data: Any | None
 ) -> None:
-    """Train from where the run is to ``args.train_iters``, or until it is told to stop."""
+    """Train from where the run is to ``args.train_iters``, or until it is told to stop.
+
+    Raises:
+        KeyboardInterrupt: on every rank, if one was sent SIGINT.
+    """
     args, progress, report = run.args, run.progress, run.report
     if args.save or args.exit_signal_handler:
         run.stop.watch_sigterm()
+    run.stop.watch_sigint()
     for chunk in run.model:
         chunk.train()
     report.begin(progress)
@@ -184,9 +197,12 @@ def train(
                 break
             report.restart_clock()
 
-    if args.save and saved_at != progress.iteration:
+    if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run, args.save)
     report.keep()
+    if run.stop.interrupted:
+        report.end()
+        raise KeyboardInterrupt
 
 
 @contextmanager
@@ -274,12 +290,12 @@ def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> floa
     The ranks' requests to stop, and what they know of a save in the background, travel in the same
     all-reduce.
     """
-    votes = [float(run.stop.asked_here)]
+    votes = [run.stop.vote]
     if run.background is not None:
         votes += run.background.votes()
     sums = torch.cat([sum_of(run, losses), torch.tensor(votes, device=run.device)])
     dist.all_reduce(sums)
-    run.stop.agreed = bool(sums[2] > 0)
+    run.stop.count(sums[2].item())
     if run.background is not None:
         run.background.count(sums[3:].tolist())
     return (sums[0] / sums[1]).item()
@@ -376,6 +392,8 @@ def save(run: TrainingRun, root: str) -> None:
 def should_stop(run: TrainingRun) -> bool:
     """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
+    if run.stop.interrupted:
+        return True
     if run.stop.agreed:
         run.report.say(f"stopping at iteration {iteration}: signal or time limit")
         return True

@@ -66,7 +66,7 @@ def build_iterator(
         collate_fn=_collate,
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
-        worker_init_fn=_ignore_sigterm,
+        worker_init_fn=_ignore_signals,
         # Its own generator: otherwise starting the loader draws from the global one, and dropout
         # would differ between a run that stopped and resumed and one that did not.
         generator=torch.Generator().manual_seed(seed),
@@ -160,12 +160,14 @@ def _check(dataloader_type: str | None, sampler: MicrobatchSampler) -> None:
         raise ValueError("; ".join(problems))
 
 
-def _ignore_sigterm(worker: int) -> None:
-    """Make a loader process outlive SIGTERM, which goes to the whole process group.
+def _ignore_signals(worker: int) -> None:
+    """Make a loader process outlive signals that go to the whole process group.
 
-    The run still needs its data while it finishes the step and saves.
+    The run still needs its data while it finishes the step and saves; then it ends the process.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)  # the run's own, which would take the signal for one to itself
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _collate(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reasons to stop a run before its last iteration: a signal and a time limit."""
+"""Reasons to stop a run before its last iteration: signals and a time limit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import signal
 import time
 from dataclasses import dataclass, field
 from types import FrameType
+
+INTERRUPTED = 2.0**16
+"""The vote of a rank that was sent SIGINT: more than all other votes together."""
 
 
 @dataclass
@@ -19,8 +22,12 @@ class StopRequest:
     """Start of the run, in seconds of ``time.monotonic``."""
     terminated: bool = False
     """This rank was sent SIGTERM."""
+    interrupted_here: bool = False
+    """This rank was sent SIGINT."""
     agreed: bool = False
     """Some rank asked to stop in the last step, and every rank knows it."""
+    interrupted: bool = False
+    """Some rank was sent SIGINT, and every rank knows it: nothing more is saved."""
 
     def watch_sigterm(self) -> None:
         """Take SIGTERM, which batch systems send before they end a job, as a request to stop."""
@@ -30,9 +37,24 @@ class StopRequest:
 
         signal.signal(signal.SIGTERM, request)
 
+    def watch_sigint(self) -> None:
+        """Take SIGINT, which Ctrl-C sends, as a request to stop without saving."""
+
+        def request(number: int, frame: FrameType | None) -> None:
+            self.interrupted_here = True
+
+        signal.signal(signal.SIGINT, request)
+
     @property
-    def asked_here(self) -> bool:
-        """True if this rank has a reason to stop, which others may not have."""
+    def vote(self) -> float:
+        """This rank's term of a sum over all ranks, which is 0 if no rank has a reason to stop."""
+        if self.interrupted_here:
+            return INTERRUPTED
         if self.terminated or not self.exit_duration_in_mins:
-            return self.terminated
-        return time.monotonic() - self.started > self.exit_duration_in_mins * 60
+            return float(self.terminated)
+        return float(time.monotonic() - self.started > self.exit_duration_in_mins * 60)
+
+    def count(self, votes: float) -> None:
+        """Note the sum of the votes of all ranks."""
+        self.agreed = votes > 0
+        self.interrupted = votes >= INTERRUPTED

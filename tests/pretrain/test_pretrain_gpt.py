@@ -168,17 +168,18 @@ def test_sigterm_to_torchrun_saves_a_checkpoint_that_resumes(
     assert [step["iteration"] for step in resumed.steps] == [stopped + 1]
 
 
-def interrupted(command_line: str, rank: int) -> Record:
-    """Job: a run of which one rank is sent SIGTERM in its second step."""
+def interrupted(command_line: str, rank: int, number: int = signal.SIGTERM) -> Record | None:
+    """Job: a run of which one rank is sent a signal in its second step; None if that raises."""
     original = loop.train_step
 
     def train_step(run: loop.TrainingRun, data: Any) -> None:
         if run.progress.iteration == 1 and loop.dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         original(run, data)
 
-    with patch.object(loop, "train_step", train_step):
+    with patch.object(loop, "train_step", train_step), contextlib.suppress(KeyboardInterrupt):
         return pretrain(command_line)
+    return None
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -190,6 +191,12 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
     assert (tmp_path / TRACKER).read_text() == "2" and (
         tmp_path / "iter_0000002" / ".metadata"
     ).is_file()
+
+
+def test_ctrl_c_on_one_rank_stops_all_and_saves_nothing(tmp_path: Path) -> None:
+    line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
+    assert run_ranks(2, interrupted, line, 1, signal.SIGINT) == [None, None]
+    assert {path.name for path in tmp_path.iterdir()} <= {"losses.jsonl", "loss_curves.png"}
 
 
 def run_main(command_line: str) -> tuple[int, str, str]:
@@ -207,6 +214,7 @@ def run_main(command_line: str) -> tuple[int, str, str]:
         patch.object(pretrain_gpt.ranks, "start", start),
         patch.object(pretrain_gpt.ranks, "stop", lambda: None),
         patch.object(pretrain_gpt, "GRACE_SECONDS", 0),
+        patch.object(pretrain_gpt.Watch, "connect", lambda watch: None),
     ):
         code = pretrain_gpt.main()
     return code, output.getvalue(), errors.getvalue()

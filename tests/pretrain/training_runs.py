@@ -134,12 +134,13 @@ def pretrain(command_line: str) -> Record:
     args, device = prepare(command_line)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})
     arguments = dict(vars(args))
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with patch.object(loop, "Report", report):
             progress = loop.pretrain(args, device)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert vars(args) == arguments  # a run changes none of them
     report.record.iteration = progress.iteration
     report.record.flops = progress.num_floating_point_operations_so_far

@@ -10,7 +10,7 @@ that this rank has begun since the last step of the optimizer, counted from 0. F
 evaluation count too, and so does every model chunk of a pipeline stage.
 
 Nothing is recorded until :func:`start`. Until then every call from the engine ends after one or two
-tests of module attributes.
+tests of module attributes, and the store of one, ``position``.
 """
 
 from __future__ import annotations
@@ -172,6 +172,11 @@ class Recorder:
             self._backward = None
 
 
+position = ("", "")
+"""The work that this rank has begun last, and its unit: for messages about ranks that hang.
+
+It is stored whether anything is recorded or not, and another thread reads it."""
+
 _recorder: Recorder | None = None
 _forwards: dict[Hashable, _Range] = {}  # the calls of units under way
 _units: list[str] = []  # of the ranges under way, innermost last
@@ -251,6 +256,8 @@ class _Range(AbstractContextManager[None]):
 
 def named(unit: str, work: str) -> AbstractContextManager[None]:
     """Return a context for work on a unit; collectives and storage inside it are the unit's."""
+    global position
+    position = (work, unit)
     if _recorder is None and not profiler._is_profiler_enabled:
         return NOTHING
     return _Range(unit, work)
@@ -258,6 +265,8 @@ def named(unit: str, work: str) -> AbstractContextManager[None]:
 
 def begin_forward(call: Hashable, unit: str, is_root: bool) -> None:
     """Note that ``call``, a forward of ``unit``, begins."""
+    global position
+    position = (FORWARD, unit)
     if _recorder is None and not profiler._is_profiler_enabled:
         return
     if _recorder is not None and is_root and not in_backward():
@@ -276,6 +285,8 @@ def end_forward(call: Hashable) -> None:
 
 def begin_backward(unit: str) -> None:
     """Note that the backward of a call of ``unit`` begins."""
+    global position
+    position = (BACKWARD, unit)
     if _recorder is not None:
         _recorder.begin_backward(unit)
 

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends of runs in which a rank dies or hangs, or that are interrupted.
+
+`python -m tests.pretrain.hangs` has many more of them, under the real torchrun.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.pretrain.hangs import TORCHRUN, VARIANTS, run
+
+WARM = ("torchrun",)
+
+
+def end(name: str, folder: Path, torchrun: tuple[str, ...], environment: dict[str, str]) -> None:
+    """Run a variant and check its end."""
+    variant = next(each for each in VARIANTS if each.name == name)
+    ending = run(variant, folder, torchrun, environment)
+    assert not ending.problems(variant), f"{ending.problems(variant)}\n{ending.errors}"
+
+
+def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, commands: dict[str, str]) -> None:
+    end("killed_with_save", tmp_path, WARM, commands)
+    # The traceback of each rank that is left is in its file.
+    for rank in (0, 2):
+        assert "Traceback" in (tmp_path / "errors" / f"rank{rank}.txt").read_text()
+
+
+@pytest.mark.exhaustive  # these wait for the timeout of a collective, or start a real process
+@pytest.mark.parametrize(
+    ("name", "torchrun"),
+    [
+        ("hangs_with_save", WARM),
+        ("announced", WARM),
+        ("interrupted_one_process", TORCHRUN),
+    ],
+)
+def test_a_run_ends_with_one_message(
+    name: str, torchrun: tuple[str, ...], tmp_path: Path, commands: dict[str, str]
+) -> None:
+    end(name, tmp_path, torchrun, commands)
