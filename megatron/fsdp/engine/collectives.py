@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -48,22 +49,22 @@ class Communicator:
     average_in_collective: bool
     streams: CpuStreams | CudaStreams
 
-    @property
+    @cached_property
     def inner_size(self) -> int:
         """Number of ranks on the inner axis."""
         return dist.get_world_size(self.inner)
 
-    @property
+    @cached_property
     def inner_rank(self) -> int:
         """Coordinate of this rank on the inner axis."""
         return dist.get_rank(self.inner)
 
-    @property
+    @cached_property
     def outer_size(self) -> int:
         """Number of ranks on the outer axis; 1 without one."""
         return dist.get_world_size(self.outer) if self.outer is not None else 1
 
-    @property
+    @cached_property
     def outer_rank(self) -> int:
         """Coordinate of this rank on the outer axis; 0 without one."""
         return dist.get_rank(self.outer) if self.outer is not None else 0
@@ -117,6 +118,8 @@ class Communicator:
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
+        if self.inner_size == 1:
+            return self._divide(full, full, None)
         reduction = _all_reduce(full, self.inner, self._operation)
         reduction = observed(REDUCE, "all_reduce", full, self.inner, reduction)
         return self._divide(full, full, reduction)
@@ -143,23 +146,24 @@ class Communicator:
         return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
 
     def _divide(
-        self, operand: torch.Tensor, result: torch.Tensor, collective: Collective
+        self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
     ) -> Pending:
         """Launch the reduction over the inner axis, divided as [Note: the divisor] says.
 
-        Only this reduction divides: the reduction over the outer axis adds up terms of the mean.
+        Without a collective, the operand is the sum already. Only this reduction divides: the
+        reduction over the outer axis adds up terms of the mean.
         """
         divisor: float = self.divisor
         if self.average_in_collective:
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)
-        if divisor == 1:
-            return self.streams.launch("reduce", collective)
-        if operand.dtype == torch.float16 and divisor > 1:
+        divides_first = operand.dtype == torch.float16 and divisor > 1
+        if divides_first:
             operand.div_(divisor)
-            return self.streams.launch("reduce", collective)
-        pending = self.streams.launch("reduce", collective)
+        pending = self.streams.launch("reduce", collective) if collective else Pending()
+        if divides_first or divisor == 1:
+            return pending
 
         def wait_and_divide() -> None:
             pending.wait()

@@ -44,6 +44,9 @@ class Pending:
         """Make compute wait for the result; further calls do nothing."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
+            if not torch.is_grad_enabled():
+                wait()
+                return
             # An all-gather may end with copies into a buffer that has many views, which autograd
             # would reject.
             with torch.no_grad():

@@ -116,7 +116,6 @@ class GroupGradients:
 
     # ---- accumulation
 
-    @torch.no_grad()
     def accumulate(self) -> None:
         """Add the gradients that autograd left on the compute parameters to the local gradients."""
         arrived = [
@@ -166,7 +165,6 @@ class GroupGradients:
 
     # ---- reduction
 
-    @torch.no_grad()
     def reduce(self, over_inner: bool, over_outer: bool) -> None:
         """Start to reduce gradients; :meth:`advance_reduce` continues the reduction.
 
@@ -182,7 +180,6 @@ class GroupGradients:
         with named(self._unit_name, "reduce"):
             self._collective = next(self._reduction, None)
 
-    @torch.no_grad()
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
@@ -193,8 +190,10 @@ class GroupGradients:
 
     def wait_for_reduce(self) -> None:
         """Wait for all collectives of the reduction that has started."""
-        while self.advance_reduce():
-            pass
+        if self._collective is not None:
+            with torch.no_grad():
+                while self.advance_reduce():
+                    pass
 
     def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
         """Yield each collective when it has started; the code after a yield needs its result."""

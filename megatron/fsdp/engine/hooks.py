@@ -166,9 +166,12 @@ class UnitHooks:
         of the calls under way uses the unit already.
         """
         unit = self._unit_of.get(parameter)
-        if unit is not None and self._calls and not hasattr(parameter, PASSED_ON):
+        if unit is None or not self._calls:
+            return self._look_at(parameter)
+        # Nearly always the innermost call reads a parameter of its own unit.
+        if self._calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._borrow(unit)
-        return self._look_at(parameter)
+        return parameter
 
     def _borrow(self, unit: Unit) -> None:
         if not any(unit in call.used_units for call in self._calls):
@@ -233,8 +236,9 @@ class UnitHooks:
 
         # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
         # in `autograd.grad`, so each leaf gets a hook of its own.
-        call.input_hooks = [leaf.register_hook(arrived) for leaf in leaves]
-        if others:
+        single = [*leaves, *others] if len(others) == 1 else leaves
+        call.input_hooks = [tensor.register_hook(arrived) for tensor in single]
+        if len(others) > 1:
             call.input_hooks.append(torch.autograd.graph.register_multi_grad_hook(others, arrived))
 
     def _post_backward(self, call: UnitCall) -> None:
@@ -303,6 +307,15 @@ def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested tuples, lists, mappings, dataclasses and registered pytrees."""
+    # Inputs of a unit, (args, kwargs), and its output nearly always hold tensors directly. Torch's
+    # walk takes longer.
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if type(value) in (tuple, list, dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+        return
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -313,9 +326,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
-    """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
+    """Keep torch.compile from tracing ``hook``; outside of it, call the hook without detours."""
     untraced: Callable[..., None] = torch.compiler.disable(hook)
-    return untraced
+
+    def run(*args: Any) -> None:
+        (untraced if torch.compiler.is_compiling() else hook)(*args)
+
+    return run
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

@@ -82,10 +82,12 @@ def _uses_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
     if tensor.device.type != "cpu" or group.size() == 1:
         return False
-    if group not in _has_gloo:
+    has_gloo = _has_gloo.get(group)
+    if has_gloo is None:
         # Example: "cpu:gloo,cuda:nccl".
-        _has_gloo[group] = "cpu:gloo" in dist.get_backend_config(group).split(",")
-    return _has_gloo[group]
+        has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+        _has_gloo[group] = has_gloo
+    return has_gloo
 
 
 def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Collective:

@@ -34,6 +34,7 @@ class Prefetcher:
         self._next_in_forward: dict[Unit, Unit] = {}
         self._next_in_backward: dict[Unit, Unit] = {}
         self._current = units[0]  # the unit that was used last
+        self._used: list[Unit] = []  # units that calls use, and some that were used just now
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
         self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
         self._updates = 0  # of the main weights since the last forward began
@@ -125,6 +126,7 @@ class Prefetcher:
         The unit itself is resharded if its main weights were edited after they were gathered, which
         users may do between a step and the next forward.
         """
+        self._used = [each for each in self._used if each.users and each is not unit] + [unit]
         self._prefetched.discard(unit)
         if unit in self._of_next_forward:
             self._of_next_forward.discard(unit)
@@ -156,7 +158,8 @@ class Prefetcher:
         ahead: list[Unit] = []
         if in_backward():
             # A unit begins before the unit above it is resharded, so that one counts too.
-            ahead = [unit for unit in self._units[1:] if unit.users and unit is not self._current]
+            others = (self._current, self._units[0])
+            ahead = [unit for unit in self._used if unit.users and unit not in others]
         window: list[Unit] = []
         unit = successor.get(self._current)
         while unit is not None and unit not in window and self._fits([*ahead, unit]):

@@ -138,6 +138,7 @@ class Schedule:
         if unit.has_all_grads or not unit.has_calls_in_backward:
             self._finish_unit(unit)
 
+    @torch.no_grad()
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
         if unit.has_grads:
@@ -163,6 +164,7 @@ class Schedule:
         self._prefetcher.reshard_unused()
         self._on_backward_end()
 
+    @torch.no_grad()
     def _abandon_backward(self) -> None:
         """Clean up after a backward pass that ended in an exception, and drop all gradients."""
         self._is_in_backward = self._keeps_graph = False
@@ -177,6 +179,7 @@ class Schedule:
 
     # ---- reductions
 
+    @torch.no_grad()
     def reduce_pending(self) -> None:
         """Start to reduce all gradients that have accumulated."""
         for unit in reversed(self.units):
@@ -184,6 +187,7 @@ class Schedule:
             if has_local or any(group.gradients.has_inner_sum for group in unit.trainable_groups):
                 self._reduce(unit, over_inner=has_local, over_outer=True)
 
+    @torch.no_grad()
     def wait_for_reductions(self) -> None:
         """Wait until the results of all reductions that have started are in the gradient shards."""
         self._reductions.wait()

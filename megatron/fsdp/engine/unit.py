@@ -204,7 +204,8 @@ class Unit:
         self._arrived.add(id(parameter))
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
-        if any(since != current_pass() for since in self.users.values()):
+        number = current_pass()
+        if any(since != number for since in self.users.values()):
             self._change_state(BackwardState.RECOMPUTED)
         elif self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
