@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.checkpoint.core.dcp_saving import SigningWriter
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import checkpointing
 from tests.pretrain.saved_runs import (
@@ -274,7 +274,7 @@ def failing_save(command_line: str, failing_rank: int) -> str:
 
     def save(args: Any, state: dict[str, Any], *rest: Any) -> None:
         if state["iteration"] == 2 and dist.get_rank() == failing_rank:
-            with patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full")):
+            with patch.object(SigningWriter, "write_data", side_effect=OSError("disk full")):
                 original(args, state, *rest)
         else:
             original(args, state, *rest)
