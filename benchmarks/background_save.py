@@ -80,7 +80,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     """Print the rows of a format."""
     args, parts = build(flags, folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    background = BackgroundSaves(args, device, quiet)
+    background = BackgroundSaves(args, device, quiet, lambda progress: None)
     times: dict[str, list[float]] = {}
     for number in range(1, rounds + 2):
         progress = Progress(iteration=number)

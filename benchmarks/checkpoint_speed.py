@@ -185,13 +185,10 @@ class OwnCheckpoint:
     def save_without_digests(self, folder: Path) -> None:
         """Save as plain DCP does: no digests, and no directory is renamed."""
         state = checkpointing.run_state(self.args, Progress(1), self.scheduler, with_rng=True)
-        parts = (self.model, self.optimizer, folder)
-        with mock.patch.object(
-            fsdp_dtensor_checkpoint,
-            "writer_and_planner",
-            lambda target: (SigningWriter(target, signs=False), EvenPlanner()),
-        ):
-            fsdp_dtensor_checkpoint.save(self.args, state, *parts)
+        content = fsdp_dtensor_checkpoint.collect(self.args, state, self.model, self.optimizer)
+        unsigned = partial(SigningWriter, signs=False)
+        with mock.patch.object(fsdp_dtensor_checkpoint, "SigningWriter", unsigned):
+            fsdp_dtensor_checkpoint.write(self.args, content, folder)
 
     def load(self, folder: Path, verify: bool = True) -> None:
         """Load what :meth:`save` has saved."""

@@ -8,9 +8,9 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
 
+from megatron.checkpoint.core.dcp_saving import SigningWriter
 from megatron.pretrain import checkpointing
 from tests.pretrain.saved_runs import (
     DROPOUT,
@@ -274,7 +274,7 @@ def failing_save(command_line: str, failing_rank: int) -> str:
 
     def write(args: Any, content: dict[str, Any], target: Path) -> None:
         if content["iteration"] == 2 and dist.get_rank() == failing_rank:
-            with patch.object(dcp.FileSystemWriter, "write_data", side_effect=OSError("disk full")):
+            with patch.object(SigningWriter, "write_data", side_effect=OSError("disk full")):
                 original(args, content, target)
         else:
             original(args, content, target)

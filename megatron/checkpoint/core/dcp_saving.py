@@ -193,11 +193,12 @@ class SigningWriter(FileSystemWriter):
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[Any] = []
+        numbers: dict[tuple[Any, ...], bytes] = {}
         with ThreadPoolExecutor(1) as thread, open(Path(self.path) / name, "wb") as file:
             stream = _Stream(file, thread if self._signs else None)
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 start = stream.size
-                _write(planner.resolve_data(item), stream)
+                _write(planner.resolve_data(item), stream, numbers)
                 info = _StorageInfo(name, start, stream.size - start)
                 results.append(WriteResult(item.index, info.length, info))
             file.flush()
@@ -234,11 +235,35 @@ class _WrittenFile:
     digest: FileDigest
 
 
-def _write(data: torch.Tensor | io.BytesIO, stream: _Stream) -> None:
-    if isinstance(data, torch.Tensor):
-        torch.save(without_others(data), stream)
-    else:
+def _write(
+    data: torch.Tensor | io.BytesIO, stream: _Stream, numbers: dict[tuple[Any, ...], bytes]
+) -> None:
+    """Write one entry.
+
+    Args:
+        data: a tensor, or the pickle of an object.
+        stream: is written to.
+        numbers: scalars that were written -> their bytes in the file. The steps of Adam are
+            thousands of equal ones.
+    """
+    if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
+        return
+    tensor = without_others(data)
+    if tensor.nbytes >= _LARGE:
+        torch.save(tensor, stream)
+        return
+    key = None
+    if not tensor.ndim:
+        key = (tensor.dtype, tensor.reshape(1).view(torch.uint8).numpy().tobytes())
+    content = numbers.get(key) if key is not None else None
+    if content is None:
+        buffer = io.BytesIO()  # torch.save writes forty times
+        torch.save(tensor, buffer)
+        content = buffer.getvalue()
+    if key is not None:
+        numbers[key] = content
+    stream.write(content)
 
 
 def without_others(tensor: torch.Tensor) -> torch.Tensor:
@@ -256,7 +281,7 @@ def without_others(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Stream(io.RawIOBase):
-    """What ``torch.save`` writes into: a file, of which the digest is computed.
+    """A file that ``torch.save`` can write into, of which the digest is computed meanwhile.
 
     Args:
         file: is written to.

@@ -48,15 +48,14 @@ class SafeReader(FileSystemReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the items of a plan."""
         headers = QuickHeaders()
-        items_of_files: dict[str, list[tuple[int, ReadItem]]] = {}
-        for number, item in enumerate(plan.items):
-            name = self.storage_data[item.storage_index].relative_path
-            items_of_files.setdefault(name, []).append((number, item))
-        for name, items in items_of_files.items():
+        places: dict[str, list[tuple[_StorageInfo, ReadItem]]] = {}
+        for item in plan.items:
+            info: _StorageInfo = self.storage_data[item.storage_index]
+            places.setdefault(info.relative_path, []).append((info, item))
+        for name, items in places.items():
             path = Path(self.path) / name
             with open(path, "rb", buffering=0) as file:
-                for _, item in sorted(items, key=self._position):
-                    info: _StorageInfo = self.storage_data[item.storage_index]
+                for info, item in sorted(items, key=lambda place: place[0].offset):
                     if item.type == LoadItemType.BYTE_IO:
                         data = os.pread(file.fileno(), info.length, info.offset)
                         planner.load_bytes(item, io.BytesIO(data))
@@ -68,10 +67,6 @@ class SafeReader(FileSystemReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _position(self, numbered: tuple[int, ReadItem]) -> tuple[int, int]:
-        number, item = numbered
-        return self.storage_data[item.storage_index].offset, number
 
 
 def _read_region(
