@@ -26,6 +26,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,7 +40,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.core.dcp_saving import SigningWriter
 from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint, ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.frozen import FrozenArguments
