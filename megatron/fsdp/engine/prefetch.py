@@ -130,7 +130,7 @@ class Prefetcher:
         self._prefetched.discard(unit)
         if unit in self._of_next_forward:
             self._of_next_forward.discard(unit)
-            if unit.is_outdated:
+            if any(group.is_outdated for group in unit.groups):
                 unit.reshard()
         blockers = {group.blocker for group in unit.groups if group.blocker is not None}
         for other in self._units if blockers else ():

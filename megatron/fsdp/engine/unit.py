@@ -174,11 +174,6 @@ class Unit:
         """True if the compute parameters have the values of the main weights."""
         return all(group.is_readable for group in self.groups)
 
-    @property
-    def is_outdated(self) -> bool:
-        """True if main weights may have been edited since the last all-gather started."""
-        return any(group.is_outdated for group in self.groups)
-
     # ---- backward
 
     def begin_backward(self, call: UnitCall) -> None:
