@@ -18,15 +18,7 @@ from tests.rank_pool import run_ranks
 SHORT = f"{LINE} --train-iters 7 --save-interval 3"
 
 
-@pytest.mark.parametrize(
-    ("rendezvous", "num_agents"),
-    [
-        pytest.param(
-            *each, marks=[pytest.mark.exhaustive] if number else [], id=f"{each[0]}_{each[1]}"
-        )
-        for number, each in enumerate(SETTINGS)
-    ],
-)
+@pytest.mark.parametrize(("rendezvous", "num_agents"), SETTINGS)
 def test_a_killed_rank_is_started_again_and_no_loss_changes(
     rendezvous: str, num_agents: int, commands: dict[str, str], tmp_path: Path
 ) -> None:
