@@ -48,6 +48,7 @@ from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
+from megatron.pretrain.saved_schedule import load_schedule, rates_of
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 """Name of a checkpoint format -> the module with its ``collect``, ``write`` and ``load``."""
@@ -267,14 +268,14 @@ def load(
     is_converted = args.use_megatron_fsdp and format_of(path) != FSDP_DTENSOR
     readable = open_converted(path, args, say) if is_converted else path
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
-    rates = _rates(scheduler) if with_optimizer else []
+    rates = rates_of(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, readable)
 
     if optimizer is not None and not with_optimizer:
         optimizer.reload_model_params()  # its fp32 weights are those that were loaded
     progress = Progress() if source.weights_only else Progress.of_checkpoint(loaded)
     if with_optimizer:
-        _load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
+        load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         _load_random_state(loaded.get("rng_state"), path, say)
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
@@ -401,54 +402,3 @@ def _compare_vocabulary(saved_rows: int | None, rows: int, source: Path, say: Sa
             " part in the loss, which is another one now; --padded-vocab-size"
             f" {saved_rows} keeps it"
         )
-
-
-# ---- the schedule of learning rate and weight decay
-
-
-def _rates(scheduler: OptimizerParamScheduler) -> list[dict[str, Any]]:
-    """Return the highest and lowest learning rate of every param group."""
-    return [
-        {name: group.get(name) for name in ("max_lr", "min_lr")}
-        for group in scheduler.optimizer.param_groups
-    ]
-
-
-def _load_schedule(
-    scheduler: OptimizerParamScheduler, saved: dict[str, Any], rates: list[dict[str, Any]]
-) -> None:
-    """Set the schedule to the step of the saved one.
-
-    Args:
-        scheduler: of this run. The param groups of its optimizer have the file's rates already.
-        saved: the state of the file's schedule.
-        rates: the highest and lowest rates of this run's groups before the load.
-
-    Raises:
-        ValueError: lists the settings that differ, unless a flag says which ones count.
-    """
-    if scheduler.override_opt_param_scheduler:
-        for group, own in zip(scheduler.optimizer.param_groups, rates):
-            group.update(own)
-    elif not scheduler.use_checkpoint_opt_param_scheduler:
-        different = _differences(saved, scheduler.state_dict())
-        for number, (theirs, own) in enumerate(zip(_rates(scheduler), rates)):
-            different += [f"param group {number}, {line}" for line in _differences(theirs, own)]
-        different = agree(different)  # a rank does not know the rates of groups empty on it
-        if different:
-            raise ValueError(
-                "the checkpoint has another schedule of learning rate and weight decay (steps count"
-                " samples):\n  "
-                + "\n  ".join(different)
-                + "\n--use-checkpoint-opt-param-scheduler takes the file's,"
-                " --override-opt-param-scheduler this run's"
-            )
-    scheduler.load_state_dict(saved)
-
-
-def _differences(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}: {value} in the file, {own[name]} in this run"
-        for name, value in saved.items()
-        if name != "num_steps" and name in own and own[name] != value
-    ]

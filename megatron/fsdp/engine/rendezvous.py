@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
@@ -114,9 +113,7 @@ def _pauses(deadline: float) -> Iterator[None]:
         yield
 
 
-def _rendezvous(
-    url: str, timeout: timedelta = dist.default_pg_timeout, **options: Any
-) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous(url: str, timeout: timedelta, **options: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield the store of this attempt, this rank and the number of ranks."""
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":

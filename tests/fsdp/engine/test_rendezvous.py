@@ -107,6 +107,6 @@ def test_only_a_store_of_an_agent_is_divided(
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     if agent is not None:
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
-    store, rank, world_size = next(dist.rendezvous(rendezvous.INIT_METHOD))
+    store, rank, world_size = next(dist.rendezvous(rendezvous.INIT_METHOD, timeout=PATIENCE))
     assert (rank, world_size) == (0, 1)
     assert isinstance(store, dist.PrefixStore if agent == "True" else dist.TCPStore)

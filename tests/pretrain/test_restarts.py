@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank killed by SIGKILL under the real torchrun, with ranks that are quick to start.
+
+`restarts.py` kills more of them, at random moments.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch.distributed.run
+
+from tests.pretrain.restarts import LINE, PROGRAM, SETTINGS, RestartedJob
+from tests.pretrain.training_runs import train
+from tests.rank_pool import run_ranks
+
+SHORT = f"{LINE} --train-iters 7 --save-interval 3"
+
+
+@pytest.mark.parametrize(("rendezvous", "num_agents"), SETTINGS)
+def test_a_killed_rank_is_started_again_and_no_loss_changes(
+    rendezvous: str, num_agents: int, commands: dict[str, str], tmp_path: Path
+) -> None:
+    job = RestartedJob(
+        tmp_path,
+        rendezvous,
+        num_agents,
+        SHORT,
+        command=["python", torch.distributed.run.__file__],
+        program=["--no-python", "python", PROGRAM],
+        environment=commands,
+    )
+    try:
+        assert job.wait(lambda: len(job.steps()) > 4, 0.02)
+        os.kill(job.ranks()[1], signal.SIGKILL)
+        assert not job.wait(lambda: False, 0.05), "it ends well"
+    finally:
+        job.stop()
+    assert len(job.steps()) > 7
+    assert [each["train"] for each in job.history()] == run_ranks(2, train, SHORT)[0][0].losses
