@@ -74,7 +74,7 @@ class Strike:
 
 @dataclass
 class Attempt:
-    """What is known of a run that has ended, however it did.
+    """The facts that are known of a run that has ended, however it did.
 
     Attributes:
         loaded: iteration that it began at, None if it did not come so far.
