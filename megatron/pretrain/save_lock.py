@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from megatron.checkpoint.core import durable
 from megatron.pretrain.errors import RunError
 
 LOCK = ".save_lock"
@@ -61,6 +62,9 @@ def _make_directories(folder: Path) -> list[Path]:
     """Make a directory with its parents and return those that are new, the lowest first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(OSError):  # a directory above that may not be read
+            durable.sync_directory(path.parent)
     return missing
 
 

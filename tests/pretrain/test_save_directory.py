@@ -25,12 +25,12 @@ from tests.pretrain.test_pretrain_gpt import ROOT, tree
 from tests.pretrain.training_runs import refuse, train
 from tests.rank_pool import run_ranks
 
-SHORT = f"{LINE} --train-iters 2 --save-interval 1"
+SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 
 
 def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> None:
     mine, other = tmp_path / "mine", tmp_path / "other"
-    run_ranks(2, train, f"{SHORT} --save {mine}")
+    run_ranks(2, train, f"{SHORT} --save {mine} --exit-interval 2")
     before = tree(tmp_path)
     for flags in ("", f"--load {other}", f"--load {mine} --finetune", f"--load {mine}/../mine/x"):
         first, second = run_ranks(2, refuse, f"{SHORT} --save {mine} {flags}")
@@ -38,12 +38,11 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
         for way_out in (f"--load {mine}", "another --save", "--overwrite"):
             assert way_out in first
         assert tree(tmp_path) == before
-    longer = f"{SHORT} --train-iters 3"
     going_on, elsewhere, anew = run_ranks(
         2,
         train,
-        f"{longer} --save {mine} --load {mine}",
-        f"{longer} --save {other} --load {mine} --ckpt-step 1",
+        f"{SHORT} --save {mine} --load {mine}",
+        f"{SHORT} --save {other} --load {mine} --ckpt-step 1",
         f"{SHORT} --save {mine} --overwrite --exit-interval 1",
     )[0]
     assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
