@@ -354,7 +354,7 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     """
     state = small_models.state_of(small_models.shapes_of())
     target = torch_dist.target(state, choose_spelling(state))
-    for position, entry in enumerate(target._entries):
+    for position, entry in enumerate(target.entries):
         for name in shifted:
             key, index = choose_spelling(state).stacked_key(name)
             if (
@@ -365,11 +365,9 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
                 moved = in_memory(
                     torch.roll(entry.tensor.read().reshape(-1), 3).reshape(entry.tensor.shape)
                 )
-                target._entries[position] = type(entry)(
-                    entry.key, entry.shape, entry.offsets, moved
-                )
+                target.entries[position] = type(entry)(entry.key, entry.shape, entry.offsets, moved)
     conversion.convert(
-        type(target)(target._entries, extra_files=target._extra_files),
+        type(target)(target.entries, extra_files=target._extra_files),
         new_checkpoint(path, 3),
         "x",
         show_progress=False,

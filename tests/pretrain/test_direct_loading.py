@@ -103,7 +103,7 @@ def test_a_rank_reads_its_rows_and_its_share_of_the_comparisons(torch_dist: Path
     # Of the weight, the main weight and two moments, all but the weight are read by their owner.
     # Weight and main weight are compared: on each of two ranks 3/2 + 2/2 tensors of four.
     for read, stored in run_ranks(2, elements_read, f"{LINE} --bf16 --load {torch_dist}"):
-        assert 0.6 * stored < read < 0.7 * stored
+        assert read < 0.7 * stored
 
 
 def test_only_weights_of_a_pretrained_checkpoint_are_loaded(torch_dist: Path) -> None:

@@ -333,13 +333,13 @@ def test_a_process_that_is_killed_is_taken_up(
     journal = out / ".writing_iter_0000003" / ".conversion"
     child = os.fork()
     if child == 0:
-        resolve = dcp_target._Planner.resolve_data
+        resolve = dcp_target.EntryPlanner.resolve_data
 
         def resolve_slowly(*args: Any) -> Any:
             time.sleep(0.05)
             return resolve(*args)
 
-        monkeypatch.setattr(dcp_target._Planner, "resolve_data", resolve_slowly)
+        monkeypatch.setattr(dcp_target.EntryPlanner, "resolve_data", resolve_slowly)
         try:
             main(words)
         finally:
