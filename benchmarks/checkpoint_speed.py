@@ -4,10 +4,11 @@
     OMP_NUM_THREADS=1 torchrun --nproc_per_node 2 benchmarks/checkpoint_speed.py
 
 Builds a GPT model with --use-megatron-fsdp as pretrain_gpt.py does, with FLAGS after ``--``, and an
-FSDP2 model of the same parameters with AdamW, whose state is complete. Rounds alternate: each saves
-and loads both, into a new directory each. Files are read from memory, where the save has left them.
-Prints a table in Markdown of the median seconds, each with its ratio to plain DCP, and the peak
-of host memory beyond what a rank had before, as the kernel counts it.
+FSDP2 model of the same parameters with AdamW, whose state is complete. Each round saves and loads
+both, in another order than the round before, into new directories under TMPDIR. Files are read from
+memory, where the save has left them. Prints a table in Markdown of the median seconds, each with
+its ratio to plain DCP, and the peak of a rank's memory beyond what it had before, as the kernel
+counts it.
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ def measure(own: OwnCheckpoint, plain: PlainCheckpoint, rounds: int, root: Path)
     measured = {title: Measured() for title in rows}
     for number in range(rounds + 1):
         on_first_rank(lambda: [(root / name).mkdir(parents=True) for name in ("plain", "bare")])
-        for title, (action, name) in rows.items():
+        for title in in_turn(list(rows), number):
+            action, name = rows[title]
             if number:
                 measured[title].add(lambda action=action, name=name: action(root / name))
             else:
@@ -231,6 +233,13 @@ def measure(own: OwnCheckpoint, plain: PlainCheckpoint, rounds: int, root: Path)
             report_sizes(root)
         on_first_rank(lambda: shutil.rmtree(root))
     return measured
+
+
+def in_turn(titles: list[str], number: int) -> list[str]:
+    """Return the saves and then the loads, each beginning with another one in every round."""
+    first, last = titles[:3], titles[3:]
+    turn = number % 3
+    return [*first[turn:], *first[:turn], *last[turn:], *last[:turn]]
 
 
 def report_sizes(root: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,23 @@ Source = Path | StorageReader
 """A directory in this format, or a reader of what a conversion would write there."""
 
 
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector.
+
+    A save or a load makes thousands of objects that stay, for which it would look through all
+    objects of the process, once or twice.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
 def collect(
     args: argparse.Namespace,
     state: dict[str, Any],
@@ -82,6 +101,7 @@ def collect(
     return content
 
 
+@collector_paused()
 def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
     """Write what :func:`collect` returned into the directory ``target``; a collective.
 
@@ -97,6 +117,7 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
         save_entries(content, storage_writer=SigningWriter(target), planner=EvenPlanner())
 
 
+@collector_paused()
 def load(
     args: argparse.Namespace,
     state: dict[str, Any],

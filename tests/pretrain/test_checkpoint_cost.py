@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves and loads of fsdp_dtensor: their collectives, and the bytes that each rank moves."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.core.dcp_saving import without_others
 from megatron.checkpoint.core.manifest import MANIFEST, Manifest, digest_of
+from megatron.pretrain.fsdp_dtensor_checkpoint import collector_paused
 from megatron.pretrain.progress import Progress
 from tests.pretrain.saved_runs import FSDP, STRATEGIES
 from tests.pretrain.training_runs import SMALL, build, load_checkpoint, save_checkpoint
@@ -155,3 +157,16 @@ def test_a_part_of_a_flat_buffer_is_written_without_a_copy() -> None:
     columns = flat.view(10, 10)[:, 2:4]
     assert torch.equal(without_others(columns), columns)
     assert without_others(columns).untyped_storage().nbytes() == columns.nbytes
+
+
+def test_the_garbage_collector_is_as_it_was_after_a_save() -> None:
+    assert gc.isenabled()
+    with pytest.raises(OSError), collector_paused():
+        assert not gc.isenabled()
+        raise OSError
+    assert gc.isenabled()
+    gc.disable()
+    with collector_paused():
+        assert not gc.isenabled()
+    assert not gc.isenabled()
+    gc.enable()
