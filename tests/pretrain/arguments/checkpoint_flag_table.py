@@ -9,6 +9,10 @@ from tests.pretrain.arguments.flag_rows import (
     shown,
 )
 
+SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
+IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
+NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
+SHARED_WORK = "how ranks share the work of a checkpoint is fixed"
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
