@@ -12,6 +12,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.core import durable
+
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Stands for the iteration of initial weights that were converted from another program."""
@@ -20,6 +22,8 @@ CONVERSION_JOURNAL = ".conversion"
 """Directory in the staging directory of a conversion, with the result of every finished part."""
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
+_TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
+"""Files that are written before they replace another one; the second name is of older versions."""
 
 
 def iteration_directory(root: str | Path, iteration: int | str) -> Path:
@@ -42,6 +46,16 @@ def find(root: str | Path, iteration: int | str) -> Path | None:
 
 def _replaced(final: Path) -> Path:
     return final.with_name(f".old_{final.name}")
+
+
+def iterations(root: str | Path) -> list[int]:
+    """Return the iterations that :func:`find` finds in a directory, the newest first."""
+    found = set()
+    for path in Path(root).glob("*iter_*"):
+        number = _ITERATION.match(path.name.removeprefix(".old_"))
+        if number is not None and path.is_dir():
+            found.add(int(number[1]))
+    return sorted(found, reverse=True)
 
 
 def staging_directory(root: str | Path, iteration: int | str) -> Path:
@@ -67,6 +81,11 @@ def read_tracker(root: str | Path) -> int | str | None:
     if not text.isdecimal():
         raise ValueError(f"{path} should hold an iteration number but holds {text[:40]!r}")
     return int(text)
+
+
+def write_tracker(root: str | Path, iteration: int | str) -> None:
+    """Name the newest complete iteration in the tracker file."""
+    durable.write_text(Path(root) / TRACKER, str(iteration))
 
 
 def locate(path: str | Path) -> Path:
@@ -125,7 +144,7 @@ class OutputDirectory:
             return
         if self.final.exists():
             self.final.rmdir()  # it was empty
-        self.staging.rename(self.final)
+        durable.rename(self.staging, self.final)
 
 
 def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
@@ -187,44 +206,53 @@ def prepare(root: str | Path, iteration: int | str) -> Path:
 
     What saves that were killed have left is removed.
     """
-    _remove_leftovers(Path(root))
+    if Path(root).is_dir():
+        tidy(root)
     staging = staging_directory(root, iteration)
     shutil.rmtree(staging, ignore_errors=True)  # a conversion of the same iteration
     staging.mkdir(parents=True)
     return staging
 
 
-def _remove_leftovers(root: Path) -> None:
+def tidy(root: str | Path) -> None:
+    """Remove what saves that were killed have left; called on one rank.
+
+    An iteration that was to be replaced, and was not yet, gets its name back.
+    """
+    root = Path(root)
     for staging in root.glob(".writing_*"):
         if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
             shutil.rmtree(staging)
     for old in root.glob(".old_*"):
-        if old.with_name(old.name.removeprefix(".old_")).exists():  # otherwise it is the only one
+        final = old.with_name(old.name.removeprefix(".old_"))
+        if final.exists():
             shutil.rmtree(old)
-    for temporary in root.glob(".*.tmp"):
-        if temporary.is_file():
-            temporary.unlink()
+        else:
+            durable.rename(old, final)
+    for deleted in root.glob(".deleted_*"):
+        shutil.rmtree(deleted)
+    for pattern in _TEMPORARY:
+        for temporary in root.glob(pattern):
+            if temporary.is_file():
+                temporary.unlink()
 
 
 def publish(root: str | Path, iteration: int | str) -> Path:
     """Make a completely written checkpoint visible: rename it, then point the tracker at it.
 
-    Called on one rank.
+    Called on one rank, when the disk has the content of the files. Each step is on the disk before
+    the next one, so that a loss of power leaves what a kill leaves.
     """
     staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
     old = _replaced(final)
+    for directory, _, _ in os.walk(staging, topdown=False):
+        durable.sync_directory(Path(directory))
     if final.exists():
         if old.exists():
             shutil.rmtree(old)
-        final.rename(old)
-    staging.rename(final)
-    tracker = Path(root) / TRACKER
-    new = tracker.with_suffix(".new")
-    with open(new, "w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(tracker)
+        durable.rename(final, old)
+    durable.rename(staging, final)
+    write_tracker(root, iteration)
     shutil.rmtree(old, ignore_errors=True)
     return final
 
@@ -239,7 +267,10 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
 
     Called on one rank.
     """
-    for path in sorted(Path(root).glob("iter_*")):
-        number = path.name.removeprefix("iter_")
-        if number.isdigit() and int(number) != newest and int(number) % interval:
-            shutil.rmtree(path)
+    for iteration in iterations(root):
+        path = iteration_directory(root, iteration)
+        if iteration != newest and iteration % interval and path.is_dir():
+            # A kill must not leave a part of it under the name of a checkpoint.
+            deleted = path.with_name(f".deleted_{path.name}")
+            durable.rename(path, deleted)
+            shutil.rmtree(deleted)

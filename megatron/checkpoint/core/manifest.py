@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron.checkpoint.core import durable
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -60,12 +61,16 @@ def is_of_rank(name: str, rank: int, world_size: int) -> bool:
 
 
 def digests_of_rank(directory: Path, rank: int, world_size: int) -> dict[str, FileDigest]:
-    """Return the digests of the files of a new checkpoint that are this rank's share, by name."""
-    return {
-        name: digest_of(directory / name)
-        for name in _files(directory)
-        if name != MANIFEST and is_of_rank(name, rank, world_size)
-    }
+    """Return the digests of the files of a new checkpoint that are this rank's share, by name.
+
+    The disk has these files afterwards: not every format waits for it.
+    """
+    digests = {}
+    for name in _files(directory):
+        if name != MANIFEST and is_of_rank(name, rank, world_size):
+            durable.sync_file(directory / name)
+            digests[name] = digest_of(directory / name)
+    return digests
 
 
 def _files(directory: Path) -> list[str]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories of checkpoints: what is visible is complete, whatever was interrupted."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,14 @@ def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     (tmp_path / ".writing_iter_0000005" / CONVERSION_JOURNAL).mkdir(parents=True)
     for old in (".old_iter_0000003", ".old_iter_0000002"):
         (tmp_path / old).mkdir()
-    (tmp_path / ".loss.png.123.tmp").touch()
+    (tmp_path / ".deleted_iter_0000001").mkdir()
+    for temporary in (".loss.png.123.tmp", "latest_checkpointed_iteration.new"):
+        (tmp_path / temporary).touch()
     prepare(tmp_path, 6)
     assert visible(tmp_path) == [
-        ".old_iter_0000002",  # the only copy of this iteration
         ".writing_iter_0000005",  # a conversion, which can be continued
         ".writing_iter_0000006",
+        "iter_0000002",  # the only copy of this iteration
         "iter_0000003",
         TRACKER,
     ]
@@ -157,14 +160,14 @@ def test_a_save_that_was_killed_while_it_replaced_an_iteration_loses_nothing(
         (prepare(tmp_path, 3) / "content").write_text("complete")
         if find(tmp_path, 3) is None:
             publish(tmp_path, 3)
-    original = Path.rename
+    original = os.replace
 
-    def killed(self: Path, target: Path) -> Path:
-        if self.name.startswith(".writing"):
+    def killed(source: Path, target: Path) -> None:
+        if source.name.startswith(".writing"):
             raise KeyboardInterrupt
-        return original(self, target)
+        original(source, target)
 
-    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         publish(tmp_path, 3)
     monkeypatch.undo()
@@ -173,3 +176,31 @@ def test_a_save_that_was_killed_while_it_replaced_an_iteration_loses_nothing(
     prepare(tmp_path, 3)
     publish(tmp_path, 3)
     assert find(tmp_path, 3) == iteration_directory(tmp_path, 3)
+
+
+def test_each_step_of_publishing_is_on_the_disk_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 3)
+    (prepare(tmp_path, 3) / "file").touch()
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+        fsync(descriptor)
+
+    def replaced(source: Path, target: Path) -> None:
+        events.append(f"rename to {target.name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", replaced)
+    publish(tmp_path, 3)
+    root = tmp_path.name
+    assert events == [
+        "sync .writing_iter_0000003",
+        *("rename to .old_iter_0000003", f"sync {root}"),
+        *("rename to iter_0000003", f"sync {root}"),
+        *(f"sync .{TRACKER}.tmp", f"rename to {TRACKER}", f"sync {root}"),
+    ]

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of files that outlast a loss of power: written, and then on the disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Errors of file systems that cannot write a directory out, and need not be told to."""
+
+
+def sync_file(path: Path) -> None:
+    """Wait until the disk has the content of a file."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has the names in a directory: new, renamed and removed ones."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Give a file or directory another name in the same directory, durably."""
+    os.replace(source, target)
+    sync_directory(target.parent)
+
+
+def temporary_of(path: Path) -> Path:
+    """Return the name under which a file is written before it replaces ``path``."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file, or replace one, so that it has the old or the new text at any time."""
+    temporary = temporary_of(path)
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    rename(temporary, path)
