@@ -5,7 +5,8 @@
 #   bash examples/megatron_fsdp/pretrain_gpt_laptop.sh [more flags of pretrain_gpt.py]
 #
 # Flags given here come last and win: `--train-iters 20` makes it short.
-# Results: checkpoints/pretrain (checkpoints at steps 125 and 250) and tensorboard/pretrain (loss curves).
+# Results: checkpoints/pretrain (checkpoints at steps 125 and 250) and tensorboard/pretrain (loss curves). Started again, it
+# begins anew and overwrites them; `--load checkpoints/pretrain` continues them instead.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -40,6 +41,7 @@ OUTPUT=(
     --eval-iters 4
     --log-interval 10
     --save checkpoints/pretrain
+    --overwrite
     --save-interval 125
     --tensorboard-dir tensorboard/pretrain
 )

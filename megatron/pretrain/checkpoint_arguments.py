@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -27,7 +27,9 @@ from megatron.checkpoint.hugging_face.model_arguments import (
 )
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, COMMON_OBJECT, read_common
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoint_source import Say
+
+if TYPE_CHECKING:
+    from megatron.pretrain.checkpoint_source import Say
 
 CAPACITY = (
     "moe_expert_capacity_factor",

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a run loads: which one --load and --pretrained-checkpoint name."""
+"""The checkpoint that a run loads: the newest sound one of --load and --pretrained-checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.safe_pickle import RefusedPickleError
+from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.pretrain.checkpoint_arguments import stored_arguments
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
+
+Damage = dict[Path, str]
+"""Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +26,24 @@ class CheckpointSource:
     """A checkpoint to load."""
 
     path: Path
+    iteration: int | str
     weights_only: bool
     """Load the weights and start anew: no optimizer state, no schedule, no progress."""
+    is_newest: bool
+    """It was chosen for being the newest sound one, not by --ckpt-step."""
 
 
-def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
-    """Return the checkpoint to load, None to start from scratch.
+def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
+    """Return the checkpoint to load, None to start from scratch; reads no tensor.
 
     Args:
         args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
             loaded with ``finetune``. Of ``pretrained_checkpoint`` only weights are ever loaded.
-            ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint.
+            ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint, and
+            ``no_load_fallback`` one whose newest is damaged.
         say: prints a line.
+        damage: what earlier calls and :func:`pass_over` have put in is passed over; what else is
+            passed over is put in.
 
     Raises:
         ValueError: there is no such checkpoint, or it is not clear which one is meant.
@@ -40,15 +53,14 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
         if not root:
             continue
         is_given = root == load and args.ckpt_step is not None
-        iteration = args.ckpt_step if is_given else _newest(root)
+        iteration = args.ckpt_step if is_given else _newest_sound(root, args, damage)
         if iteration is None:
             continue
         path = directory.find(root, iteration)
         if path is None:
-            missing = directory.iteration_directory(root, iteration)
-            inside = ", ".join(_checkpoints_in(root)) or "none"
-            raise ValueError(f"there is no checkpoint {missing}; in {root} are: {inside}")
-        return CheckpointSource(path, weights_only or iteration == directory.RELEASE)
+            raise ValueError(_absent(root, iteration))
+        is_weights = weights_only or iteration == directory.RELEASE
+        return CheckpointSource(path, iteration, is_weights, not is_given)
     if pretrained:
         raise ValueError(f"--pretrained-checkpoint {pretrained} has no {directory.TRACKER}")
     if load and (args.exit_on_missing_checkpoint or args.finetune):
@@ -59,36 +71,134 @@ def find_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     return None
 
 
-def _newest(root: str) -> int | str | None:
-    """Return the newest complete iteration of a directory, None if it has no checkpoint at all.
+def pass_over(
+    args: argparse.Namespace, source: CheckpointSource, problem: str, damage: Damage
+) -> None:
+    """Let :func:`find_source` take the checkpoint before ``source``, which is damaged.
 
     Raises:
-        ValueError: it is a file, or has checkpoints and does not say which one is the newest. A run
-            must not begin from scratch beside them.
+        ValueError: the problem, if this very checkpoint was asked for.
+    """
+    if args.no_load_fallback or not source.is_newest:
+        raise ValueError(problem)
+    damage[source.path] = problem
+
+
+def fallback_lines(
+    args: argparse.Namespace, source: CheckpointSource, damage: Damage
+) -> Iterator[str]:
+    """Yield a line for each damaged file or checkpoint for which ``source`` is the substitute."""
+    for path, problem in damage.items():
+        line = f"{' '.join(problem.split())}. {source.path.name} is loaded instead"
+        if path.name != directory.TRACKER and continues_in(args.save, source):
+            line += ", and the damaged one is replaced when this run saves that iteration"
+        yield line
+
+
+def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
+    """Return True if the run goes on with the checkpoints of its --save directory."""
+    if not save or source is None or source.weights_only:
+        return False
+    return source.path.parent.resolve() == Path(save).resolve()
+
+
+# ---- the newest
+
+
+def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:
+    """Return the newest sound iteration of a directory, None if it has no checkpoint at all.
+
+    Raises:
+        ValueError: it is a file, or none of its checkpoints can be loaded, or not the one that the
+            tracker file names with --no-load-fallback. A run must not begin from scratch then.
     """
     path = Path(root)
     if path.exists() and not path.is_dir():
         raise ValueError(f"{root} is a file; a directory with checkpoints is expected")
-    iteration = directory.read_tracker(root)
-    if iteration is not None:
-        return iteration
-    if (path / ".metadata").is_file():
+    candidates, problem = _candidates(root)
+    if not candidates and (path / ".metadata").is_file():
         raise ValueError(
             f"{root} is itself the directory of one checkpoint: name the directory above it, and"
             " its iteration by --ckpt-step"
         )
-    inside = _checkpoints_in(root)
-    if inside:
-        raise ValueError(
-            f"{root} has checkpoints ({', '.join(inside)}) but no {directory.TRACKER}, which names"
-            " the newest complete one: choose one by --load and --ckpt-step, or write its iteration"
-            " into that file"
-        )
+    if problem is not None:
+        if args.no_load_fallback or not candidates:
+            raise ValueError(problem)
+        damage[path / directory.TRACKER] = problem
+    refused = []
+    for iteration in candidates:
+        found = directory.find(root, iteration) or directory.iteration_directory(root, iteration)
+        wrong = damage.get(found) or _damage_of(found, args)
+        if wrong is None:
+            return iteration
+        if args.no_load_fallback:
+            raise ValueError(wrong)
+        damage[found] = wrong
+        refused.append(wrong)
+    if len(refused) == 1:
+        raise ValueError(refused[0])
+    if refused:
+        raise ValueError(listed(f"{root} has no checkpoint that can be loaded", refused))
     return None
 
 
-def _checkpoints_in(root: str) -> list[str]:
+def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
+    """Return the iterations that may be loaded, the newest first, and the tracker's problem.
+
+    A sound tracker file decides which one is the newest: people edit it to go back.
+    """
+    there = directory.iterations(root)
+    has_release = directory.find(root, directory.RELEASE) is not None
+    try:
+        tracked = directory.read_tracker(root)
+    except ValueError as error:
+        problem = str(error)
+    else:
+        if tracked == directory.RELEASE and has_release:
+            return [directory.RELEASE], None
+        if tracked in there:
+            return [iteration for iteration in there if iteration <= int(tracked)], None
+        if tracked is None and not (there or has_release):
+            return [], None
+        problem = _absent(root, tracked) if tracked is not None else _untracked(root)
+    if there or not has_release:
+        return there, problem
+    return [directory.RELEASE], problem
+
+
+def _absent(root: str, iteration: int | str) -> str:
+    missing = directory.iteration_directory(root, iteration)
+    return f"there is no checkpoint {missing}; in {root} are: {_checkpoints_in(root)}"
+
+
+def _untracked(root: str) -> str:
+    return (
+        f"{root} has checkpoints ({_checkpoints_in(root)}) but no {directory.TRACKER}, which names"
+        " the newest complete one"
+    )
+
+
+def _checkpoints_in(root: str) -> str:
     """Return the names of the checkpoints of a directory."""
     found = [path.name for path in Path(root).glob("iter_*")]
     found += [path.name for path in Path(root).glob(directory.RELEASE)]
-    return sorted(found)
+    return ", ".join(sorted(found)) or "none"
+
+
+def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
+    """Return what is wrong with a checkpoint as far as one process sees it at once, or None.
+
+    These are missing, cut and foreign files, changes of small ones, and unreadable arguments.
+    Tensors are compared later, by all ranks.
+    """
+    try:
+        StoredCheckpoint(path, verify=not args.no_verify_integrity)
+        if args.use_checkpoint_args or not args.no_check_checkpoint_args:
+            stored_arguments(path)
+    except RefusedPickleError:
+        return None  # may be sound, and of another program: whoever loads it says so
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # files can hold anything
+        return f"{path} cannot be loaded: {type(error).__name__}: {error}"
+    return None

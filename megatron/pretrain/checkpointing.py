@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import copyreg
 import enum
-import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,38 +22,33 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.listing import listed
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import fsdp_dtensor_checkpoint, integrity, torch_dist_checkpoint
+from megatron.pretrain import (
+    fsdp_dtensor_checkpoint,
+    integrity,
+    save_directory,
+    torch_dist_checkpoint,
+)
 from megatron.pretrain.checkpoint_arguments import check_arguments
-from megatron.pretrain.checkpoint_source import Say, find_source
+from megatron.pretrain.checkpoint_source import (
+    CheckpointSource,
+    Damage,
+    Say,
+    fallback_lines,
+    find_source,
+    pass_over,
+)
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 """Name of a checkpoint format -> the module whose ``save`` and ``load`` write and read it."""
 
-
-def check_save_directory(save: str | None) -> None:
-    """Check before training that the directory ``save`` can be written to; writes nothing.
-
-    This is a collective.
-
-    Raises:
-        ValueError: on every rank.
-    """
-    problem = None
-    if save and dist.get_rank() == 0:
-        target = Path(save).absolute()
-        nearest = next(path for path in (target, *target.parents) if path.exists())
-        if not nearest.is_dir():
-            problem = f"--save {save}: {nearest} is a file, not a directory"
-        elif not os.access(nearest, os.W_OK | os.X_OK):
-            problem = f"--save {save}: no permission to write in {nearest}"
-    problems = agree([problem] if problem else [])
-    if problems:
-        raise ValueError(problems[0])
-
+SECONDS_UNTIL_VISIBLE = 10.0
+"""Time in which a shared file system shows every rank what the first one sees."""
 
 # ---- save
 
@@ -90,8 +85,6 @@ def save(
         _on_first_rank(
             lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
-    if args.log_progress:
-        _on_first_rank(lambda: _append_progress(root, progress), "cannot write progress.txt")
     say(
         f"saved checkpoint of iteration {iteration} to"
         f" {directory.iteration_directory(root, iteration)}"
@@ -154,14 +147,6 @@ def _pickle_by_value(member: enum.Enum) -> tuple[type, tuple[Any]]:
     return type(member), (member.value,)
 
 
-def _append_progress(root: str, progress: Progress) -> None:
-    with open(Path(root) / "progress.txt", "a") as file:
-        file.write(
-            f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\toperations"
-            f" {progress.num_floating_point_operations_so_far:.4e}\n"
-        )
-
-
 def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
     """Run ``action`` on the first rank, and raise its error on every rank."""
     trouble = None
@@ -192,14 +177,12 @@ def load(
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or it is of another model.
     """
-    source = find_source(args, say)
+    source = _choose_source(args, say)
     if source is None:
         return Progress()
     path = source.path
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
-    _check_format(path, args.ckpt_format)
-    integrity.check(path, verify=not args.no_verify_integrity)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
@@ -215,11 +198,53 @@ def load(
         _load_random_state(loaded.get("rng_state"), path, say)
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
+    on_first_rank(lambda: save_directory.settle(args, source))
     if source.weights_only:
         say(f"loaded the weights of {path}")
     else:
         say(f"loaded {path}, iteration {progress.iteration}")
     return progress
+
+
+def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
+    """Return the checkpoint to load, the same on every rank, None to start from scratch.
+
+    A collective. The newest may be damaged: then it is the newest of the sound ones before it.
+
+    Raises:
+        ValueError: on every rank, if there is none that may be loaded.
+    """
+    damage: Damage = {}
+    while True:
+        source = on_first_rank(lambda: find_source(args, say, damage))
+        if source is None:
+            return None
+        _wait_until_visible(source.path)
+        _check_format(source.path, args.ckpt_format)
+        try:
+            integrity.check(source.path, verify=not args.no_verify_integrity)
+            break
+        except ValueError as error:
+            pass_over(args, source, str(error), damage)
+    on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
+    for line in fallback_lines(args, source, damage):
+        say(line)
+    return source
+
+
+def _wait_until_visible(path: Path) -> None:
+    """Wait until this rank sees a directory that the first rank sees; a collective.
+
+    Raises:
+        ValueError: on every rank, naming the ranks that do not see it.
+    """
+    deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
+    while not path.is_dir() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    unseen = [] if path.is_dir() else [f"rank {dist.get_rank()} does not see {path}"]
+    problems = agree(unseen)
+    if problems:
+        raise ValueError(listed("all ranks must read the same file system", problems))
 
 
 def _check_format(source: Path, expected: str) -> None:

@@ -3,12 +3,10 @@
 
 import argparse
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import numpy as np
-import torch.distributed as dist
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
@@ -20,7 +18,7 @@ from torch.utils.data import Dataset
 
 from megatron.pretrain.corpus import standard_library_corpus
 from megatron.pretrain.dataset_files import check_samples, checked_lengths
-from megatron.pretrain.errors import RunError
+from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -31,7 +29,6 @@ SPLIT_NAMES = ("training", "validation", "test")
 
 Blend = tuple[list[str], list[float] | None]
 Bookends = tuple[float, float]
-Result = TypeVar("Result")
 
 
 @dataclass
@@ -67,7 +64,7 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
     sizes = _sizes(args)
     if not any(sizes):
         return None
-    return _on_rank_zero(lambda: _find_source(args, tokenizer, sizes))
+    return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
@@ -122,7 +119,7 @@ def build_datasets(
         dataset_class, list(sizes), lambda: True, config
     ).build()
     if not args.mock_data:
-        _on_rank_zero(lambda: _check_caches([train, valid, test]))
+        on_first_rank(lambda: _check_caches([train, valid, test]))
     return train, valid, test
 
 
@@ -198,25 +195,6 @@ def parse_blend(values: Sequence[str]) -> Blend:
             f" {' '.join(values)}"
         )
     return prefixes[1::2], numbers
-
-
-def _on_rank_zero(action: Callable[[], Result]) -> Result:
-    """Run `action` on rank 0 and return its result, or raise its error, on every rank."""
-    if not dist.is_initialized():
-        return action()
-    outcome: list[Result | Exception | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            outcome = [action()]
-        except (ValueError, OSError) as error:
-            outcome = [error]
-        except Exception as error:
-            # The other ranks wait, whatever went wrong. Not every error can be pickled.
-            outcome = [RunError(f"{type(error).__name__}: {error}")]
-    dist.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return cast(Result, outcome[0])
 
 
 def _find_source(

@@ -34,7 +34,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
-from megatron.pretrain import checkpointing
+from megatron.pretrain import checkpointing, save_directory
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.flops import training_flops
@@ -45,7 +45,7 @@ from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.model_statistics import count_zeros, number_of_parameters, params_norm
 from megatron.pretrain.profiling import profile_directory, profiling
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size
+from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size, say
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
 from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
@@ -76,7 +76,12 @@ def pretrain(args: argparse.Namespace, device: torch.device) -> Progress:
         ValueError, RunError, OSError: with a message for the user, the same on every rank where the
             cause is.
     """
-    checkpointing.check_save_directory(args.save)
+    with save_directory.reserved(args, say):
+        return run_to_the_end(args, device)
+
+
+def run_to_the_end(args: argparse.Namespace, device: torch.device) -> Progress:
+    """Do the work of :func:`pretrain` while no other run saves in the same directory."""
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
     tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
@@ -330,10 +335,11 @@ def one_or_list(items: list[Any]) -> Any:
 
 def save(run: TrainingRun) -> None:
     """Save a checkpoint, and the loss curves so far."""
+    run.report.stage(run.progress)
     checkpointing.save(
         run.args, run.model, run.optimizer, run.scheduler, run.progress, run.report.say
     )
-    run.report.keep()
+    run.report.saved(run.progress)
 
 
 def should_stop(run: TrainingRun) -> bool:

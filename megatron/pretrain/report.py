@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,16 @@ from tqdm import tqdm
 from megatron.checkpoint.core.progress import terminal_bar
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.loss_curve import draw_loss_curves
+from megatron.pretrain.loss_history import HISTORY, LossHistory
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-HISTORY = "losses.jsonl"
 PICTURE = "loss_curves.png"
+PROGRESS = "progress.txt"
+TENSORBOARD = "TensorBoard's file"
 
 
 class Report:
@@ -39,7 +42,8 @@ class Report:
     def __init__(self, args: argparse.Namespace):
         self._args = args
         self._speaks = environment_rank() == 0
-        self._history: list[dict[str, float]] = []
+        self._history = LossHistory(Path(args.save or ""))
+        self._unwritable: set[str] = set()
         self._writer: SummaryWriter | None = None
         if self._speaks and args.tensorboard_dir:
             self._writer = _open_tensorboard(args.tensorboard_dir, args.tensorboard_queue_size)
@@ -54,7 +58,10 @@ class Report:
         if not self._speaks:
             return
         if self._args.save and progress.iteration:
-            self._history = _read_history(Path(self._args.save) / HISTORY, progress.iteration)
+            with self._decorating(HISTORY):
+                note = self._history.resume(progress.iteration)
+                if note is not None:
+                    self.say(note)
         self._bar = terminal_bar(
             total=self._args.train_iters,
             initial=progress.iteration,
@@ -88,12 +95,15 @@ class Report:
         self._skipped_since_line += skipped
         shown = {name: value for name, value in values.items() if value is not None}
         if not skipped:
-            self._history.append({"iteration": progress.iteration, "train": shown["lm loss"]})
+            self._history.entries.append(
+                {"iteration": progress.iteration, "train": shown["lm loss"]}
+            )
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {shown['lm loss']:.3f}", refresh=False)
             self._bar.update(1)
         if self._writer and progress.is_multiple_of(self._args.tensorboard_log_interval):
-            self._add_scalars(self._writer, progress, shown)
+            with self._decorating(TENSORBOARD):
+                self._add_scalars(self._writer, progress, shown)
         if progress.is_multiple_of(self._args.log_interval):
             self.say(self._line(progress, shown))
             self._line_started = time.perf_counter()
@@ -154,27 +164,50 @@ class Report:
             f" {perplexity:.6E}"
         )
         if name == "validation":
-            self._history.append({"iteration": iteration, "validation": loss})
+            self._history.entries.append({"iteration": iteration, "validation": loss})
         if self._writer:
             samples = progress.consumed_train_samples
-            self._writer.add_scalar(f"lm loss {name}", loss, iteration)
-            self._writer.add_scalar(f"lm loss {name} vs samples", loss, samples)
-            if self._args.log_validation_ppl_to_tensorboard:
-                self._writer.add_scalar(f"lm loss {name} ppl", perplexity, iteration)
+            with self._decorating(TENSORBOARD):
+                self._writer.add_scalar(f"lm loss {name}", loss, iteration)
+                self._writer.add_scalar(f"lm loss {name} vs samples", loss, samples)
+                if self._args.log_validation_ppl_to_tensorboard:
+                    self._writer.add_scalar(f"lm loss {name} ppl", perplexity, iteration)
+
+    def stage(self, progress: Progress) -> None:
+        """Write the history that belongs to the checkpoint which is saved next."""
+        if self._speaks and self._args.save:
+            with self._decorating(HISTORY):
+                self._history.stage(progress.iteration)
+
+    def saved(self, progress: Progress) -> None:
+        """Report that a checkpoint has been published: keep the history that belongs to it."""
+        self.keep()
+        if self._speaks and self._args.log_progress:
+            with self._decorating(PROGRESS), open(Path(self._args.save) / PROGRESS, "a") as file:
+                file.write(
+                    f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\t"
+                    f"operations {progress.num_floating_point_operations_so_far:.4e}\n"
+                )
 
     def keep(self) -> None:
         """Write the history of losses and its plot beside the checkpoints."""
         if not (self._speaks and self._args.save):
             return
-        directory = Path(self._args.save)
-        directory.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(entry) + "\n" for entry in self._history)
-        (directory / f"{HISTORY}.new").write_text(lines)
-        (directory / f"{HISTORY}.new").replace(directory / HISTORY)
-        draw_loss_curves(directory / PICTURE, self._curve("train"), self._curve("validation"))
+        with self._decorating(HISTORY):
+            self._history.keep()
+        with self._decorating(PICTURE):
+            curves = self._history.curve("train"), self._history.curve("validation")
+            draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
 
-    def _curve(self, name: str) -> list[tuple[int, float]]:
-        return [(int(entry["iteration"]), entry[name]) for entry in self._history if name in entry]
+    @contextmanager
+    def _decorating(self, name: str) -> Iterator[None]:
+        """Go on with training where this file cannot be written, and say so once."""
+        try:
+            yield
+        except OSError as error:
+            if name not in self._unwritable:
+                self._unwritable.add(name)
+                self.say(f"{name} cannot be written, training goes on without: {error}")
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`restart_clock` out of the time that steps take."""
@@ -189,7 +222,8 @@ class Report:
         if self._bar is not None:
             self._bar.close()
         if self._writer:
-            self._writer.close()
+            with self._decorating(TENSORBOARD):
+                self._writer.close()
 
 
 def _open_tensorboard(directory: str, queue_size: int) -> SummaryWriter:
@@ -197,14 +231,6 @@ def _open_tensorboard(directory: str, queue_size: int) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(directory, max_queue=queue_size)
-
-
-def _read_history(path: Path, last_iteration: int) -> list[dict[str, float]]:
-    """Read the losses of the run that is resumed, up to ``last_iteration``."""
-    if not path.is_file():
-        return []
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return [entry for entry in entries if entry["iteration"] <= last_iteration]
 
 
 def memory_in_use() -> int:

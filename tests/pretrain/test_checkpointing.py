@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain import checkpointing
 from tests.pretrain.saved_runs import (
     DROPOUT,
@@ -197,9 +196,10 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
     for load, words in (
         (file, "is a file; a directory with checkpoints is expected"),
         (folder / "iter_0000003", "is itself the directory of one checkpoint"),
-        (without_tracker, f"has checkpoints (iter_0000002) but no {TRACKER}"),
+        (without_tracker / "iter_0000002", "has no .metadata: it is no complete checkpoint"),
     ):
-        first, second = run_ranks(2, refuse, f"{LINE} --load {load}")
+        root = without_tracker if load.parent == without_tracker else load
+        first, second = run_ranks(2, refuse, f"{LINE} --load {root}")
         assert first == second and first.startswith(f"ValueError: {load} {words}")
     unfinished = tmp_path / "unfinished"
     (unfinished / ".writing_iter_0000002").mkdir(parents=True)

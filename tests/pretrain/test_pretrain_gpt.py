@@ -319,7 +319,7 @@ def test_a_damaged_checkpoint_is_refused(
 ) -> None:
     damage(checkpoint / "iter_0000002")
     assert_refused(
-        f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1",
+        f"{LINE} --load {checkpoint} --save {checkpoint} --save-interval 1 --no-load-fallback",
         checkpoint,
         "iter_0000002",
     )
@@ -341,7 +341,7 @@ def test_a_tracker_that_points_nowhere_is_refused(
     text: str, words: list[str], checkpoint: Path
 ) -> None:
     (checkpoint / TRACKER).write_text(text)
-    assert_refused(f"{LINE} --load {checkpoint}", checkpoint, *words)
+    assert_refused(f"{LINE} --load {checkpoint} --no-load-fallback", checkpoint, *words)
 
 
 def test_a_checkpoint_in_the_other_format_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.pretrain.loss_history import HISTORY
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.report import HISTORY, PICTURE, Report
+from megatron.pretrain.report import PICTURE, PROGRESS, Report
 
 VALUES = {
     "lm loss": 2.5,
@@ -26,6 +27,7 @@ VALUES = {
 def namespace(**given: Any) -> argparse.Namespace:
     defaults = dict(
         save=None,
+        log_progress=False,
         tensorboard_dir=None,
         tensorboard_queue_size=10,
         tensorboard_log_interval=1,
@@ -174,3 +176,24 @@ def test_only_the_first_rank_reports(
     report.keep()
     report.end()
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+
+
+def test_what_only_decorates_may_fail_and_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, progress = steps(namespace(save=str(tmp_path), log_progress=True), [5.0])
+    capsys.readouterr()
+    for name in (HISTORY, PICTURE, PROGRESS):
+        (tmp_path / name).mkdir()
+    for _ in range(2):
+        report.stage(progress)
+        report.saved(progress)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    for name, line in zip((HISTORY, PICTURE, PROGRESS), lines):
+        assert line.startswith(f"{name} cannot be written, training goes on without: ")
+        (tmp_path / name).rmdir()
+    report.stage(progress)
+    report.saved(progress)
+    assert history(tmp_path) == [{"iteration": 1, "train": 5.0}]
+    assert (tmp_path / PROGRESS).read_text().startswith("iteration 1\tsamples 4\toperations ")

@@ -16,7 +16,9 @@ STRICTNESS = (
 
 CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row("--save", str, "directory to save checkpoints in"),
-    row("--load", str, "directory to load a checkpoint from"),
+    row("--overwrite", "switch", "begin anew in a --save directory that has checkpoints"),
+    row("--load", str, "directory to load the newest sound checkpoint from"),
+    row("--no-load-fallback", "switch", "stop where the newest checkpoint of --load is damaged"),
     row("--save-interval", int, "iterations between saves"),
     row(
         "--save-retain-interval",

@@ -21,9 +21,9 @@ def take_checkpoint_arguments(check: Check) -> None:
     args = check.args
     if not args.use_checkpoint_args or not (args.load or args.pretrained_checkpoint):
         return
-    lines: list[str] = []
     try:
-        source = find_source(args, lines.append)
+        # What it passes over is told by the load, which passes over the same.
+        source = find_source(args, lambda line: None, {})
         saved = stored_arguments(source.path) if source else None
     except (ValueError, OSError) as error:
         check.problems.append(f"--use-checkpoint-args: {error}")

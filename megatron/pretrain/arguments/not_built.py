@@ -309,13 +309,13 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("ckpt_step", "load", (), "needs --load"),
     Needs(
-        "use_checkpoint_args no_check_checkpoint_args",
+        "use_checkpoint_args no_check_checkpoint_args no_load_fallback",
         "load",
         (),
         "needs --load or --pretrained-checkpoint",
         unless="pretrained_checkpoint",
     ),
-    Needs("save_retain_interval log_progress", "save", (), "needs --save"),
+    Needs("save_retain_interval log_progress overwrite", "save", (), "needs --save"),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
         " tensorboard_queue_size",

@@ -320,6 +320,14 @@ CHECKPOINTS = (
     ),
     shown("--finetune", LEFT_OUT_OF_LOAD),
     shown(
+        "--no-load-fallback",
+        "test_newest_checkpoint.py::test_the_newest_itself_can_be_insisted_on",
+    ),
+    shown(
+        "--overwrite",
+        "test_save_directory.py::test_a_run_overwrites_nothing_that_it_does_not_continue",
+    ),
+    shown(
         "--ckpt-step",
         f"{CHECKPOINTING}test_a_step_that_is_not_there_is_refused_with_those_that_are",
     ),

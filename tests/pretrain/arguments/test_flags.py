@@ -216,9 +216,8 @@ READ_BY = {
     "ranks": "seed",
     "report": (
         """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
-            tensorboard_dir tensorboard_log_interval tensorboard_queue_size"""
+            tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_progress"""
     ),
-    "checkpointing": "log_progress",
     "../../pretrain_gpt": "logging_level",
 }
 

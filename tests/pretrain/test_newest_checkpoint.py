@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A load takes the newest sound checkpoint, says what it passes over, and writes nothing."""
+
+import argparse
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.directory import TRACKER
+from megatron.pretrain.arguments import parse_arguments
+from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, find_source
+from megatron.pretrain.save_directory import settle
+from tests.pretrain.saved_runs import LINE
+from tests.pretrain.test_pretrain_gpt import cut, tree
+from tests.pretrain.training_runs import Record, refuse, train
+from tests.rank_pool import run_ranks
+
+SHORT = f"{LINE} --train-iters 3 --save-interval 1"
+TWO = f"{SHORT} --exit-interval 2"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Record]:
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, run_ranks(2, train, f"{TWO} --save {folder}")[0][0]
+
+
+@pytest.fixture
+def folder(saved: tuple[Path, Record], tmp_path: Path) -> Path:
+    """Copy checkpoints of steps 1 and 2."""
+    return Path(shutil.copytree(saved[0], tmp_path / "copy"))
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "flipped_bit": lambda source: flip(source / "__1_0.distcp"),
+    "incomplete": lambda source: (source / ".metadata").unlink(),
+    "gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
+    damage: str, folder: Path, saved: tuple[Path, Record]
+) -> None:
+    DAMAGES[damage](folder / "iter_0000002")
+    line = f"{TWO} --load {folder}"
+    looked, resumed = run_ranks(2, train, line, f"{line} --save {folder}")[0]
+    for record in (looked, resumed):
+        (told,) = [text for text in record.lines if "is loaded instead" in text]
+        assert str(folder / "iter_0000002") in told and "iter_0000001 is loaded instead" in told
+        assert "\n" not in told
+        assert record.losses == saved[1].losses[1:]
+    assert (folder / TRACKER).read_text() == "2"
+    sound = run_ranks(2, train, f"{SHORT} --load {folder} --no-load-fallback")[0][0]
+    assert sound.column("iteration") == [3]
+
+
+def test_a_load_writes_nothing(folder: Path) -> None:
+    flip(folder / "iter_0000002" / "__1_0.distcp")
+    before = tree(folder)
+    run_ranks(2, train, f"{TWO} --load {folder}")
+    (folder / TRACKER).unlink()
+    run_ranks(2, train, f"{TWO} --load {folder}")
+    assert tree(folder) == {name: text for name, text in before.items() if name != TRACKER}
+
+
+def test_the_newest_itself_can_be_insisted_on(folder: Path) -> None:
+    flip(folder / "iter_0000002" / "__1_0.distcp")
+    before = tree(folder)
+    for flags in ("--no-load-fallback", "--ckpt-step 2"):
+        first, second = run_ranks(2, refuse, f"{SHORT} --load {folder} --save {folder} {flags}")
+        assert first == second and "iter_0000002 is damaged, nothing of it was loaded" in first
+    assert tree(folder) == before
+
+
+def arguments(folder: Path, **given: Any) -> argparse.Namespace:
+    flags = """pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint no_load_fallback
+        no_verify_integrity use_checkpoint_args no_check_checkpoint_args skip_train"""
+    return argparse.Namespace(
+        **{**dict.fromkeys(flags.split()), "load": str(folder), "save": str(folder), **given}
+    )
+
+
+def newest(folder: Path, **given: Any) -> tuple[CheckpointSource, Damage]:
+    damage: Damage = {}
+    source = find_source(arguments(folder, **given), lambda line: None, damage)
+    assert source is not None
+    return source, damage
+
+
+@pytest.mark.parametrize("text", [None, "", "seven", "7", "release", "\x00\x00"])
+def test_a_lost_or_damaged_tracker_file_is_rebuilt_where_the_run_saves(
+    text: str | None, folder: Path
+) -> None:
+    (folder / TRACKER).unlink()
+    if text is not None:
+        (folder / TRACKER).write_text(text)
+    source, damage = newest(folder)
+    assert source.iteration == 2 and list(damage) == [folder / TRACKER]
+    with pytest.raises(ValueError, match=TRACKER if text in (None, "seven") else "."):
+        newest(folder, no_load_fallback=True)
+    settle(arguments(folder, save=None), source)
+    settle(arguments(folder, skip_train=True), source)
+    assert ((folder / TRACKER).read_text() if text is not None else None) == text
+    settle(arguments(folder), source)
+    assert (folder / TRACKER).read_text() == "2"
+    assert newest(folder) == (source, {})
+
+
+def test_the_tracker_file_can_be_edited_to_go_back(folder: Path) -> None:
+    (folder / TRACKER).write_text("1")
+    assert newest(folder)[0].iteration == 1
+
+
+def test_a_checkpoint_under_the_name_it_has_while_it_is_replaced_is_found(folder: Path) -> None:
+    (folder / "iter_0000002").rename(folder / ".old_iter_0000002")
+    (folder / TRACKER).unlink()
+    assert newest(folder)[0].path == folder / ".old_iter_0000002"
+    directory.tidy(folder)
+    assert newest(folder)[0].path == folder / "iter_0000002"
+
+
+def test_where_every_checkpoint_is_damaged_each_is_named(folder: Path) -> None:
+    cut(folder / "iter_0000001" / "__0_0.distcp", 0.5)
+    (folder / "iter_0000002" / ".metadata").unlink()
+    with pytest.raises(ValueError, match="has no checkpoint that can be loaded") as caught:
+        newest(folder)
+    assert "__0_0.distcp is cut off" in str(caught.value)
+    assert ".metadata is missing" in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", ["", "--no-verify-integrity"])
+def test_arguments_are_taken_from_the_checkpoint_that_is_loaded(flags: str, folder: Path) -> None:
+    cut(folder / "iter_0000002" / ".metadata", 0.5)
+    line = f"{SHORT} --load {folder} --use-checkpoint-args {flags}"
+    args, notes = parse_arguments(
+        shlex.split(line), world_size=2, cuda=False, transformer_engine=False
+    )
+    assert any(f"the model is that of {folder / 'iter_0000001'}" in note for note in notes)
+    source, _ = newest(folder, use_checkpoint_args=True, no_verify_integrity=bool(flags))
+    assert source.path == folder / "iter_0000001" and args.num_layers == 2
