@@ -37,7 +37,9 @@ class CountedCollectives(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # it calls functions on its local tensors
         space, _, name = function.name().partition("::")

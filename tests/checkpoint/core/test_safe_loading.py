@@ -63,10 +63,11 @@ def assert_same(value: Any, expected: Any) -> None:
 
 
 def test_torch_and_the_safe_reader_load_the_same(saved: Path) -> None:
-    for options in (
+    readers: list[dict[str, Any]] = [
         {"checkpoint_id": saved},
         {"storage_reader": SafeReader(saved), "planner": SafePlanner()},
-    ):
+    ]
+    for options in readers:
         state = cleared(content())
         dcp.load(state, no_dist=True, **options)
         assert_same(state, content())
