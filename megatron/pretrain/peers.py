@@ -146,7 +146,7 @@ def judge(peers: Sequence[Peer]) -> Verdict:
             )
     positions = Counter(peer.beat.position for peer in peers if peer.beat.state != LEFT)
     if len(positions) > 1:
-        ((usual, most), (_, next_most), *_) = positions.most_common()
+        (usual, most), (_, next_most) = positions.most_common(2)
         if most > next_most:
             odd = [peer.beat.rank for peer in peers if peer.beat.position != usual]
             return _verdict("differs", peers, odd)

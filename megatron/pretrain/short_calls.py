@@ -102,7 +102,8 @@ class ShortCalls:
         if not is_done:
             self._is_lost = True
             raise StoreError(f"the store at {self.address} does not answer") from result
-        return result
+        value: T = result
+        return value
 
     def _work(self) -> None:
         while True:

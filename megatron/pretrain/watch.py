@@ -272,10 +272,11 @@ class Watch:
         self._leave(1)
 
     def _report_alone(self, cause: str, text: str) -> NoReturn:
-        """Print a message without the store; of several ranks the first should be enough."""
-        if self._reported is None:
-            if environment_rank() > 1:
-                time.sleep(LEAVE_SECONDS)
+        """Print a message without the store, once for the ranks that share a folder for errors."""
+        if environment_rank() > 1:
+            time.sleep(LEAVE_SECONDS)
+        files = [self._file.with_name(f"rank{rank}.txt") for rank in range(1, environment_rank())]
+        if self._reported is None and not any(map(_is_new, files)):
             beat = self._hearts.own(WAITING)
             lines = [
                 f"error: {cause}",
@@ -329,6 +330,11 @@ def _add(path: Path, text: str) -> None:
             file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
     except OSError as error:
         print(f"cannot write {path}: {error}\n{text}", file=sys.stderr, flush=True)
+
+
+def _is_new(path: Path) -> bool:
+    """Return True for a file that was written to a moment ago."""
+    return path.exists() and time.time() - path.stat().st_mtime < 4 * LEAVE_SECONDS
 
 
 def _is_of_collective(error: BaseException | None) -> bool:

@@ -73,7 +73,7 @@ def main() -> int:
     if "FAULT" in os.environ:
         install(os.environ["FAULT"])
     if "ABORTING_BACKEND" in os.environ:
-        watch.ABORTING_BACKENDS = (os.environ["ABORTING_BACKEND"],)  # type: ignore[assignment]
+        watch.ABORTING_BACKENDS = (os.environ["ABORTING_BACKEND"],)
     parse = pretrain_gpt.parse_arguments
 
     def parse_with_timeout(*args: Any, **kwargs: Any) -> tuple[argparse.Namespace, list[str]]:

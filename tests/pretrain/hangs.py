@@ -202,7 +202,8 @@ def run(
     if variant.fault:
         own["FAULT"] = variant.fault
     port = str(free_port())
-    processes, output, errors = [], folder / "output", folder / "errors"
+    processes: list[subprocess.Popen[bytes]] = []
+    output, errors = folder / "output", folder / "errors"
     with output.open("wb") as out, errors.open("wb") as err:
         for rank, command in enumerate(commands_of(variant, folder, torchrun)):
             place = {"RANK": str(rank), "WORLD_SIZE": str(variant.num_ranks)}
@@ -274,7 +275,7 @@ def marked(mark: str) -> Iterator[psutil.Process]:
 
 def main() -> int:
     """Run the variants that are named, or all, and print a line for each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Run jobs with failing ranks.")
     parser.add_argument("names", nargs="*")
     parser.add_argument("--verbose", action="store_true", help="print what runs wrote to stderr")
     wanted = parser.parse_args()

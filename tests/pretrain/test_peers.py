@@ -7,12 +7,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.fsdp.engine import recorder
+from megatron.fsdp.engine.gradients import GroupGradients
+from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.pretrain import position
 from megatron.pretrain.peers import (
     LEFT,
@@ -147,7 +152,7 @@ def test_a_heartbeat_survives_the_store() -> None:
     assert Heartbeat.from_json(sent.to_json()) == sent
 
 
-def positions_while(action: object) -> position.Position:
+def positions_while(action: Callable[[], object]) -> position.Position:
     """Return the position of the main thread while it runs `action`, from another thread."""
     found: list[position.Position] = []
 
@@ -157,7 +162,7 @@ def positions_while(action: object) -> position.Position:
 
     thread = threading.Thread(target=look)
     thread.start()
-    action()  # type: ignore[operator]
+    action()
     thread.join()
     return found[0]
 
@@ -176,3 +181,42 @@ def test_the_last_work_of_the_engine_is_known() -> None:
         pass
     found = positions_while(lambda: time.sleep(0.3))
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
+
+
+def waiting(wait: object) -> SimpleNamespace:
+    """Return what an all-gather and a reduction of a unit need, with a wait of the test's own."""
+    work = SimpleNamespace(wait=wait)
+    return SimpleNamespace(
+        unit_name="head",
+        _unit_name="head",
+        _all_gather=work,
+        _collective=work,
+        _reduction=iter([]),
+        _become=lambda state: None,
+    )
+
+
+METHODS: dict[str, Callable[[Any], object]] = {
+    "all-gather": ParamGroup.wait_for_unshard,
+    "gradient reduction": GroupGradients.advance_reduce,
+}
+
+
+@pytest.mark.parametrize("collective", METHODS)
+def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
+    group = waiting(partial(time.sleep, 0.3))
+    found = positions_while(lambda: METHODS[collective](group))
+    assert found.collective == f"the {collective} of unit 'head'"
+
+
+@pytest.mark.parametrize("collective", METHODS)
+def test_an_error_of_the_engine_names_the_unit_also_after_other_work(collective: str) -> None:
+    def fail() -> None:
+        raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:1] Connection closed by peer")
+
+    with pytest.raises(RuntimeError) as caught:
+        METHODS[collective](waiting(fail))
+    with recorder.named("decoder.layers.0", "reshard"):
+        pass
+    found = position.of_error(caught.value)
+    assert found.collective == f"the {collective} of unit 'head'"
