@@ -204,8 +204,8 @@ def message(verdict: Verdict, error: str) -> str:
         lines.append(f"rank {beat.rank} {_filled(HEADS[verdict.trouble], beat)}")
         lines.append(f"  {_history(beat)}")
     if len(verdict.failed) > SHOWN:
-        rest = [beat.rank for beat in verdict.failed[SHOWN:]]
-        lines.append(f"the same holds for {named_ranks(rest)}")
+        others = [beat.rank for beat in verdict.failed[SHOWN:]]
+        lines.append(f"the same holds for {named_ranks(others)}")
     if not verdict.failed:
         lines.append("a collective failed, and the ranks' heartbeats name no cause")
     lines += _waiting(verdict.waiting)

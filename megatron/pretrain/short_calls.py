@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 SECONDS = 5.0
 """Time that a call may take."""
@@ -34,16 +35,16 @@ class ShortCalls:
         name: of the run among those that share the store.
     """
 
-    def __init__(self, store: dist.TCPStore, name: str):
+    def __init__(self, store: TCPStore, name: str):
         self.address = f"{store.host}:{store.port}"
-        connection = dist.TCPStore(
+        connection = TCPStore(
             store.host,
             store.port,
             is_master=False,
             timeout=timedelta(seconds=SECONDS),
             wait_for_workers=False,
         )
-        self._store = dist.PrefixStore(f"peers_{name}", connection)
+        self._store = PrefixStore(f"peers_{name}", connection)
         self._is_lost = False
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="store", daemon=True).start()
@@ -60,9 +61,9 @@ class ShortCalls:
             default.set(key, uuid.uuid4().hex)
         name = default.get(key).decode()
         store = default
-        while isinstance(store, dist.PrefixStore):
+        while isinstance(store, PrefixStore):
             store = store.underlying_store
-        return cls(store, name) if isinstance(store, dist.TCPStore) else None
+        return cls(store, name) if isinstance(store, TCPStore) else None
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""

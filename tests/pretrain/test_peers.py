@@ -54,7 +54,7 @@ def beat(rank: int, **changes: object) -> Heartbeat:
         since=now - 10,
         file=f"errors/rank{rank}.txt",
     )
-    return replace(waiting, **changes)  # type: ignore[arg-type]
+    return replace(waiting, **changes)
 
 
 def busy(rank: int, **changes: object) -> Heartbeat:

@@ -251,7 +251,7 @@ def _write(
         return
     tensor = without_others(data)
     if tensor.nbytes >= _LARGE:
-        torch.save(tensor, stream)
+        torch.save(tensor, stream)  # type: ignore[arg-type]  # it only asks for write()
         return
     key = None
     if not tensor.ndim:
