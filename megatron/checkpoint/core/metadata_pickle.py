@@ -81,4 +81,4 @@ class _Unpickler(pickle.Unpickler):
 
 def _stand_for(real: type) -> type:
     """Return a new class whose instances are instances of ``real``, without any attribute."""
-    return type(real.__name__, (), {"__new__": lambda _: real.__new__(real)})
+    return type(real.__name__, (), {"__new__": lambda _: object.__new__(real)})

@@ -138,8 +138,8 @@ def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
     """`BUILD` on the class itself, which the unpickler in C would obey."""
     module, name = Metadata.__module__, Metadata.__qualname__
     data = b"c" + f"{module}\n{name}\n".encode() + b"N}(X\x03\x00\x00\x00newK\x01u\x86b."
-    assert pickle.loads(data) is Metadata and Metadata.new == 1  # type: ignore[attr-defined]
-    del Metadata.new  # type: ignore[attr-defined]
+    assert pickle.loads(data) is Metadata and Metadata.new == 1
+    del Metadata.new
     with pytest.raises(safe_pickle.RefusedPickleError):
         metadata_pickle.load(data, is_unchanged=False)
     metadata_pickle.load(data, is_unchanged=True)
