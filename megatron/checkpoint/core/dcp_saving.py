@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.default_planner import (
@@ -251,7 +251,7 @@ def _write(
         return
     tensor = without_others(data)
     if tensor.nbytes >= _LARGE:
-        torch.save(tensor, stream)  # type: ignore[arg-type]  # it only asks for write()
+        torch.save(tensor, cast(IO[bytes], stream))
         return
     key = None
     if not tensor.ndim:

@@ -117,5 +117,5 @@ def _start(head: bytes, record: _Record) -> int:
     """Return the position of a record's content in the archive; see ``_start_of_record``."""
     if head[record.header : record.header + 4] != b"PK\3\4":
         raise ValueError("its header is not at the start of the archive")
-    lengths: tuple[int, ...] = _LOCAL_LENGTHS.unpack_from(head, record.header + 26)
+    lengths: tuple[int, int] = _LOCAL_LENGTHS.unpack_from(head, record.header + 26)
     return record.header + 30 + sum(lengths)
