@@ -70,10 +70,14 @@ WAIT = rf"ranks? [\d, -]+ waits? in .*{UNIT} since"
 VARIANTS = (
     Variant("killed", 15, ("rank 1 has died", WAIT, "dmesg"), "kill 1 3"),
     Variant("killed_first", 15, ("rank 0 has died", WAIT, "dmesg"), "kill 0 3"),
-    Variant("killed_with_save", 15, ("rank 1 has died", WAIT), "kill 1 3", flags="--save {folder}"),
+    Variant(
+        "killed_with_save", 15, ("rank 1 has died", WAIT), "kill 1 3", flags="--save {folder}/saved"
+    ),
     Variant("exits", 15, ("rank 1 has died", WAIT), "exit 1 3"),
     Variant("hangs", 20, ("rank 1 hangs", "read_for_ever", WAIT), "hang 1 3"),
-    Variant("hangs_with_save", 20, ("rank 2 hangs", WAIT), "hang 2 3", flags="--save {folder}"),
+    Variant(
+        "hangs_with_save", 20, ("rank 2 hangs", WAIT), "hang 2 3", flags="--save {folder}/saved"
+    ),
     Variant("stopped", 50, ("rank 1 is suspended", WAIT, "SIGSTOP"), "stop 1 3"),
     Variant("computes", 50, ("rank 1 is silent", WAIT, "py-spy"), "compute 1 3"),
     Variant(
@@ -95,7 +99,7 @@ VARIANTS = (
         10,
         ("interrupted after iteration",),
         signals=(signal.SIGINT,),
-        flags="--num-workers 2 --save {folder}",
+        flags="--num-workers 2 --save {folder}/saved",
     ),
     Variant(
         "interrupted_rank", 10, ("interrupted after iteration",), signals=(signal.SIGINT,), to="1"

@@ -4,6 +4,8 @@
 `python -m tests.pretrain.hangs` has many more of them, under the real torchrun.
 """
 
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ WARM = ("torchrun",)
 def end(name: str, folder: Path, torchrun: tuple[str, ...], environment: dict[str, str]) -> None:
     """Run a variant and check its end."""
     variant = next(each for each in VARIANTS if each.name == name)
+    if torchrun == WARM:  # it ends with the code of the first rank that does, torchrun with 1
+        variant = replace(variant, codes=(*variant.codes, signal.SIGKILL))
     ending = run(variant, folder, torchrun, environment)
     assert not ending.problems(variant), f"{ending.problems(variant)}\n{ending.errors}"
 
@@ -24,7 +28,7 @@ def test_a_rank_that_is_killed_is_named_once(tmp_path: Path, commands: dict[str,
     end("killed_with_save", tmp_path, WARM, commands)
     # The traceback of each rank that is left is in its file.
     for rank in (0, 2):
-        assert "Traceback" in (tmp_path / "errors" / f"rank{rank}.txt").read_text()
+        assert "Traceback" in (tmp_path / "saved" / "errors" / f"rank{rank}.txt").read_text()
 
 
 @pytest.mark.exhaustive  # these wait for the timeout of a collective, or start a real process
