@@ -86,7 +86,8 @@ def test_the_newest_itself_can_be_insisted_on(folder: Path) -> None:
 
 def arguments(folder: Path, **given: Any) -> argparse.Namespace:
     flags = """pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint no_load_fallback
-        no_verify_integrity use_checkpoint_args no_check_checkpoint_args skip_train"""
+        no_verify_integrity use_checkpoint_args no_check_checkpoint_args skip_train
+        non_persistent_ckpt_type non_persistent_global_ckpt_dir"""
     return argparse.Namespace(
         **{**dict.fromkeys(flags.split()), "load": str(folder), "save": str(folder), **given}
     )

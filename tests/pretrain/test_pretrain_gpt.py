@@ -355,17 +355,10 @@ def test_a_tracker_that_points_nowhere_is_refused(
     assert_refused(f"{LINE} --load {checkpoint} --no-load-fallback", checkpoint, *words)
 
 
-def test_a_checkpoint_in_the_other_format_is_refused(tmp_path: Path) -> None:
-    run_ranks(
-        2, train, f"{SMALL} --train-iters 1 --lr-decay-iters 20 --save {tmp_path} --save-interval 1"
-    )
-    assert_refused(
-        f"{LINE} --load {tmp_path}",
-        tmp_path,
-        "torch_dist",
-        "fsdp_dtensor",
-        "without --use-megatron-fsdp",
-    )
+def test_without_fsdp_a_checkpoint_of_fsdp_is_refused(checkpoint: Path) -> None:
+    line = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --load {checkpoint}"
+    words = ("in the format fsdp_dtensor", "reads torch_dist", "give --use-megatron-fsdp")
+    assert_refused(line, checkpoint, *words)
 
 
 def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(
