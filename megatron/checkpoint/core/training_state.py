@@ -39,7 +39,7 @@ class OptimizerParamGroup:
 
 
 class Freshness:
-    """The answer whether a parameter's moments were dropped and begin anew, found when it is asked.
+    """The answer whether a parameter's moments were dropped and begin anew, found when asked for.
 
     Args:
         compare: finds it out, which reads the parameter; None: they were not dropped.
