@@ -167,7 +167,10 @@ srun --kill-on-bad-exit=1 torchrun \
 CODE=0
 wait $! || CODE=$?
 # The signal has interrupted the wait; the ranks are saving.
-[[ -z $END_IS_NEAR ]] || wait $! || CODE=$?
+if [[ -n $END_IS_NEAR ]]; then
+    CODE=0
+    wait $! || CODE=$?
+fi
 if [[ -n $END_IS_NEAR ]] || preempted; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

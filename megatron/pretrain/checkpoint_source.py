@@ -14,6 +14,7 @@ from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.pretrain.checkpoint_arguments import stored_arguments
+from megatron.pretrain.errors import RunError, is_of_machine
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
@@ -101,7 +102,7 @@ def fallback_lines(
     """Yield a line for each damaged file or checkpoint for which ``source`` is the substitute."""
     for path, problem in damage.items():
         line = f"{' '.join(problem.split())}. {source.path.name} is loaded instead"
-        if path.name != directory.TRACKER and continues_in(args.save, source):
+        if path.name != directory.TRACKER and continues(args, source):
             line += ", and the damaged one is replaced when this run saves that iteration"
         yield line
 
@@ -111,6 +112,15 @@ def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
     if not save or source is None or source.weights_only:
         return False
     return source.path.parent.resolve() == Path(save).resolve()
+
+
+def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool:
+    """Return True if the run goes on with its own checkpoints; one may be non-persistent."""
+    if continues_in(args.save, source):
+        return True
+    if not args.save or not args.load or Path(args.save).resolve() != Path(args.load).resolve():
+        return False
+    return continues_in(non_persistent_root(args, args.save), source)
 
 
 # ---- the newest
@@ -133,13 +143,15 @@ def _newer_of_both(
     if args.non_persistent_ckpt_type != "global":
         newest = _newest_sound(load, args, damage)
         there = directory.iterations(extra_root)
-        if there and not (isinstance(newest, int) and newest >= there[0]):
+        if there and not damage and not (isinstance(newest, int) and newest >= there[0]):
             say(
                 f"{extra_root} has a newer one, of iteration {there[0]}, which only"
                 " --non-persistent-ckpt-type global loads"
             )
         return load, newest
     newest, problem = _attempted(load, args, damage)
+    if isinstance(newest, int) and newest >= max(directory.iterations(extra_root), default=0):
+        return load, newest
     extra, extra_problem = _attempted(extra_root, args, damage)
     for wrong, substitute in ((problem, extra), (extra_problem, newest)):
         if wrong is not None and (args.no_load_fallback or substitute is None):
@@ -253,5 +265,7 @@ def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
     except ValueError as error:
         return str(error)
     except Exception as error:  # files can hold anything
+        if is_of_machine(error):
+            raise RunError(f"{path} cannot be read: {error}") from error
         return f"{path} cannot be loaded: {type(error).__name__}: {error}"
     return None

@@ -12,6 +12,7 @@ import copyreg
 import enum
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -227,16 +228,11 @@ def _pickle_by_value(member: enum.Enum) -> tuple[type, tuple[Any]]:
 
 
 def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
-    """Run ``action`` on the first rank, and raise its error on every rank."""
-    trouble = None
-    if dist.get_rank() == 0:
-        try:
-            action()
-        except OSError as error:
-            trouble = f"{problem}: {error}"
-    problems = agree([trouble] if trouble else [])
-    if problems:
-        raise RunError(problems[0])
+    """Run ``action`` on the first rank, and raise its error as a RunError on every rank."""
+    try:
+        on_first_rank(action)
+    except OSError as error:
+        raise RunError(f"{problem}: {error}") from error
 
 
 # ---- load
@@ -302,7 +298,7 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
         if source is None:
             return None
         _wait_until_visible(source.path)
-        form = _check_format(source.path, args)
+        form = on_first_rank(partial(_check_format, source.path, args))
         try:
             if form != HUGGING_FACE:  # which has neither a manifest nor checksums
                 integrity.check(source.path, verify=not args.no_verify_integrity)
@@ -316,16 +312,20 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
 
 
 def _wait_until_visible(path: Path) -> None:
-    """Wait until this rank sees a directory that the first rank sees; a collective.
+    """Wait until this rank sees the files of a directory that the first rank sees; a collective.
 
     Raises:
         ValueError: on every rank, naming the ranks that do not see it.
     """
+    names = on_first_rank(lambda: sorted(each.name for each in path.iterdir()))
     deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
-    while not path.is_dir() and time.monotonic() < deadline:
+
+    def unseen() -> list[str]:
+        return [name for name in names if not (path / name).exists()]
+
+    while unseen() and time.monotonic() < deadline:
         time.sleep(0.1)
-    unseen = [] if path.is_dir() else [f"rank {dist.get_rank()} does not see {path}"]
-    problems = agree(unseen)
+    problems = agree(f"rank {dist.get_rank()} does not see {path / name}" for name in unseen())
     if problems:
         raise ValueError(listed("all ranks must read the same file system", problems))
 

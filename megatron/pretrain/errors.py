@@ -4,3 +4,9 @@
 
 class RunError(RuntimeError):
     """A condition that the user can fix: reported as one message, without a traceback."""
+
+
+def is_of_machine(error: Exception) -> bool:
+    """Return True for errors of a disk, a network or memory, which may pass; no file is damaged."""
+    is_absent = isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError))
+    return isinstance(error, (OSError, MemoryError)) and not is_absent

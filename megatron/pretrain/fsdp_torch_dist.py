@@ -38,6 +38,7 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.chunks import local_chunks
+from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoint_entries import sharded_params
 from megatron.pretrain.fsdp_dtensor_checkpoint import (
     EntryNames,
@@ -64,19 +65,25 @@ def collect(
         optimizer: None: its state is not saved.
     """
     names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
-    weights = _canonical(model_entries(model, names))
     slots: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
-    if optimizer is not None:
-        of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
-        slots = _canonical(of_optimizer["state"])
-        settings = _canonical(of_optimizer["param_to_group_meta"])
-    layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
-    entries: list[Entry] = [
-        *_random_state(state),
-        *extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys),
-        *_tensors(layout, weights, slots, _compute_dtypes(model)),
-    ]
+    entries: list[Entry] = []
+    problems = []
+    try:
+        weights = _canonical(model_entries(model, names))
+        if optimizer is not None:
+            of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
+            slots = _canonical(of_optimizer["state"])
+            settings = _canonical(of_optimizer["param_to_group_meta"])
+        layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+        entries += _random_state(state)
+        entries += extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
+        entries += _tensors(layout, weights, slots, _compute_dtypes(model))
+    except Exception as error:  # the other ranks wait
+        problems = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"]
+    problems = agree(problems)
+    if problems:
+        raise ValueError("\n".join(problems))
     common = _common_state(state, settings, slots, optimizer)
     return {"entries": entries, "files": files_beside(common)}
 

@@ -11,6 +11,7 @@ from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.errors import RunError, is_of_machine
 
 
 def sign(target: Path) -> list[str]:
@@ -49,17 +50,24 @@ def check(source: Path, verify: bool) -> None:
 
     Raises:
         ValueError: on every rank, naming the damaged files and the tensors in them.
+        RunError: on every rank, if a rank could not read them.
     """
-    refused, damaged = [], []
+    refused, damaged, unread = [], [], []
     try:
         stored = StoredCheckpoint(source, verify)
         damaged = stored.damaged_files(dist.get_rank(), dist.get_world_size())
     except ValueError as error:
         refused = [str(error)]
     except Exception as error:  # files can hold anything, and the other ranks wait
-        refused = [f"{source} cannot be loaded: {type(error).__name__}: {error}"]
+        if is_of_machine(error):
+            unread = [f"{source} cannot be read on rank {dist.get_rank()}: {error}"]
+        else:
+            refused = [f"{source} cannot be loaded: {type(error).__name__}: {error}"]
+    unread = agree(unread)
     refused = agree(refused)
     damaged = agree(damaged)
+    if unread:
+        raise RunError("\n".join(unread))
     if refused:
         raise ValueError(refused[0])
     if damaged:

@@ -184,6 +184,8 @@ def train(
             report.stop_clock()
             if run.background is not None:
                 run.background.conclude()
+            if run.stop.interrupted:
+                break
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
@@ -199,7 +201,9 @@ def train(
 
     if args.save and saved_at != progress.iteration and not run.stop.interrupted:
         save(run, args.save)
-    report.keep()
+    if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
+        report.keep()
+    run.stop.forget_signals()
     if run.stop.interrupted:
         report.end()
         raise KeyboardInterrupt
@@ -213,7 +217,11 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
         return
     saves = BackgroundSaves(run.args, run.device, run.report.say, run.report.saved)
     with closing(saves) as run.background:
-        yield
+        try:
+            yield
+        except KeyboardInterrupt:  # of all ranks: what is being written is finished
+            run.background.wait()
+            raise
         run.background.wait()
         run.background.end()
 

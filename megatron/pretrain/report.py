@@ -57,7 +57,8 @@ class Report:
         """Begin to report training, or continue at ``progress`` with the history of the run."""
         if not self._speaks:
             return
-        if self._args.save and progress.iteration:
+        save, load = self._args.save, self._args.load
+        if progress.iteration and save and load and Path(save).resolve() == Path(load).resolve():
             with self._decorating(HISTORY):
                 note = self._history.resume(progress.iteration)
                 if note is not None:

@@ -11,7 +11,14 @@ from pathlib import Path
 
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import some
-from megatron.pretrain.checkpoint_source import CheckpointSource, Say, continues_in, find_source
+from megatron.pretrain.checkpoint_source import (
+    CheckpointSource,
+    Say,
+    continues,
+    continues_in,
+    find_source,
+    non_persistent_root,
+)
 from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.save_lock import locked
 
@@ -35,17 +42,48 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
 def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
     root = Path(args.save).absolute()
     _check_writable("--save", args.save)
-    if args.non_persistent_global_ckpt_dir:
-        _check_writable("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)
     if args.skip_train:
         return
     with ExitStack() as failing:
         failing.enter_context(locked(root, say))
         is_own = args.load and Path(args.load).resolve() == root.resolve() and not args.finetune
+        _check_non_persistent(args, is_own)
+        if args.non_persistent_global_ckpt_dir:
+            failing.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
         if not is_own and (directory.iterations(root) or (root / directory.TRACKER).exists()):
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         directory.tidy(root)
         stack.push(failing.pop_all())
+
+
+def _check_non_persistent(args: argparse.Namespace, is_own: bool) -> None:
+    """Check the directory of the non-persistent checkpoint, in which every save deletes the rest.
+
+    Args:
+        args: of the run.
+        is_own: the run continues in its --save directory.
+
+    Raises:
+        ValueError: it is another directory of this run, cannot be written to, or has a checkpoint
+            that the run would overwrite.
+    """
+    flag, given = "--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir
+    if given:
+        _check_writable(flag, given)
+        for name in ("save", "load", "pretrained_checkpoint"):
+            other = getattr(args, name)
+            if other and Path(given).resolve() == Path(other).resolve():
+                raise ValueError(
+                    f"{flag} {given} is the directory of --{name.replace('_', '-')}: name another"
+                    " one, in which every save replaces the one before"
+                )
+    there = directory.iterations(non_persistent_root(args, args.save))
+    if there and args.non_persistent_save_interval and not (is_own or args.overwrite):
+        raise ValueError(
+            f"{non_persistent_root(args, args.save)} has"
+            f" {directory.iteration_directory('', there[0]).name} already, which this run would"
+            " overwrite: name another directory, or --overwrite gives up what is there"
+        )
 
 
 def _check_writable(flag: str, save: str) -> None:
@@ -67,10 +105,12 @@ def refuse_overwriting(args: argparse.Namespace, source: CheckpointSource | None
     Raises:
         ValueError: names the checkpoints and the ways out.
     """
-    if not args.save or args.skip_train or args.overwrite or continues_in(args.save, source):
+    if not args.save or args.skip_train or args.overwrite or continues(args, source):
         return
     begin = 0 if source is None or source.weights_only else int(source.iteration)
-    later = [number for number in directory.iterations(args.save) if number > begin]
+    # With --save-retain-interval a save deletes earlier ones too.
+    first = 0 if args.save_retain_interval else begin
+    later = [number for number in directory.iterations(args.save) if number > first]
     there = [directory.iteration_directory("", number).name for number in reversed(later)]
     tracker = Path(args.save) / directory.TRACKER
     is_of_source = source is not None and source.path.parent.resolve() == tracker.parent.resolve()

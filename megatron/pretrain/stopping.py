@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 INTERRUPTED = 2.0**16
 """The vote of a rank that was sent SIGINT: more than all other votes together."""
@@ -28,6 +30,8 @@ class StopRequest:
     """Some rank asked to stop in the last step, and every rank knows it."""
     interrupted: bool = False
     """Some rank was sent SIGINT, and every rank knows it: nothing more is saved."""
+    _before: dict[int, Any] = field(default_factory=dict)
+    """Handlers of signals before this object watched them."""
 
     def watch_sigterm(self) -> None:
         """Take SIGTERM, which batch systems send before they end a job, as a request to stop."""
@@ -35,7 +39,7 @@ class StopRequest:
         def request(number: int, frame: FrameType | None) -> None:
             self.terminated = True
 
-        signal.signal(signal.SIGTERM, request)
+        self._watch(signal.SIGTERM, request)
 
     def watch_sigint(self) -> None:
         """Take SIGINT, which Ctrl-C sends, as a request to stop without saving."""
@@ -43,7 +47,16 @@ class StopRequest:
         def request(number: int, frame: FrameType | None) -> None:
             self.interrupted_here = True
 
-        signal.signal(signal.SIGINT, request)
+        self._watch(signal.SIGINT, request)
+
+    def _watch(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._before.setdefault(number, signal.signal(number, handler))
+
+    def forget_signals(self) -> None:
+        """Give signals back to the handlers of before: nothing reads the requests any more."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
 
     @property
     def vote(self) -> float:

@@ -40,7 +40,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from megatron.pretrain import checkpointing, position
+from megatron.pretrain import background_save, checkpointing, position
 from megatron.pretrain.heartbeats import Heartbeats
 from megatron.pretrain.peers import (
     DEAD,
@@ -207,7 +207,8 @@ class Watch:
 
     def _look_at_interrupt(self, times: list[float]) -> None:
         is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
-        if len(times) > 1 or (is_late and not position.is_inside(checkpointing.__file__)):
+        is_saving = any(map(position.is_inside, (checkpointing.__file__, background_save.__file__)))
+        if len(times) > 1 or (is_late and not is_saving):
             self._exit(self.interrupted())
 
     def _look_at_sigterm(self, seconds: float) -> None:

@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.directory import TRACKER
+from megatron.pretrain import checkpoint_source
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, find_source
-from megatron.pretrain.save_directory import settle
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.save_directory import refuse_overwriting, settle
 from tests.pretrain.saved_runs import LINE
 from tests.pretrain.test_pretrain_gpt import cut, tree
 from tests.pretrain.training_runs import Record, refuse, train
@@ -87,7 +90,8 @@ def test_the_newest_itself_can_be_insisted_on(folder: Path) -> None:
 def arguments(folder: Path, **given: Any) -> argparse.Namespace:
     flags = """pretrained_checkpoint finetune ckpt_step exit_on_missing_checkpoint no_load_fallback
         no_verify_integrity use_checkpoint_args no_check_checkpoint_args skip_train
-        non_persistent_ckpt_type non_persistent_global_ckpt_dir"""
+        non_persistent_ckpt_type non_persistent_global_ckpt_dir non_persistent_save_interval
+        save_retain_interval overwrite"""
     return argparse.Namespace(
         **{**dict.fromkeys(flags.split()), "load": str(folder), "save": str(folder), **given}
     )
@@ -117,6 +121,43 @@ def test_a_lost_or_damaged_tracker_file_is_rebuilt_where_the_run_saves(
     settle(arguments(folder), source)
     assert (folder / TRACKER).read_text() == "2"
     assert newest(folder) == (source, {})
+
+
+def with_extra(folder: Path, iteration: int) -> Path:
+    """Make checkpoint 1 the non-persistent one of another iteration; return it."""
+    extra = folder / "non_persistent"
+    shutil.copytree(folder / "iter_0000001", extra / f"iter_{iteration:07d}")
+    (extra / TRACKER).write_text(str(iteration))
+    return extra / f"iter_{iteration:07d}"
+
+
+def test_a_run_goes_on_from_a_non_persistent_checkpoint_if_the_newest_is_damaged(
+    folder: Path,
+) -> None:
+    shutil.copytree(folder / "iter_0000002", folder / "iter_0000004")
+    (folder / TRACKER).write_text("4")
+    extra = with_extra(folder, 3)
+    (folder / "iter_0000004" / ".metadata").unlink()
+    source, damage = newest(folder, non_persistent_ckpt_type="global")
+    assert source.path == extra and list(damage) == [folder / "iter_0000004"]
+    args = arguments(folder)
+    refuse_overwriting(args, source)  # 4 is its own, and replaced in time
+    args.load = str(folder.parent / "other")
+    with pytest.raises(ValueError, match="begins at iteration 3"):
+        refuse_overwriting(args, source)
+
+
+def test_an_older_non_persistent_checkpoint_may_be_damaged(folder: Path) -> None:
+    (with_extra(folder, 1) / ".metadata").unlink()
+    given = dict(non_persistent_ckpt_type="global", no_load_fallback=True)
+    source, damage = newest(folder, **given)
+    assert source.path == folder / "iter_0000002" and not damage
+
+
+def test_a_disk_that_cannot_be_read_is_no_damage(folder: Path) -> None:
+    failing = patch.object(checkpoint_source, "stored_arguments", side_effect=OSError(5, "I/O"))
+    with failing, pytest.raises(RunError, match="iter_0000002 cannot be read: .*I/O"):
+        newest(folder)
 
 
 def test_the_tracker_file_can_be_edited_to_go_back(folder: Path) -> None:

@@ -71,6 +71,20 @@ def test_later_checkpoints_than_those_that_a_run_goes_on_from_are_kept(
     refuse_overwriting(args, source)
 
 
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_the_directory_of_the_non_persistent_checkpoint_is_no_other_one(
+    name: str, tmp_path: Path
+) -> None:
+    """Every save deletes the others there."""
+    extra = f"{tmp_path}/here/../{name}/"
+    flags = f"--save {tmp_path}/save --load {tmp_path}/load --non-persistent-save-interval 2"
+    flags += f" --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {extra}"
+    line = f"{LINE} --train-iters 3 --save-interval 3 {flags}"
+    (refusal, _) = run_ranks(2, refuse, line)
+    assert f"is the directory of --{name}: name another" in refusal
+    assert not list(tmp_path.iterdir())
+
+
 HOLDER = f"""
 import os, sys, time
 from pathlib import Path

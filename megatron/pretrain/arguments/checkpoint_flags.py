@@ -28,14 +28,14 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row(
         "--ckpt-format",
         str,
-        "layout of checkpoints; fsdp_dtensor with --use-megatron-fsdp",
+        "layout of checkpoints; with --use-megatron-fsdp fsdp_dtensor unless torch_dist is given",
         "torch_dist",
         choices=("torch", "torch_dist", "torch_dcp", "fsdp_dtensor"),
     ),
     row(
         "--no-strict-fsdp-dtensor-load --disable-strict-fsdp-dtensor-load",
         "off",
-        "an fsdp_dtensor checkpoint may lack parameters",
+        "a checkpoint that a run with FSDP loads may lack parameters, or have unknown ones",
         dest="strict_fsdp_dtensor_load",
     ),
     row("--auto-detect-ckpt-format", "switch", "find the format out from the directory"),

@@ -10,6 +10,7 @@ from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.checkpoint_arguments import is_stored, means_something, stored_arguments
 from megatron.pretrain.checkpoint_source import find_source
+from megatron.pretrain.errors import RunError
 
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
@@ -19,7 +20,7 @@ UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 
 def replace_urls(check: Check) -> None:
     """Replace URLs of local directories by paths, and refuse all others."""
-    for dest in ("save", "load", "pretrained_checkpoint"):
+    for dest in ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir"):
         if getattr(check.args, dest):
             try:
                 setattr(check.args, dest, local_path(getattr(check.args, dest)))
@@ -33,10 +34,10 @@ def take_checkpoint_arguments(check: Check) -> None:
     if not args.use_checkpoint_args or not (args.load or args.pretrained_checkpoint):
         return
     try:
-        # What it passes over is told by the load, which passes over the same.
+        # What it passes over is told by the load, which also compares the tensors.
         source = find_source(args, lambda line: None, {})
         saved = stored_arguments(source.path) if source else None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RunError) as error:
         check.problems.append(f"--use-checkpoint-args: {error}")
         return
     if source is None:
