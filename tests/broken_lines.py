@@ -148,13 +148,6 @@ BROKEN_LINES = [
         "tests/fsdp/test_communication.py",
     ),
     BrokenLine(
-        "prefetch: weights that were edited after a step are not gathered again",
-        "megatron/fsdp/engine/prefetch.py",
-        "            if any(group.is_outdated for group in unit.groups):\n",
-        "            if False:\n",
-        "tests/fsdp/engine/test_param_group.py",
-    ),
-    BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",
         "megatron/fsdp/engine/prefetch.py",
         "                self._prefetched.discard(other)\n                other.reshard()\n",

@@ -256,8 +256,10 @@ class MegatronFSDP(ShardedModule):
     ) -> None:
         """Start the all-gathers of new weights.
 
-        At levels 1 and 2 these are all units. At level 3 they are the units with which the next
-        forward begins, if all-gathers overlap compute.
+        At levels 1 and 2 these are all units, and the sharded optimizer's step calls this. At level
+        3 they are the units with which the next forward begins, if all-gathers overlap compute;
+        Megatron-Core's optimizer calls this after its step. Weights that are edited afterwards need
+        :meth:`install_optimized_model_weights`.
 
         Args:
             *unused: accepted for Megatron-Core's schedules, which pass modules or nothing.
@@ -266,6 +268,8 @@ class MegatronFSDP(ShardedModule):
         """
         if self.strategy.shards_parameters and not force_dispatch:
             self._schedule.start_next_forward()
+            if force_sync:
+                self.synchronize_param_gather()
             return
         for unit in self._units:
             if not unit.is_blocked:  # otherwise it is gathered when its memory slot is free

@@ -232,7 +232,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         Args:
             unused: arguments of Megatron-Core's call, which are ignored.
             force_sync: wait for the all-gathers.
-            force_dispatch: gather at level 3 too.
+            force_dispatch: gather all units at level 3 too.
         """
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
 

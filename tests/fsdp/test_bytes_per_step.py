@@ -19,7 +19,6 @@ from benchmarks.comparison.measures import count_step
 from megatron.fsdp import MegatronFSDP, fully_shard, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.recorder import GATHER
-from megatron.fsdp.engine.states import WeightState
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import TanhLayer
@@ -190,18 +189,13 @@ def stored_bytes() -> int:
 
 
 def bytes_that_outlive_a_step(level: int, dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of all tensors after a step, and after a backward that follows.
-
-    The weights with which the next forward begins, the root's and those of one layer, are left out.
-    """
+    """Return the bytes of all tensors after a step, and after a backward that follows."""
     before = stored_bytes()
     model, optimizer = sharded(level, dtype=dtype)
     step = step_of(model, optimizer, dtype=dtype)
     for _ in range(2):
         step()
-    gathered = [group for group in model.groups if group.state is not WeightState.SHARDED]
-    assert len(gathered) == 2
-    after = stored_bytes() - before - sum(group.compute.num_bytes for group in gathered)
+    after = stored_bytes() - before
     model(torch.randn(3, WIDTH, dtype=dtype)).sum().backward()
     return after, stored_bytes() - before
 

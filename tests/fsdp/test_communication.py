@@ -57,12 +57,11 @@ ORDER = {
         step all_gather root blocks.0 blocks.1 blocks.2
     """,
     3: """
-        forward all_gather blocks.1 blocks.2
+        forward all_gather root blocks.0 blocks.1 blocks.2
         backward all_gather blocks.1
         backward reduce_scatter blocks.2
         backward all_gather blocks.0
         backward reduce_scatter blocks.1 blocks.0 root
-        step all_gather root blocks.0
     """,
 }
 """The collectives of a step of one microbatch: phase, operation, units."""

@@ -44,8 +44,8 @@ def test_every_rank_writes_a_chrome_trace_and_a_table(ranks: Ranks, tmp_path: Pa
         for span in spans:
             assert span["ts"] >= 0 and span["dur"] >= 0 and span["tid"] in threads
         gathers = [span for span in spans if threads[span["tid"]] == "gather"]
-        assert {"name": "all_gather blocks.1", "cat": "forward"}.items() <= gathers[0].items()
-        arguments = {"bytes": 448, "dtype": "float32", "ranks": [0, 1], "microbatch": 0}
+        assert {"name": "all_gather root", "cat": "forward"}.items() <= gathers[0].items()
+        arguments = {"bytes": 256, "dtype": "float32", "ranks": [0, 1], "microbatch": 0}
         assert arguments.items() <= gathers[0]["args"].items()
         sizes = [event["args"]["bytes"] for event in events if event["ph"] == "C"]
         assert min(sizes) == 0 < max(sizes)
@@ -177,13 +177,13 @@ def leave_one_rank_behind(directory: Path) -> str:
 def test_a_timeout_names_the_first_rank_that_differs(ranks: Ranks, tmp_path: Path) -> None:
     error, printed = ranks(2, leave_one_rank_behind, tmp_path)
     what = "all_gather of 448 bytes float32 of blocks.1"
-    assert error.startswith("failed: all_gather 2 of ranks [0, 1]: 448 bytes float32, blocks.1")
+    assert error.startswith("failed: all_gather 4 of ranks [0, 1]: 448 bytes float32, blocks.1")
     assert error.endswith(
-        "rank 1 is the first that differs, in collective 2 of ranks [0, 1]:\n"
+        "rank 1 is the first that differs, in collective 4 of ranks [0, 1]:\n"
         f"  rank 0: {what}\n"
         "  rank 1: not started"
     )
-    last = "all_gather 1 of ranks [0, 1]: 448 bytes float32, blocks.2, forward, microbatch 0"
+    last = "all_gather 3 of ranks [0, 1]: 448 bytes float32, blocks.2, forward, microbatch 0"
     assert "the last collectives of rank 0:" in error and last in error
     assert printed.startswith("the last collectives of rank 1:\n") and last in printed
     # What was recorded until then is written.

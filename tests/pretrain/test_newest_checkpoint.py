@@ -156,7 +156,7 @@ def test_an_older_non_persistent_checkpoint_may_be_damaged(folder: Path) -> None
 
 def test_a_disk_that_cannot_be_read_is_no_damage(folder: Path) -> None:
     failing = patch.object(checkpoint_source, "stored_arguments", side_effect=OSError(5, "I/O"))
-    with failing, pytest.raises(RunError, match="iter_0000002 cannot be read: .*I/O"):
+    with failing, pytest.raises(RunError, match=r"iter_0000002 cannot be read: .*I/O"):
         newest(folder)
 
 

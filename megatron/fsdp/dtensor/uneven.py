@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
-from megatron.fsdp.engine.local_tensor import edits
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
@@ -40,7 +39,6 @@ class UnevenDTensor(DTensor):
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
-        edits.number += _is_in_place(func, kwargs)
         if type(result) is DTensor and args and _is_divided_alike(result, args[0]):
             result.__class__ = UnevenDTensor
         return result
@@ -92,13 +90,6 @@ class UnevenDTensor(DTensor):
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])
-
-
-def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> bool:
-    """Return True for operations that may write into an operand, such as ``add_``."""
-    name = getattr(func, "__name__", "")
-    is_written = name.endswith("_") and not name.endswith("__")
-    return is_written or name == "__setitem__" or "out" in (kwargs or {})
 
 
 def _is_divided_alike(result: DTensor, operand: object) -> bool:

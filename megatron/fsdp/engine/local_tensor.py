@@ -3,25 +3,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
-
-
-@dataclass
-class EditCounter:
-    """A counter of in-place operations on sharded DTensors, of all models together.
-
-    Such an operation does not change the version of the local tensor, by which autograd counts
-    those on plain tensors.
-    """
-
-    number: int = 0
-
-
-edits = EditCounter()
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

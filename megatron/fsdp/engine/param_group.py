@@ -30,7 +30,7 @@ from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import plan
-from megatron.fsdp.engine.local_tensor import edits, local_tensor, set_local_tensor
+from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
 from megatron.fsdp.engine.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -128,7 +128,6 @@ class ParamGroup:
         # True if outer ranks have updated their parts of the compute shard since it was gathered.
         self._compute_shard_is_stale = False
         self._all_gather: Pending | None = None
-        self._gathered_version = (-1, -1)  # of the main shard, at the last all-gather
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -174,7 +173,6 @@ class ParamGroup:
         """Start the all-gather of the compute parameters, unless it is done or under way."""
         if self.state not in (WeightState.SHARDED, WeightState.STALE):
             return
-        self._gathered_version = self._version
         with named(self.unit_name, "unshard"):
             self.compute.allocate()
             if self._casts_at_unshard:
@@ -213,19 +211,6 @@ class ParamGroup:
     def is_readable(self) -> bool:
         """True if the compute parameters have the values of the main weights."""
         return self.state is WeightState.UNSHARDED
-
-    @property
-    def is_outdated(self) -> bool:
-        """True if the main shard may have been edited in place since the last all-gather started.
-
-        Ranks run the same program, so it is the same on all of them, also where a shard is empty.
-        """
-        return self._gathered_version != self._version
-
-    @property
-    def _version(self) -> tuple[int, int]:
-        """A value that changes when the main shard is edited, itself or as a DTensor."""
-        return self.main_shard._version, edits.number
 
     # ---- new values
 

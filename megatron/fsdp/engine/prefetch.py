@@ -18,7 +18,7 @@ class Prefetcher:
 
     The order is recorded in every forward of the root, so a model may change it from step to step.
     Backward uses the reverse order. All ranks prefetch the same units at the same points, because
-    only calls of units and the optimizer's steps trigger prefetching.
+    only calls of units, and of ``start_param_sync``, trigger prefetching.
 
     Args:
         units: of the model, the root first.
@@ -50,7 +50,7 @@ class Prefetcher:
     def start_next_forward(self) -> None:
         """Unshard the units with which the last forward began, after an optimizer's step.
 
-        Where several optimizers step parts of the model, the step of the last one starts them.
+        Where several optimizers step parts of the model, this waits for the step of the last one.
         """
         root = self._units[0]
         is_early = self._updates < self._updates_before_forward
@@ -121,21 +121,15 @@ class Prefetcher:
         self.prefetch()
 
     def make_room(self, unit: Unit) -> None:
-        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots.
-
-        The unit itself is resharded if its main weights were edited after they were gathered, which
-        users may do between a step and the next forward.
-        """
+        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots."""
         self._used = [each for each in self._used if each.users and each is not unit] + [unit]
         self._prefetched.discard(unit)
-        if unit in self._of_next_forward:
-            self._of_next_forward.discard(unit)
-            if any(group.is_outdated for group in unit.groups):
-                unit.reshard()
+        self._of_next_forward.discard(unit)
         blockers = {group.blocker for group in unit.groups if group.blocker is not None}
         for other in self._units if blockers else ():
             if not other.users and any(group.compute in blockers for group in other.groups):
                 self._prefetched.discard(other)
+                self._of_next_forward.discard(other)
                 other.reshard()
 
     def prefetch(self) -> None:

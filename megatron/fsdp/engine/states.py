@@ -16,9 +16,10 @@
 
 In the last line, the local gradients move into the group's flat buffer and their reduction begins.
 The optimizer then updates the main weights, which changes no state at level 3: the next all-gather
-sends the new values. At levels 1 and 2 weights stay allocated on every rank. New main weights make
-them STALE; the sharded optimizer gathers them again after its step, and otherwise the next forward
-does. At level 0 they are always UNSHARDED.
+sends the new values (``start_param_sync`` starts it for the units that the next forward uses
+first). At levels 1 and 2 weights stay allocated on every rank. New main weights make them STALE;
+the sharded optimizer gathers them again after its step, and otherwise the next forward does. At
+level 0 they are always UNSHARDED.
 """
 
 from __future__ import annotations

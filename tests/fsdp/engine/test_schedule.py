@@ -284,8 +284,9 @@ def gathers_of_a_step_with_two_optimizers() -> list[str]:
         for is_last in (False, True):
             with nullcontext() if is_last else model.no_sync():
                 loss_of(model(torch.randn(models.BATCH, WIDTH))).backward()
-        first.step()
-        second.step()
+        for optimizer in (first, second):
+            optimizer.step()
+            model.start_param_sync()  # as Megatron-Core's optimizers do
 
     for _ in range(2):
         step()
