@@ -41,7 +41,7 @@ def namespace(**given: Any) -> argparse.Namespace:
         seq_length=8,
         world_size=1,
     )
-    return argparse.Namespace(**{**defaults, **given})
+    return argparse.Namespace(**{"load": given.get("save"), **defaults, **given})
 
 
 def steps(
