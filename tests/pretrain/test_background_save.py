@@ -146,14 +146,14 @@ def test_a_full_disk_ends_the_run_on_all_ranks_and_leaves_the_checkpoint_before(
         f"{SIX} {GATED} --bf16 --use-distributed-optimizer --overlap-grad-reduce"
         " --overlap-param-gather",
         f"{DROPOUT} {GATED} {FSDP} --data-parallel-sharding-strategy optim --bf16"
-        " --outer-dp-sharding-strategy no_shard --save-retain-interval 4",
+        " --outer-dp-sharding-strategy no_shard",
     ],
     ids=["torch_dist", "fsdp_dtensor"],
 )
 def test_a_run_resumes_bitwise_from_a_save_with_a_writer_of_its_own(
     line: str, tmp_path: Path
 ) -> None:
-    saving = f"{line} --async-save --save {tmp_path} --save-interval 2"
+    saving = f"{line} --async-save --save {tmp_path} --save-interval 2 --save-retain-interval 4"
     unbroken, resumed = run_ranks(
         2, train, saving, f"{line} --load {tmp_path} --ckpt-step 4", timeout=300
     )[0]
