@@ -124,7 +124,7 @@ def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> D
     folder = with_make(repository_in(tmp_path_factory.mktemp("readme")))
     # As after `source .venv/bin/activate`; but torchrun and python are the warm stand-ins.
     activated = {**commands, "PATH": f"{commands['PATH']}:{folder / '.venv' / 'bin'}"}
-    activated["MAKEFLAGS"] = ""  # the variables of a `make test` around this one
+    activated.update(MAKEFLAGS="", ARGS="")  # not those of a `make test` around this one
     return run_document(BLOCKS, Shell(folder, activated), timeout=900)
 
 
