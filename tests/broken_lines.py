@@ -150,8 +150,8 @@ BROKEN_LINES = [
     BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",
         "megatron/fsdp/engine/prefetch.py",
-        "                self._prefetched.discard(other)\n                other.reshard()\n",
-        "                self._prefetched.discard(other)\n",
+        "                self._of_next_forward.discard(other)\n                other.reshard()\n",
+        "                self._of_next_forward.discard(other)\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
