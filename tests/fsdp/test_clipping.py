@@ -7,8 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, clip_grad_norm_, fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.meshes import Meshes
 from tests.fsdp.models import TanhLayer
 from tests.fsdp.reference import Ranks
 
@@ -42,6 +45,29 @@ def clip_in_both_ways(order: float) -> list[int]:
 @pytest.mark.parametrize("order", [2.0, 1.0, torch.inf])
 def test_clipping_costs_one_collective(ranks: Ranks, order: float) -> None:
     assert ranks(2, clip_in_both_ways, order) == [[1, 1], [1, 1]]
+
+
+def norm_of_experts(level: int) -> list[float]:
+    """Return the norm of two experts, each on two ranks, by both functions."""
+    meshes = Meshes()
+    expert = meshes.expert_places("ep2").rank
+    norms = []
+    for clip in CLIPS.values():
+        module = nn.Linear(8, 8, bias=False)
+        module.weight.allreduce = False  # an expert's
+        model = fully_shard_model(module, **meshes.arguments("ep2"), zero_dp_strategy=level)
+        model(torch.full((1, 8), 1.0 + expert)).sum().backward()
+        norm = clip(model.parameters(), 1e9)
+        norms.append(float(full_tensor(norm) if isinstance(norm, DTensor) else norm))
+    return norms
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_every_expert_counts_once_in_the_norm(ranks: Ranks, level: int) -> None:
+    # Two ranks add up 1 or 2, divided by four data ranks, in each of the 64 elements.
+    expected = (64 * (0.5**2 + 1.0**2)) ** 0.5
+    for norms in ranks(4, norm_of_experts, level):
+        assert norms == pytest.approx([expected, expected])
 
 
 def clip_wrongly() -> None:
