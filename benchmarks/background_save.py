@@ -12,82 +12,44 @@ nothing else is done meanwhile.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
-import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
+
+from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
 from megatron.pretrain import checkpointing, ranks
-from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.background_save import BackgroundSaves
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.model_statistics import number_of_parameters
 from megatron.pretrain.progress import Progress
 
 MODEL = [
-    *("--num-layers", "3", "--hidden-size", "1024", "--num-attention-heads", "16"),
-    *("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"),
-    *("--bf16", "--save-interval", "1", "--async-save", "--use-persistent-ckpt-worker"),
+    *("--num-layers", "3", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"),
+    *("--async-save", "--use-persistent-ckpt-worker"),
 ]
-FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
-VOCABULARY = 8192
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Return the seconds until all ranks have done ``action``."""
-    gc.collect()
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - begin
-
-
-def quiet(line: str) -> None:
-    """Print nothing."""
-
-
-def build(flags: list[str], folder: str) -> tuple[Any, tuple[Any, ...]]:
-    """Return the arguments of a run that saves in ``folder``, and model, optimizer and schedule."""
-    args, _ = parse_arguments(
-        [*MODEL, *flags, "--save", folder],
-        world_size=ranks.environment_world_size(),
-        cuda=torch.cuda.is_available(),
-        transformer_engine=False,
-    )
-    if not dist.is_initialized():
-        ranks.start(args)
-    args = FrozenArguments(args, padded_vocab_size=VOCABULARY)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build_model(args, VOCABULARY, device)
-    return args, (model, *build_optimizer(args, model))
 
 
 def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     """Print the rows of a format."""
-    args, parts = build(flags, folder)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    background = BackgroundSaves(args, device, quiet, lambda progress: None)
+    run = SavedRun([*MODEL, *flags, "--save", folder])
+    background = BackgroundSaves(run.args, run.device, quiet, lambda progress: None)
     times: dict[str, list[float]] = {}
     for number in range(1, rounds + 2):
         progress = Progress(iteration=number)
-        blocking = partial(checkpointing.save, args, *parts, progress, quiet)
+        blocking = partial(checkpointing.save, run.args, *run.parts, progress, quiet)
         times.setdefault("blocking", []).append(seconds(blocking))
         begin = time.perf_counter()
-        held = seconds(partial(background.save, *parts, progress, folder))
+        held = seconds(partial(background.save, *run.parts, progress, folder))
         name = "background, training held" + (" (first)" if number == 1 else "")
         times.setdefault(name, []).append(held)
         background.wait()
@@ -95,7 +57,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
             times.setdefault("background, until published", []).append(time.perf_counter() - begin)
     background.end()
     background.close()
-    millions = number_of_parameters(parts[0]) / 1e6
+    millions = number_of_parameters(run.model) / 1e6
     for name, measured in times.items():
         middle, ratio = statistics.median(measured), statistics.median(times["blocking"])
         row = f"| {form}, {millions:.0f} M parameters | {name} |"

@@ -11,47 +11,28 @@ table in Markdown of the median seconds, each with its ratio to the load that ve
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import statistics
+import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import click
-import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
+
+from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.pretrain import checkpointing, integrity, ranks
-from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.progress import Progress
 
-MODEL = [
-    *("--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16"),
-    *("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"),
-    *("--bf16", "--save-interval", "1"),
-]
-FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
-VOCABULARY = 8192
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Return the seconds until all ranks have done ``action``."""
-    gc.collect()
-    dist.barrier()
-    begin = time.perf_counter()
-    action()
-    dist.barrier()
-    return time.perf_counter() - begin
+MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]
 
 
 def forget(source: Path) -> None:
@@ -62,35 +43,22 @@ def forget(source: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class CheckpointOfModel:
-    """A model, its optimizer and a folder in which it is saved, in one format."""
+class CheckpointOfModel(SavedRun):
+    """A run and the folder in which it saves, in one format."""
 
     def __init__(self, flags: list[str], folder: str):
-        words = [*MODEL, *flags, "--save", folder, "--load", folder]
-        args, _ = parse_arguments(
-            words,
-            world_size=ranks.environment_world_size(),
-            cuda=torch.cuda.is_available(),
-            transformer_engine=False,
-        )
-        if not dist.is_initialized():
-            ranks.start(args)
-        self.args = FrozenArguments(args, padded_vocab_size=VOCABULARY)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = build_model(self.args, VOCABULARY, device)
-        self.optimizer, self.scheduler = build_optimizer(self.args, self.model)
+        super().__init__([*MODEL, *flags, "--save", folder, "--load", folder])
         self.source = directory.iteration_directory(folder, 1)
 
     def save(self) -> None:
         """Save with the manifest."""
-        parts = (self.args, self.model, self.optimizer, self.scheduler)
-        checkpointing.save(*parts, Progress(iteration=1), lambda line: None)
+        checkpointing.save(self.args, *self.parts, Progress(iteration=1), quiet)
 
     def load(self, verify: bool) -> None:
         """Load what was saved."""
         args = FrozenArguments(self.args, no_verify_integrity=not verify)
         self.scheduler.num_steps = 0
-        checkpointing.load(args, self.model, self.optimizer, self.scheduler, lambda line: None)
+        checkpointing.load(args, *self.parts, quiet)
 
 
 def measure(form: str, checkpoint: CheckpointOfModel, rounds: int) -> None:

@@ -20,6 +20,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -40,22 +41,19 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
+
+from benchmarks.saved_run import SavedRun, quiet
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.dcp_saving import SigningWriter
 from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint, ranks
-from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.progress import Progress
 
 MODEL = [
     *("--num-layers", "14", "--hidden-size", "512", "--num-attention-heads", "8"),
-    *("--seq-length", "64", "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1e-3"),
-    *("--save-interval", "1", "--use-megatron-fsdp"),
-    *("--data-parallel-sharding-strategy", "optim_grads_params"),
+    *("--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params"),
 ]
-VOCABULARY = 8192
 
 
 @dataclass
@@ -158,31 +156,13 @@ class PlainCheckpoint:
         )
 
 
-class OwnCheckpoint:
-    """A model of this project with its optimizer.
-
-    Args:
-        flags: of pretrain_gpt.py.
-    """
-
-    def __init__(self, flags: list[str]):
-        args, _ = parse_arguments(
-            [*MODEL, *flags],
-            world_size=ranks.environment_world_size(),
-            cuda=torch.cuda.is_available(),
-            transformer_engine=False,
-        )
-        ranks.start(args)
-        self.args = FrozenArguments(args, padded_vocab_size=VOCABULARY)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model = build_model(self.args, VOCABULARY, device)
-        self.optimizer, self.scheduler = build_optimizer(self.args, self.model)
+class OwnCheckpoint(SavedRun):
+    """A run of this project and its checkpoints."""
 
     def save(self, folder: Path) -> None:
         """Save with the digests of all files."""
         args = FrozenArguments(self.args, save=str(folder))
-        parts = (args, self.model, self.optimizer, self.scheduler)
-        checkpointing.save(*parts, Progress(iteration=1), lambda line: None)
+        checkpointing.save(args, *self.parts, Progress(iteration=1), quiet)
 
     def save_without_digests(self, folder: Path) -> None:
         """Save as plain DCP does: no digests, and no directory is renamed."""
@@ -196,7 +176,7 @@ class OwnCheckpoint:
         """Load what :meth:`save` has saved."""
         args = FrozenArguments(self.args, load=str(folder), no_verify_integrity=not verify)
         self.scheduler.num_steps = 0
-        checkpointing.load(args, self.model, self.optimizer, self.scheduler, lambda line: None)
+        checkpointing.load(args, *self.parts, quiet)
 
     def load_unverified(self, folder: Path) -> None:
         """Load and compare nothing but sizes."""
@@ -264,7 +244,7 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     """Print the table."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    own = OwnCheckpoint(list(flags))
+    own = OwnCheckpoint([*MODEL, *flags])
     parameters = dict(own.model[0].module.named_parameters())
     shapes = {
         name.removeprefix("module."): parameter.shape for name, parameter in parameters.items()

@@ -22,8 +22,12 @@ class Launcher:
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def start(self, rank: int, world_size: int, patience: timedelta = PATIENCE) -> "Future[str]":
-        """Start a rank, which agrees with the others on the name of their attempt."""
-        return self.pool.submit(rendezvous.agree_on_attempt, self.store, rank, world_size, patience)
+        """Start a rank, which agrees with the others on the name of their attempt.
+
+        It has a connection of its own: whoever waits for a key lets nobody else use the connection.
+        """
+        store = dist.TCPStore("127.0.0.1", self.store.port)
+        return self.pool.submit(rendezvous.agree_on_attempt, store, rank, world_size, patience)
 
     def attempt(self, world_size: int) -> str:
         """Start all ranks and return the name on which they agree."""
