@@ -38,6 +38,8 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch", "Size"): lambda sizes: torch.Size(sizes),
     ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),
     ("pathlib", "PosixPath"): lambda *parts: pathlib.PurePosixPath(*parts),
+    # Early releases of 3.11 store a member of an enum by its name; this is the only enum here.
+    ("builtins", "getattr"): lambda _, name: dcp._MEM_FORMAT_ENCODING[name],
 }
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regions read into place, quick headers, and quick metadata: the same as the careful readers."""
 
+import copyreg
 import io
 import pickle
 from pathlib import Path
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.checkpoint.core import metadata_pickle, safe_loading, safe_pickle
@@ -132,6 +139,21 @@ def test_quick_metadata_is_that_of_the_careful_reader(saved: Path) -> None:
     quick = metadata_pickle._Unpickler(io.BytesIO(data)).load()
     assert quick == safe_pickle.load(data) and type(quick) is Metadata
     assert {type(index) for index in quick.storage_data} == {MetadataIndex}
+
+
+def test_quick_metadata_has_members_of_enums_by_name() -> None:
+    """As early releases of Python 3.11 store them."""
+    by_name = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = copyreg.dispatch_table | {
+        _MEM_FORMAT_ENCODING: lambda one: (getattr, (type(one), one.name))
+    }
+    pickler.dump(Metadata({"weight": by_name}))
+    assert b"builtins" in file.getvalue()
+    assert metadata_pickle._Unpickler(io.BytesIO(file.getvalue())).load().state_dict_metadata == {
+        "weight": by_name
+    }
 
 
 def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
