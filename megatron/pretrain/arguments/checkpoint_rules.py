@@ -14,6 +14,8 @@ from megatron.pretrain.errors import RunError
 
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
+OF_LOADS = "finetune exit_on_missing_checkpoint no_load_optim no_load_rng no_verify_integrity"
+OF_SAVES = "no_save_optim no_save_rng"
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 """Sizes that a run may choose anew, like arguments of training such as dropout."""
 
@@ -106,3 +108,26 @@ def check_saves(check: Check) -> None:
             "--async-strategy: each rank's writer process runs torch.distributed.checkpoint or"
             " Megatron-Core's dist_checkpointing"
         )
+
+
+def note_flags_without_effect(check: Check) -> None:
+    """Say which flags of saves and loads change nothing beside the others."""
+    args = check.args
+    loads = args.load or args.pretrained_checkpoint
+    cases = {
+        OF_LOADS: "" if loads else "without --load or --pretrained-checkpoint",
+        OF_SAVES: "" if args.save else "without --save",
+        "dist_ckpt_optim_fully_reshardable": (
+            "with --use-megatron-fsdp, whose optimizer state loads at any layout"
+            if args.use_megatron_fsdp
+            else ""
+        ),
+        "no_load_fallback": "with --ckpt-step, which names the checkpoint"
+        if args.ckpt_step
+        else "",
+        "async_save": "with --skip-train, which saves nothing" if args.skip_train else "",
+    }
+    for dests, condition in cases.items():
+        changed = [check.flag(dest) for dest in dests.split() if check.changed(dest)]
+        if condition and changed:
+            check.notes.append(f"{', '.join(changed)}: no effect {condition}")

@@ -10,6 +10,7 @@ import torch
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.checkpoint_rules import (
     check_saves,
+    note_flags_without_effect,
     replace_urls,
     take_checkpoint_arguments,
 )
@@ -124,4 +125,5 @@ RULES: tuple[Callable[[Check], None], ...] = (
     check_saves,
     fit_to_machine,
     check_needs,
+    note_flags_without_effect,
 )

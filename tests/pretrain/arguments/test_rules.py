@@ -380,6 +380,31 @@ def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) ->
     assert any(problem in each for each in found), found
 
 
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (
+            "--finetune --no-load-rng",
+            "--finetune, --no-load-rng: no effect without --load or --pretrained-checkpoint",
+        ),
+        ("--finetune --pretrained-checkpoint p", None),
+        ("--no-load-optim --exit-on-missing-checkpoint --load l", None),
+        ("--no-save-optim", "--no-save-optim: no effect without --save"),
+        ("--no-save-rng --save s --save-interval 10", None),
+        ("--load l --ckpt-step 5 --no-load-fallback", "--no-load-fallback: no effect with"),
+        ("--save s --save-interval 5 --async-save --skip-train", "--async-save: no effect with"),
+        (
+            "--use-megatron-fsdp --dist-ckpt-optim-fully-reshardable",
+            "--dist-ckpt-optim-fully-reshardable: no effect with --use-megatron-fsdp",
+        ),
+    ],
+)
+def test_flags_of_checkpoints_without_effect_are_named(flags: str, note: str | None) -> None:
+    _, notes = parse(f"{MOCK} {flags}")
+    found = [each for each in notes if "no effect" in each]
+    assert len(found) == (note is not None) and all(each.startswith(str(note)) for each in found)
+
+
 def test_flags_of_background_and_extra_saves_fit_together() -> None:
     line = f"{MOCK} --use-megatron-fsdp --save s --save-interval 10 --async-save"
     line += " --use-persistent-ckpt-worker --async-strategy mcore"
