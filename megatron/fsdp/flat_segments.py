@@ -14,7 +14,7 @@ run       parameters that follow one another in the main shard and are in the sa
           the optimizer. Each moment of a run is one flat tensor, of which the local tensors of the
           DTensors in ``optimizer.state`` are views
 segment   parameters of a run whose counters (``step``) are equal and which all have a gradient, or
-          all have none
+          all have none; no more of them than :data:`LARGEST` allows
 
 Every parameter keeps counters of its own, because state dicts contain them: they are 0-d views of
 one vector. A step counts once for a segment, and one call copies the counts to all parameters.
@@ -41,6 +41,10 @@ from megatron.fsdp.optimizer_state import Slots
 
 BLOCK = 64
 """Elements; a multiple of what one vector instruction computes, in any dtype."""
+
+LARGEST = 1 << 19
+"""Elements of a segment of several parameters. Optimizers that step on one tensor after the other
+make three temporary tensors of its size, which would be the most memory that a step needs."""
 
 State = defaultdict[torch.Tensor, Slots]
 """The state of an optimizer."""
@@ -259,8 +263,7 @@ class Segments:
         for name, value in run[0].slots.items():
             if isinstance(value, DTensor):
                 flats[name] = self._flat_moment(name, run, start, stop - start)
-        for _, members_ in groupby(run, lambda member: (member.has_grad, member.counts)):
-            members = list(members_)
+        for members in _parts(run):
             low, high = members[0].start, max(member.stop for member in members)
             segment = Segment(members, main[low:high], low, members[0])
             self.state[segment.weight] = {
@@ -363,6 +366,18 @@ def _follows(member: Member, previous: Member, dense: bool) -> bool:
     """
     is_near = member.start == previous.stop or not dense
     return is_near and member.signature == previous.signature
+
+
+def _parts(run: Run) -> Iterator[list[Member]]:
+    """Yield the members of each segment of a run."""
+    for _, alike in groupby(run, lambda member: (member.has_grad, member.counts)):
+        part: list[Member] = []
+        for member in alike:
+            if part and member.stop - part[0].start > LARGEST:
+                yield part
+                part = []
+            part.append(member)
+        yield part
 
 
 def _add_empty(member: Member, runs: list[Run]) -> None:

@@ -200,7 +200,7 @@ def train(
             report.restart_clock()
 
     if args.save and saved_at != progress.iteration and not run.stop.interrupted:
-        save(run, args.save)
+        save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()
     run.stop.forget_signals()
@@ -384,15 +384,22 @@ def one_or_list(items: list[Any]) -> Any:
     return items[0] if len(items) == 1 else items
 
 
-def save(run: TrainingRun, root: str) -> None:
-    """Save a checkpoint under ``root``, and the loss curves so far."""
+def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
+    """Save a checkpoint under ``root``, and the loss curves so far.
+
+    Args:
+        run: the run.
+        root: the directory of checkpoints.
+        at_the_end: no training follows, so no process is started to save in the background: after
+            SIGTERM a launcher gives a few seconds.
+    """
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     if run.background is not None:
         run.background.wait()
-        run.report.stage(run.progress)
+    run.report.stage(run.progress)
+    if run.background is not None and not at_the_end:
         run.background.save(*parts, root)
     else:
-        run.report.stage(run.progress)
         checkpointing.save(run.args, *parts, run.report.say, root)
         run.report.saved(run.progress)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
+from megatron.fsdp import MixedPrecisionPolicy, flat_segments, fully_shard
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.optimizers import OPTIMIZERS, two_groups
@@ -127,6 +127,27 @@ def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
     ranks(2, compare_with_single_updates, name, torch.float32)
+
+
+def compare_small_segments() -> None:
+    """Compare with single updates where a unit (65 + 13 + 13 + 65 + 5 elements) is too large."""
+    with patch.object(flat_segments, "LARGEST", 40):
+        pair = flat_and_single(OPTIMIZERS["adamw"])
+        for step, event in enumerate(EVENTS):
+            backward(pair, step)
+            for _, optimizer in pair:
+                if event is not None:
+                    event(optimizer)
+            step_and_compare(pair, f"step {step}")
+    segments = pair[0][1]._fsdp_flat._segments.all()
+    assert all(len(each.members) == 1 or each.weight.numel() <= 40 for each in segments)
+    assert max(len(each.members) for each in segments) > 1
+    groups = {each.first.sharded_param.group for each in segments}
+    assert len(segments) > 2 * len(groups)  # more than one for each param group of the optimizer
+
+
+def test_segments_are_bounded(ranks: Ranks) -> None:
+    ranks(2, compare_small_segments)
 
 
 IN_16_BITS = ["adamw", "adamw_fused", "adam_amsgrad", "sgd_momentum", "rmsprop"]

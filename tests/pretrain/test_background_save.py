@@ -96,7 +96,7 @@ def refuse_with_killed_writer(command_line: str, rank: int) -> str:
 
 @pytest.mark.parametrize(
     ("flags", "rank"),
-    [("--save-interval 1", 1), ("--exit-interval 4 --save-interval 9", 0)],
+    [("--save-interval 1", 1), ("--exit-interval 4 --save-interval 4", 0)],
     ids=["midway", "at_the_end"],
 )
 def test_a_killed_writer_ends_the_run_on_all_ranks_and_leaves_what_there_was(
@@ -110,6 +110,19 @@ def test_a_killed_writer_ends_the_run_on_all_ranks_and_leaves_what_there_was(
     assert errors[0].startswith("RunError: the checkpoint of iteration 4 was not written:")
     assert f"rank {rank}: the process that writes checkpoints was killed by SIGKILL" in errors[0]
     saved_at(folder, 3, 6)
+
+
+def train_without_writers(command_line: str) -> Record:
+    """Job: a run that starts no process to save in the background."""
+    with patch.object(BackgroundSaves, "_start_writer", side_effect=AssertionError):
+        return train(command_line)
+
+
+def test_a_save_at_the_end_waits_for_no_process_to_start(tmp_path: Path) -> None:
+    """After SIGTERM, launchers kill a run that takes long to end."""
+    line = f"{IN_BACKGROUND} --save {tmp_path} --save-interval 9 --exit-interval 2"
+    run_ranks(2, train_without_writers, line)
+    saved_at(tmp_path, 2)
 
 
 def refuse_on_full_disk(command_line: str) -> str:
