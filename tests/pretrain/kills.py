@@ -102,10 +102,12 @@ class Striker:
     def __init__(self, folder: Path, strike: Strike):
         self._folder = str(folder)
         self._strike = strike
+        self._run = 0
         self.changes = 0
 
     def install(self) -> None:
         """Begin; ends with the process."""
+        self._run = os.getpid()
         sys.addaudithook(self._see)
         fsync = os.fsync
 
@@ -136,7 +138,8 @@ class Striker:
         self.changes += 1
         kind, at = self._strike.kind, self._strike.at
         if kind == KINDS[0] and self.changes == at:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(self._run, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)  # of the run, or forked by it to write
         if kind == KINDS[2] and self.changes >= at and event in NEEDS_SPACE:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -299,7 +302,8 @@ def sweep(form: str, source: Path, kind: str, number: int) -> tuple[Counter[str]
     """Strike runs in copies of a folder at every change, or at evenly chosen ones."""
     with copy_of(source) as copy:
         changes = struck(form, copy, Strike())[0].changes
-    places = sorted({1 + (index * changes) // number for index in range(min(number, changes))})
+    number = min(number, changes)
+    places = [1 + (index * changes) // number for index in range(number)]
     counts: Counter[str] = Counter()
     problems = []
     with progress_of(f"{form}, {kind}", len(places), unit="runs") as advance:
