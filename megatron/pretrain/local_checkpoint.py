@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,18 @@ def part_root(args: argparse.Namespace, run: str) -> Path:
     path = Path(run).resolve()
     name = f"{path.name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     return Path(args.non_persistent_local_ckpt_dir) / name / f"rank_{dist.get_rank()}"
+
+
+def remove_parts_of_moved_ranks(root: Path, iteration: int) -> None:
+    """Remove what ranks have left on this node that run on another one now.
+
+    Args:
+        root: directory of this rank's parts.
+        iteration: of which all ranks have published a part, wherever they are.
+    """
+    for other in root.parent.glob("rank_*"):
+        if iteration not in directory.iterations(other):
+            shutil.rmtree(other, ignore_errors=True)  # another rank of this node does it too
 
 
 # ---- identity

@@ -15,7 +15,12 @@ from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint
 from megatron.pretrain.checkpoint_source import Say
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.local_checkpoint import identity, layout_of, part_root
+from megatron.pretrain.local_checkpoint import (
+    identity,
+    layout_of,
+    part_root,
+    remove_parts_of_moved_ranks,
+)
 from megatron.pretrain.progress import Progress
 
 
@@ -45,11 +50,15 @@ def save(
     def write() -> None:
         fsdp_dtensor_checkpoint.write_part(content, directory.prepare(root, iteration))
 
+    def clean_up() -> None:
+        directory.keep_only(root, iteration)
+        remove_parts_of_moved_ranks(root, iteration)
+
     problems = checkpointing.attempt(write)
     if problems:
         checkpointing.attempt(lambda: directory.discard(root, iteration))
     problems = problems or checkpointing.attempt(lambda: directory.publish(root, iteration))
-    problems = problems or checkpointing.attempt(lambda: directory.keep_only(root, iteration))
+    problems = problems or checkpointing.attempt(clean_up)
     if problems:
         raise RunError(
             f"the local checkpoint of iteration {iteration} was not written:\n"

@@ -411,7 +411,7 @@ def save_non_persistent(run: TrainingRun) -> None:
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     run.report.stage(run.progress)
     local_save.save(args, *parts, run.report.say)
-    run.report.saved(run.progress)
+    run.report.keep_history()
 
 
 def should_stop(run: TrainingRun) -> bool:
