@@ -50,6 +50,9 @@ def save(
     def write() -> None:
         fsdp_dtensor_checkpoint.write_part(content, directory.prepare(root, iteration))
 
+    def publish() -> None:
+        directory.publish(root, iteration)
+
     def clean_up() -> None:
         directory.keep_only(root, iteration)
         remove_parts_of_moved_ranks(root, iteration)
@@ -57,11 +60,11 @@ def save(
     problems = checkpointing.attempt(write)
     if problems:
         checkpointing.attempt(lambda: directory.discard(root, iteration))
-    problems = problems or checkpointing.attempt(lambda: directory.publish(root, iteration))
+    problems = problems or checkpointing.attempt(publish)
     problems = problems or checkpointing.attempt(clean_up)
     if problems:
         raise RunError(
-            f"the local checkpoint of iteration {iteration} was not written:\n"
+            f"the save of the local checkpoint of iteration {iteration} failed:\n"
             + "\n".join(problems)
         )
     say(

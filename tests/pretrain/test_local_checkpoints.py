@@ -177,7 +177,7 @@ def test_the_part_before_remains_until_all_ranks_have_published(
     line += " --non-persistent-save-interval 1"
     errors = run_ranks(2, refuse_with_one_part_published, line)
     assert errors[0] == errors[1]
-    assert "RunError: the local checkpoint of iteration 3 was not written:" in errors[0]
+    assert "RunError: the save of the local checkpoint of iteration 3 failed:" in errors[0]
     assert "rank 1: OSError: the disk is gone" in errors[0]
     # As a kill of the second rank leaves it.
     assert parts(disk) == [

@@ -98,12 +98,9 @@ class EvenPlanner(DefaultSavePlanner):
             for key, path in plan.planner_data.paths.items():
                 paths.setdefault(key, path)
         metadata = dataclasses.replace(metadata, planner_data=paths)
-        problems: Any = False
-        if self._is_whole:
-            problems = _validate_global_plan(plans, metadata)
-        else:
+        if not self._is_whole:
             self._name_tensors_without_chunks(metadata)
-        if problems:
+        elif problems := _validate_global_plan(plans, metadata):
             raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
         self.global_plan, self.metadata = plans, metadata
         return [SavePlan([], planner_data=positions) for positions in chosen], metadata
