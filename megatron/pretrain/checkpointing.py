@@ -42,13 +42,12 @@ from megatron.pretrain.checkpoint_source import (
     Damage,
     Say,
     fallback_lines,
-    find_source,
     pass_over,
 )
 from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.local_checkpoint import Layout, find_local, layout_of
+from megatron.pretrain.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 from megatron.pretrain.saved_schedule import load_schedule, rates_of
@@ -317,8 +316,7 @@ def _choose_source(
     damage: Damage = {}
     passed: set[int] = set()
     while True:
-        find = partial(find_local, args, layout=layout, passed=passed, say=say)
-        source = _newer_of_both(args, find, damage, say)
+        source = find_newest(args, damage, partial(find_local, args, layout, passed, say), say)
         if source is None:
             return None
         if source.is_local:
@@ -335,37 +333,6 @@ def _choose_source(
     for line in fallback_lines(args, source, damage):
         say(line)
     return source
-
-
-def _newer_of_both(
-    args: argparse.Namespace,
-    find: Callable[[CheckpointSource | None], CheckpointSource | None],
-    damage: Damage,
-    say: Say,
-) -> CheckpointSource | None:
-    """Return the newest checkpoint, local or not, None without any; a collective.
-
-    Args:
-        args: of the run.
-        find: returns the local checkpoint that takes the place of a persistent one.
-        damage: of persistent checkpoints, as for :func:`find_source`.
-        say: prints a line.
-
-    Raises:
-        ValueError: as :func:`find_source` does, if there is no local one either.
-    """
-    notes: list[str] = []
-    try:
-        source = on_first_rank(lambda: find_source(args, notes.append, damage))
-    except ValueError:
-        local = None if args.no_load_fallback else find(None)
-        if local is None:
-            raise
-        return local
-    local = find(source)
-    for note in notes if local is None else ():
-        say(note)
-    return local or source
 
 
 def _wait_until_visible(path: Path) -> None:

@@ -24,7 +24,8 @@ from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
-from megatron.pretrain.checkpoint_source import CheckpointSource, Say
+from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, Say, find_source
+from megatron.pretrain.first_rank import on_first_rank
 
 LOCAL = "local"
 """Value of --non-persistent-ckpt-type."""
@@ -119,12 +120,43 @@ def identity(layout: Layout, save: str) -> dict[str, str]:
 # ---- the choice
 
 
+def find_newest(
+    args: argparse.Namespace,
+    damage: Damage,
+    local_instead_of: Callable[[CheckpointSource | None], CheckpointSource | None],
+    say: Say,
+) -> CheckpointSource | None:
+    """Return the newest checkpoint, local or not, None without any; a collective.
+
+    Args:
+        args: of the run.
+        damage: of persistent checkpoints, as for :func:`find_source`.
+        local_instead_of: :func:`find_local` for a persistent checkpoint.
+        say: prints a line.
+
+    Raises:
+        ValueError: as :func:`find_source` does, if there is no local one either.
+    """
+    notes: list[str] = []
+    try:
+        source = on_first_rank(lambda: find_source(args, notes.append, damage))
+    except ValueError:
+        local = None if args.no_load_fallback else local_instead_of(None)
+        if local is None:
+            raise
+        return local
+    local = local_instead_of(source)
+    for note in notes if local is None else ():
+        say(note)
+    return local or source
+
+
 def find_local(
     args: argparse.Namespace,
-    persistent: CheckpointSource | None,
     layout: Callable[[], Layout],
     passed: set[int],
     say: Say,
+    persistent: CheckpointSource | None,
 ) -> CheckpointSource | None:
     """Return this rank's part of the newest local checkpoint if it is to be loaded; a collective.
 
@@ -132,10 +164,10 @@ def find_local(
 
     Args:
         args: of the run.
-        persistent: the checkpoint of which only a newer local one takes the place; None: any does.
         layout: returns the layout of this run; a collective.
         passed: iterations of local checkpoints that have been passed over, the same on every rank.
         say: prints a line for each one that is.
+        persistent: the checkpoint of which only a newer local one takes the place; None: any does.
     """
     if args.non_persistent_ckpt_type != LOCAL or not args.load:
         return None

@@ -48,7 +48,8 @@ def test_a_run_goes_on_from_its_local_checkpoint_bitwise(layout: str, tmp_path: 
     unbroken = run_ranks(2, train, line.replace("--async-save", ""))[0][0]
     assert "broken off" in run_ranks(2, broken_off, saving, 5)[0]
     assert parts(disk) == ["rank_0/iter_0000005", "rank_1/iter_0000005"]
-    assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
+    if layout != "async":  # whose checkpoint of iteration 4 may not be written yet
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
 
     resumed, again = run_ranks(2, train, saving, saving)[0]
     assert resumed.losses == unbroken.losses[5:]
