@@ -35,6 +35,8 @@ class CheckpointSource:
     """Load the weights and start anew: no optimizer state, no schedule, no progress."""
     is_newest: bool
     """It was chosen for being the newest sound one, not by --ckpt-step."""
+    is_local: bool = False
+    """Every rank has a path of its own, to the part that it wrote."""
 
 
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
@@ -120,6 +122,8 @@ def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool
         return True
     if not args.save or not args.load or Path(args.save).resolve() != Path(args.load).resolve():
         return False
+    if source is not None and source.is_local:
+        return True
     return continues_in(non_persistent_root(args, args.save), source)
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core.safe_loading import PartReader
 from megatron.checkpoint.core.stored_metadata import metadata_read_once
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import (
@@ -41,12 +42,12 @@ from megatron.pretrain.checkpoint_source import (
     Damage,
     Say,
     fallback_lines,
-    find_source,
     pass_over,
 )
 from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 from megatron.pretrain.saved_schedule import load_schedule, rates_of
@@ -89,10 +90,11 @@ def collect(
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     progress: Progress,
+    writer: ModuleType | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
-    This is a collective.
+    This is a collective. ``writer`` is that of the run's format unless told.
 
     Raises:
         RunError: on every rank, if any rank has failed.
@@ -101,7 +103,8 @@ def collect(
         optimizer = scheduler = None
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
     content: dict[str, Any] = {}
-    problems = attempt(lambda: content.update(_writer(args).collect(args, state, model, optimizer)))
+    writer = writer or _writer(args)
+    problems = attempt(lambda: content.update(writer.collect(args, state, model, optimizer)))
     if problems:
         raise _not_written(progress.iteration, problems)
     return content
@@ -253,7 +256,12 @@ def load(
     Raises:
         ValueError: on every rank, if there is no such checkpoint, or it is of another model.
     """
-    source = _choose_source(args, say)
+
+    def layout() -> Layout:
+        loaded = None if args.no_load_optim else optimizer
+        return layout_of(args, fsdp_dtensor_checkpoint.collect(args, {}, model, loaded))
+
+    source = _choose_source(args, layout, say)
     if source is None:
         return Progress()
     path = source.path
@@ -261,8 +269,7 @@ def load(
     with_rng = not (args.no_load_rng or source.weights_only)
     if not args.no_check_checkpoint_args:
         check_arguments(path, args, say)
-    is_converted = args.use_megatron_fsdp and format_of(path) != FSDP_DTENSOR
-    readable = open_converted(path, args, say) if is_converted else path
+    readable = _open(source, args, say)
     state = run_state(args, Progress(), scheduler if with_optimizer else None, with_rng)
     rates = rates_of(scheduler) if with_optimizer else []
     loaded = _read(args, state, model, optimizer if with_optimizer else None, readable)
@@ -284,19 +291,36 @@ def load(
     return progress
 
 
-def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
+def _open(
+    source: CheckpointSource, args: argparse.Namespace, say: Say
+) -> fsdp_dtensor_checkpoint.Source:
+    """Return the directory or the reader from which a checkpoint is loaded; a collective."""
+    if source.is_local:
+        return PartReader(source.path)
+    if args.use_megatron_fsdp and format_of(source.path) != FSDP_DTENSOR:
+        return open_converted(source.path, args, say)
+    return source.path
+
+
+def _choose_source(
+    args: argparse.Namespace, layout: Callable[[], Layout], say: Say
+) -> CheckpointSource | None:
     """Return the checkpoint to load, the same on every rank, None to start from scratch.
 
-    A collective. The newest may be damaged: then it is the newest of the sound ones before it.
+    A collective. The newest may be damaged: then it is the newest of the sound ones before it. Of a
+    local checkpoint every rank has a part of its own, which has been checked.
 
     Raises:
         ValueError: on every rank, if there is none that may be loaded.
     """
     damage: Damage = {}
+    passed: set[int] = set()
     while True:
-        source = on_first_rank(lambda: find_source(args, say, damage))
+        source = find_newest(args, damage, partial(find_local, args, layout, passed, say), say)
         if source is None:
             return None
+        if source.is_local:
+            break
         _wait_until_visible(source.path)
         form = on_first_rank(partial(_check_format, source.path, args))
         try:

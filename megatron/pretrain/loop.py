@@ -34,7 +34,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
-from megatron.pretrain import checkpointing, save_directory
+from megatron.pretrain import checkpointing, local_save, save_directory
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.checkpoint_source import non_persistent_root
@@ -43,6 +43,7 @@ from megatron.pretrain.flops import training_flops
 from megatron.pretrain.forward_step import ForwardStep, Microbatches
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
+from megatron.pretrain.local_checkpoint import LOCAL
 from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.model_statistics import count_zeros, number_of_parameters, params_norm
 from megatron.pretrain.profiling import profile_directory, profiling
@@ -192,7 +193,7 @@ def train(
                 save(run, args.save)
                 saved_at = progress.iteration
             elif progress.is_multiple_of(args.non_persistent_save_interval):
-                save(run, non_persistent_root(args, args.save))
+                save_non_persistent(run)
             if args.manual_gc and progress.is_multiple_of(args.manual_gc_interval):
                 gc.collect()
             if should_stop(run):
@@ -402,6 +403,22 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     else:
         checkpointing.save(run.args, *parts, run.report.say, root)
         run.report.saved(run.progress)
+
+
+def save_non_persistent(run: TrainingRun) -> None:
+    """Save the checkpoint of which only the newest is kept.
+
+    A local one is written while training waits, also with --async-save: it may be written while a
+    persistent one is being written in the background.
+    """
+    args = run.args
+    if args.non_persistent_ckpt_type != LOCAL:
+        save(run, non_persistent_root(args, args.save))
+        return
+    parts = (run.model, run.optimizer, run.scheduler, run.progress)
+    run.report.stage(run.progress)
+    local_save.save(args, *parts, run.report.say)
+    run.report.keep_history()
 
 
 def should_stop(run: TrainingRun) -> bool:

@@ -194,11 +194,16 @@ class Report:
         """Write the history of losses and its plot beside the checkpoints."""
         if not (self._speaks and self._args.save):
             return
-        with self._decorating(HISTORY):
-            self._history.keep()
+        self.keep_history()
         with self._decorating(PICTURE):
             curves = self._history.curve("train"), self._history.curve("validation")
             draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
+
+    def keep_history(self) -> None:
+        """Write the history of losses, without its plot: drawing takes longer than a local save."""
+        if self._speaks and self._args.save:
+            with self._decorating(HISTORY):
+                self._history.keep()
 
     @contextmanager
     def _decorating(self, name: str) -> Iterator[None]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.core.listing import listed, some
+from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoint_source import (
     CheckpointSource,
     Say,
@@ -20,6 +24,7 @@ from megatron.pretrain.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.local_checkpoint import LOCAL, part_root
 from megatron.pretrain.save_lock import locked
 
 
@@ -27,7 +32,8 @@ from megatron.pretrain.save_lock import locked
 def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
     """Check the directory ``args.save`` and keep other runs out of it; a collective.
 
-    The first rank locks it as long as the context lasts. What killed saves have left is removed.
+    The first rank locks it as long as the context lasts, and with it the local checkpoints of this
+    directory, which every rank checks. What killed saves have left is removed.
 
     Raises:
         ValueError, RunError: on every rank, if it cannot be written to, has checkpoints that the
@@ -36,6 +42,8 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
     with ExitStack() as stack:
         if args.save:
             on_first_rank(lambda: _reserve(args, say, stack))
+            if args.non_persistent_ckpt_type == LOCAL and not args.skip_train:
+                _reserve_local(args)
         yield
 
 
@@ -46,7 +54,7 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         return
     with ExitStack() as failing:
         failing.enter_context(locked(root, say))
-        is_own = args.load and Path(args.load).resolve() == root.resolve() and not args.finetune
+        is_own = _is_own(args)
         _check_non_persistent(args, is_own)
         if args.non_persistent_global_ckpt_dir:
             failing.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
@@ -54,6 +62,41 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
         directory.tidy(root)
         stack.push(failing.pop_all())
+
+
+def _is_own(args: argparse.Namespace) -> bool:
+    """Return True if the run continues in its --save directory."""
+    if not args.load or args.finetune:
+        return False
+    return Path(args.load).resolve() == Path(args.save).resolve()
+
+
+def _reserve_local(args: argparse.Namespace) -> None:
+    """Check the directory of this rank's parts of local checkpoints, and tidy it; a collective.
+
+    Raises:
+        ValueError: on every rank, if a rank cannot write there, or has parts that the run would
+            overwrite.
+    """
+    root, problem = part_root(args, args.save), None
+    try:
+        _check_writable("--non-persistent-local-ckpt-dir", args.non_persistent_local_ckpt_dir)
+        there = directory.iterations(root)
+        if there and not _is_own(args) and args.overwrite:
+            shutil.rmtree(root)  # a newer one would be loaded instead of those of this run
+        elif there and not _is_own(args):
+            problem = (
+                f"{directory.iteration_directory(root, there[0])} belongs to --save {args.save},"
+                f" and this run would overwrite it: --load {args.save} without --finetune continues"
+                " there, --overwrite gives up what is there"
+            )
+        elif root.is_dir():
+            directory.tidy(root)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = agree([f"rank {dist.get_rank()}: {problem}"] if problem else [])
+    if problems:
+        raise ValueError(listed("local checkpoints cannot be saved", problems))
 
 
 def _check_non_persistent(args: argparse.Namespace, is_own: bool) -> None:

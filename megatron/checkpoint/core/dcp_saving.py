@@ -29,7 +29,12 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
     _StorageInfo,
 )
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -50,7 +55,15 @@ class EvenPlanner(DefaultSavePlanner):
     Ranks send the first one their tensors and the names of their objects, and get back the
     positions of those that they write: the thousands of small objects of param groups are on every
     rank.
+
+    Args:
+        is_whole: the ranks that save have all chunks of all tensors. False for the part of one
+            rank: its metadata names tensors of which the rank has no chunk too.
     """
+
+    def __init__(self, is_whole: bool = True):
+        super().__init__()
+        self._is_whole = is_whole
 
     def create_local_plan(self) -> SavePlan:
         """Return the tensors of this rank as items, and the paths of all entries."""
@@ -85,11 +98,18 @@ class EvenPlanner(DefaultSavePlanner):
             for key, path in plan.planner_data.paths.items():
                 paths.setdefault(key, path)
         metadata = dataclasses.replace(metadata, planner_data=paths)
-        problems = _validate_global_plan(plans, metadata)
-        if problems:
+        if not self._is_whole:
+            self._name_tensors_without_chunks(metadata)
+        elif problems := _validate_global_plan(plans, metadata):
             raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
         self.global_plan, self.metadata = plans, metadata
         return [SavePlan([], planner_data=positions) for positions in chosen], metadata
+
+    def _name_tensors_without_chunks(self, metadata: Metadata) -> None:
+        for key, value in self.state_dict.items():
+            if isinstance(value, torch.Tensor):
+                entry = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), [])
+                metadata.state_dict_metadata.setdefault(key, entry)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the items that this rank writes."""

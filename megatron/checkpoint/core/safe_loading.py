@@ -69,6 +69,13 @@ class SafeReader(FileSystemReader):
         return done
 
 
+class PartReader(SafeReader):
+    """A reader of a directory that one rank alone has written, and that it reads alone."""
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
 def _read_region(
     file: IO[bytes], payload: TensorPayload, offsets: Sequence[int], target: torch.Tensor
 ) -> None:

@@ -74,6 +74,14 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
         choices=("global", "local", "in_memory"),
     ),
     row("--non-persistent-global-ckpt-dir", str, "directory of those of type global"),
+    row("--non-persistent-local-ckpt-dir", str, "directory on each node of those of type local"),
+    row(
+        "--non-persistent-local-ckpt-algo",
+        str,
+        "atomic: every rank writes all that it needs",
+        "atomic",
+        choices=("fully_parallel", "atomic"),
+    ),
     row("--ckpt-assume-constant-structure", "switch", "reuse the plan of the save before"),
     row(
         "--ckpt-fully-parallel-save",

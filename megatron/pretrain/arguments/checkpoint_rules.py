@@ -14,6 +14,13 @@ from megatron.pretrain.errors import RunError
 
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
+LOCATIONS = (
+    "save",
+    "load",
+    "pretrained_checkpoint",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+)
 OF_LOADS = "finetune exit_on_missing_checkpoint no_load_optim no_load_rng no_verify_integrity"
 OF_SAVES = "no_save_optim no_save_rng"
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
@@ -22,7 +29,7 @@ UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 
 def replace_urls(check: Check) -> None:
     """Replace URLs of local directories by paths, and refuse all others."""
-    for dest in ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir"):
+    for dest in LOCATIONS:
         if getattr(check.args, dest):
             try:
                 setattr(check.args, dest, local_path(getattr(check.args, dest)))
@@ -94,6 +101,22 @@ def check_saves(check: Check) -> None:
             f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
             f" multiple of --save-interval {args.save_interval}, which saves there anyway",
         )
+    if args.non_persistent_ckpt_type == "local":
+        check.require(
+            args.non_persistent_local_ckpt_dir,
+            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir",
+        )
+        check.require(
+            args.use_megatron_fsdp,
+            "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it Megatron-Core"
+            " divides a checkpoint between the ranks, and none has all of its own state; use"
+            " global",
+        )
+        if args.async_save:
+            check.notes.append(
+                "--async-save: local checkpoints are written while training waits, others in the"
+                " background"
+            )
     check.require(
         not (args.async_save and args.use_megatron_fsdp and args.ckpt_format == "torch_dist"),
         "--async-save of a run with FSDP writes fsdp_dtensor only: leave out --ckpt-format"

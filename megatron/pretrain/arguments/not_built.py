@@ -117,9 +117,9 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
         ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
     ),
-    "non_persistent_ckpt_type": {
-        "local": "checkpoints on the disks of nodes are not built yet; use global",
-        "in_memory": "not built; use global",
+    "non_persistent_ckpt_type": {"in_memory": "not built; use local, with a directory in memory"},
+    "non_persistent_local_ckpt_algo": {
+        "fully_parallel": "not built: loads would exchange tensors between nodes; use atomic"
     },
     "optimizer": dict.fromkeys(
         ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
@@ -324,10 +324,22 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("use_persistent_ckpt_worker async_strategy", "async_save", (True,), "needs --async-save"),
     Needs(
-        "non_persistent_save_interval non_persistent_global_ckpt_dir",
+        "non_persistent_save_interval",
+        "non_persistent_ckpt_type",
+        ("global", "local"),
+        "needs --non-persistent-ckpt-type global or local",
+    ),
+    Needs(
+        "non_persistent_global_ckpt_dir",
         "non_persistent_ckpt_type",
         ("global",),
         "needs --non-persistent-ckpt-type global",
+    ),
+    Needs(
+        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
+        "non_persistent_ckpt_type",
+        ("local",),
+        "needs --non-persistent-ckpt-type local",
     ),
     Needs(
         "non_persistent_ckpt_type",

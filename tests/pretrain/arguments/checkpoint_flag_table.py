@@ -12,6 +12,7 @@ from tests.pretrain.arguments.flag_rows import (
 SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
 IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
 NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
+LOCAL = "test_local_checkpoints.py::test_a_run_goes_on_from_its_local_checkpoint_bitwise"
 SHARED_WORK = "how ranks share the work of a checkpoint is fixed"
 CHECKPOINTING = "test_checkpointing.py::"
 
@@ -66,8 +67,10 @@ CHECKPOINTS = (
     refused("--dist-ckpt-workers 2", "one process of each rank writes"),
     shown("--non-persistent-save-interval", NON_PERSISTENT),
     shown("--non-persistent-ckpt-type", NON_PERSISTENT),
-    refused("--non-persistent-ckpt-type local", "not built yet; use global"),
+    refused("--non-persistent-ckpt-type in_memory", "use local, with a directory in memory"),
     shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
+    shown("--non-persistent-local-ckpt-dir", LOCAL),
+    refused("--non-persistent-local-ckpt-algo fully_parallel", "use atomic"),
     FlagRow(
         "--ckpt-fully-parallel-save",
         changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default"},

@@ -34,6 +34,8 @@ def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
     ]
 
 
+LOCAL = "--non-persistent-ckpt-type local"
+
 FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor
     --calculate-per-token-loss --overlap-grad-reduce --overlap-param-gather --bf16
@@ -371,8 +373,10 @@ def test_evaluation_alone_needs_no_schedule() -> None:
             "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
             "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
         ),
-        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global"),
-        ("--non-persistent-ckpt-type local", "--non-persistent-ckpt-type local: checkpoints on"),
+        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global or local"),
+        (LOCAL, "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"),
+        (LOCAL, "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it"),
+        (f"{LOCAL} --non-persistent-local-ckpt-dir s3://x", "s3://x: checkpoints are in"),
     ],
 )
 def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) -> None:
@@ -413,3 +417,8 @@ def test_flags_of_background_and_extra_saves_fit_together() -> None:
         " --non-persistent-global-ckpt-dir other"
     )
     assert any(note.startswith("--async-strategy: each rank's writer process") for note in notes)
+    _, notes = parse(
+        f"{line} --non-persistent-save-interval 3 {LOCAL} --non-persistent-local-ckpt-dir other"
+        " --non-persistent-local-ckpt-algo atomic"
+    )
+    assert any(note.startswith("--async-save: local checkpoints are written") for note in notes)

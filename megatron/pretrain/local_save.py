@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves of local checkpoints: every rank writes its own part, and all publish them together."""
+
+from __future__ import annotations
+
+import argparse
+import uuid
+
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.checkpoint.core import directory
+from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint
+from megatron.pretrain.checkpoint_source import Say
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.local_checkpoint import (
+    identity,
+    layout_of,
+    part_root,
+    remove_parts_of_moved_ranks,
+)
+from megatron.pretrain.progress import Progress
+
+
+def save(
+    args: argparse.Namespace,
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    progress: Progress,
+    say: Say,
+) -> None:
+    """Write the state of the run into a new local checkpoint; a collective.
+
+    Ranks exchange whether they have succeeded. A part is published when all ranks have written
+    theirs, and the one before is removed when all have published, so a kill leaves one of the two
+    on every rank.
+
+    Raises:
+        RunError: on every rank, if any rank has failed.
+    """
+    iteration, root = progress.iteration, part_root(args, args.save)
+    content = checkpointing.collect(
+        args, model, optimizer, scheduler, progress, fsdp_dtensor_checkpoint
+    )
+    content |= identity(layout_of(args, content), on_first_rank(lambda: uuid.uuid4().hex))
+
+    def write() -> None:
+        fsdp_dtensor_checkpoint.write_part(content, directory.prepare(root, iteration))
+
+    def publish() -> None:
+        directory.publish(root, iteration)
+
+    def clean_up() -> None:
+        directory.keep_only(root, iteration)
+        remove_parts_of_moved_ranks(root, iteration)
+
+    problems = checkpointing.attempt(write)
+    if problems:
+        checkpointing.attempt(lambda: directory.discard(root, iteration))
+    problems = problems or checkpointing.attempt(publish)
+    problems = problems or checkpointing.attempt(clean_up)
+    if problems:
+        raise RunError(
+            f"the save of the local checkpoint of iteration {iteration} failed:\n"
+            + "\n".join(problems)
+        )
+    say(
+        f"saved local checkpoint of iteration {iteration} to"
+        f" {directory.iteration_directory(root, iteration)} and those of the other ranks"
+    )
