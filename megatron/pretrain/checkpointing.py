@@ -24,9 +24,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.stored_metadata import metadata_read_once
+from megatron.checkpoint.core.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import (
     fsdp_dtensor_checkpoint,
@@ -34,6 +35,7 @@ from megatron.pretrain import (
     integrity,
     save_directory,
     torch_dist_checkpoint,
+    url_saves,
 )
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import (
@@ -110,19 +112,28 @@ def collect(
 def prepare(root: str, iteration: int) -> Path:
     """Make the empty directory in which a checkpoint is written; a collective."""
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
-    return directory.staging_directory(root, iteration)
+    staging = directory.staging_directory(root, iteration)
+    if stores.is_staged(root):
+        problems = attempt(lambda: staging.mkdir(parents=True, exist_ok=True))  # on other nodes
+        if problems:
+            raise _not_written(iteration, problems)
+    return staging
 
 
 def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
-    """Write what :func:`collect` returned into ``target`` and sign it; a collective.
+    """Write what :func:`collect` returned into ``target``, sign it and upload it; a collective.
+
+    Only what is in the staged directory of a URL is uploaded.
 
     Returns:
         The problems of all ranks, the same on every rank.
     """
     problems = attempt(lambda: _writer(args).write(args, content, target))
-    if problems or args.ckpt_format == FSDP_DTENSOR:  # whose writer signs what it writes
-        return problems
-    return integrity.sign(target)
+    if not problems and args.ckpt_format != FSDP_DTENSOR:  # whose writer signs what it writes
+        problems = integrity.sign(target)
+    if not problems and stores.is_staged(target):
+        problems = url_saves.upload(target)
+    return problems
 
 
 def conclude(
@@ -142,15 +153,20 @@ def conclude(
         RunError: on every rank, if there are problems.
     """
     iteration = progress.iteration
-    if problems:
-        _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
-        raise _not_written(iteration, problems)
-    _on_first_rank(lambda: directory.publish(root, iteration), "cannot publish the checkpoint")
+    place: ModuleType = url_saves if stores.is_staged(root) else directory
+    try:
+        if problems:
+            _on_first_rank(lambda: place.discard(root, iteration), "cannot clean up")
+            raise _not_written(iteration, problems)
+        _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
+    finally:
+        if place is url_saves:
+            url_saves.remove_staged(root, iteration)
     if root != args.save:
         _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
     elif args.save_retain_interval:
         _on_first_rank(
-            lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
+            lambda: place.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
     say(
         f"saved checkpoint of iteration {iteration} to"
@@ -197,7 +213,7 @@ def run_state(
     """
     pickle_enums_by_value(args)
     state: dict[str, Any] = {
-        "args": progress.written_into(args),
+        "args": _with_urls(progress.written_into(args)),
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
@@ -211,6 +227,14 @@ def run_state(
             )
         )
     return state
+
+
+def _with_urls(args: argparse.Namespace) -> argparse.Namespace:
+    """Let arguments name URLs instead of the directories in which they are staged."""
+    for dest in ("save", "load", "pretrained_checkpoint"):
+        if getattr(args, dest):
+            setattr(args, dest, with_urls(getattr(args, dest)))
+    return args
 
 
 def pickle_enums_by_value(args: argparse.Namespace) -> None:
@@ -277,6 +301,8 @@ def load(
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
     on_first_rank(lambda: save_directory.settle(args, source))
+    if stores.is_staged(path):
+        url_saves.drop(path)
     if source.weights_only:
         say(f"loaded the weights of {path}")
     else:
@@ -297,6 +323,8 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
         source = on_first_rank(lambda: find_source(args, say, damage))
         if source is None:
             return None
+        if stores.is_staged(source.path):
+            url_saves.fetch(source.path)
         _wait_until_visible(source.path)
         form = on_first_rank(partial(_check_format, source.path, args))
         try:
@@ -308,6 +336,8 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
     on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
     for line in fallback_lines(args, source, damage):
         say(line)
+    for path in damage:
+        stores.drop(path)
     return source
 
 
