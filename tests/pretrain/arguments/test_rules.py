@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from megatron.checkpoint.core.url_staging import with_urls
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from tests.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
 
@@ -45,14 +46,43 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
 
 
-def test_a_url_is_a_directory_of_this_machine_or_refused() -> None:
+def test_a_url_of_a_directory_is_its_path() -> None:
     args, _ = parse(f"{MOCK} --save file:///tmp/with%20blank --load /tmp/x --save-interval 1")
     assert (args.save, args.load) == ("/tmp/with blank", "/tmp/x")
-    found = problems(f"{MOCK} --save s3://bucket/run --load file://host/x --save-interval 1")
+
+
+def test_a_url_is_of_a_store_that_is_known_or_refused() -> None:
+    args, _ = parse(f"{MOCK} --save memory://a --load memory://b --save-interval 1")
+    assert [with_urls(path) for path in (args.save, args.load)] == ["memory://a", "memory://b"]
+    found = problems(f"{MOCK} --save nothing://bucket/run --load file://host/x --save-interval 1")
     assert [problem.partition(": ")[0] for problem in found] == [
-        "--save s3://bucket/run",
+        "--save nothing://bucket/run",
         "--load file://host/x",
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "problem"),
+    [
+        ("--async-save", 1, "--save memory://a is the memory of one process"),
+        ("", 2, "--save memory://a is the memory of one process"),
+        (
+            "--non-persistent-save-interval 2 --non-persistent-ckpt-type global",
+            1,
+            "--non-persistent-save-interval 2: checkpoints at URLs are persistent",
+        ),
+        (
+            "--non-persistent-ckpt-type global --load memory://a",
+            1,
+            "--non-persistent-ckpt-type global: checkpoints at URLs are persistent",
+        ),
+        ("--tensorboard-dir s3://b/x", 1, "--tensorboard-dir s3://b/x: only checkpoints"),
+    ],
+)
+def test_what_a_url_does_not_go_with_is_refused(flags: str, world_size: int, problem: str) -> None:
+    line = f"{MOCK} --save memory://a --save-interval 3 {flags}"
+    found = problems(line, world_size=world_size)
+    assert any(each.startswith(problem) for each in found), found
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
