@@ -20,7 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint.core import directory, stores
-from megatron.checkpoint.core.manifest import Manifest, files_of_rank
+from megatron.checkpoint.core.manifest import MANIFEST, Manifest, files_of_rank
 from megatron.checkpoint.core.stores import Store
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.errors import RunError
@@ -67,6 +67,7 @@ def publish(root: str | Path, iteration: int) -> None:
     manifest = Manifest.read(staging)
     assert manifest is not None  # every save is signed
     sizes = {name: digest.bytes for name, digest in manifest.files.items()}
+    sizes[MANIFEST] = (staging / MANIFEST).stat().st_size
     upload_beside(root)
     store.finish(_final_name(staging), sizes)
     store.write_tracker(iteration)
@@ -92,20 +93,15 @@ def upload_beside(root: str | Path) -> None:
     """Upload what the run writes beside its checkpoints; called on the rank that writes it."""
     store = _store(root)
     there = [path.name for path in store.staged.iterdir() if path.is_file()]
-    store.upload(store.staged, "", [name for name in there if _is_beside(name)])
-    for name in store.names():
-        if name not in there and _is_beside(name):
-            store.remove_file(name)
+    beside = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE)]
+    store.upload(store.staged, "", beside)
+    store.remove_files(STAGED_HISTORIES, but=there)
 
 
 def fetch_beside(root: str | Path) -> None:
     """Download what earlier runs have written beside their checkpoints, to continue it."""
     store = _store(root)
     store.fetch(store.staged, BESIDE)
-
-
-def _is_beside(name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in BESIDE)
 
 
 def _final_name(staging: Path) -> str:

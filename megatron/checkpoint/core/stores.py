@@ -12,8 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -100,7 +100,7 @@ class Store:
             return {}
         entries = {}
         for entry in found:
-            name = self._below(entry["name"], self._root)
+            name = _below(entry["name"], self._root)
             if not name and entry["type"] == "file" and entry.get("size"):
                 raise ValueError("it is a file; a directory with checkpoints is expected")
             is_directory = entry["type"] == "directory"
@@ -143,7 +143,7 @@ class Store:
             return {}
         files = {}
         for path, entry in found.items():
-            name = self._below(path, remote)
+            name = _below(path, remote)
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{path} is no name of a file")
             if name and not name.endswith("/"):
@@ -196,10 +196,10 @@ class Store:
             name: of the directory in the store.
             files: their names in both.
         """
-        targets = [self._remote(f"{name}/{file}") for file in files]
+        targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
         with self._errors():
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
-                self._system.makedirs(parent, exist_ok=True)
+                self._make_directory(parent)
             if files:
                 self._system.put([str(folder / file) for file in files], targets)
 
@@ -244,22 +244,23 @@ class Store:
                 self._remove(name)
                 self._system.rm_file(self._remote(_marker(name)))
 
-    def remove_file(self, name: str) -> None:
-        """Remove a file if it is there."""
+    def remove_files(self, pattern: str, but: Collection[str]) -> None:
+        """Remove files of the first level whose names match a pattern, except some."""
         with self._errors():
-            if self._system.exists(self._remote(name)):
-                self._system.rm_file(self._remote(name))
-
-    def names(self) -> list[str]:
-        """Return the names of the first level."""
-        with self._errors():
-            return list(self._entries())
+            for name in self._entries():
+                if fnmatch(name, pattern) and name not in but:
+                    self._system.rm_file(self._remote(name))
 
     # ---- paths
 
     def _write(self, name: str, content: bytes) -> None:
-        self._system.makedirs(self._root, exist_ok=True)
+        self._make_directory(self._root)
         self._system.pipe_file(self._remote(name), content)
+
+    def _make_directory(self, path: str) -> None:
+        # An object store has no directories, and a user may not be allowed to look at the bucket.
+        with suppress(PermissionError):
+            self._system.makedirs(path, exist_ok=True)
 
     def _remove(self, name: str) -> None:
         self._system.invalidate_cache()
@@ -270,9 +271,6 @@ class Store:
         name = name.strip("/")
         return self._root if name in ("", ".") else f"{self._root}/{name}"
 
-    def _below(self, path: str, above: str) -> str:
-        return path.strip("/").removeprefix(above.strip("/")).strip("/")
-
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Raise whatever a file system raises as OSError with the URL."""
@@ -281,6 +279,10 @@ class Store:
         except Exception as error:  # each has its own
             kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
             raise OSError(f"{self.url}: {kind}{error}") from error
+
+
+def _below(path: str, above: str) -> str:
+    return path.strip("/").removeprefix(above.strip("/")).strip("/")
 
 
 def _marker(name: str) -> str:

@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -46,7 +47,8 @@ def staged_directory(url: str) -> Path:
         raise ValueError(f"{url}: the URL is too long, its quoted form has {len(name)} characters")
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    room = _base() / f"{os.getpid() if is_alone else os.getppid()}_{attempt}"
+    process = os.getpid() if is_alone else os.getppid()
+    room = _base() / f"{socket.gethostname()}_{process}_{attempt}"
     try:
         _enter(room)
     except OSError as error:
@@ -93,7 +95,7 @@ def _enter(room: Path) -> None:
     base.mkdir(mode=0o700, parents=True, exist_ok=True)
     if base.stat().st_uid != os.getuid():
         raise PermissionError(f"{base} belongs to another user")
-    for lock in base.glob("*.lock"):
+    for lock in base.glob(f"{socket.gethostname()}_*.lock"):  # a lock may hold on one node only
         _remove_if_unused(lock)
     lock = _lock_of(room)
     while True:
