@@ -320,11 +320,10 @@ def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | Non
     """
     damage: Damage = {}
     while True:
-        source = on_first_rank(lambda: find_source(args, say, damage))
-        if source is None:
+        found = on_first_rank(lambda: url_saves.found_by(lambda: find_source(args, say, damage)))
+        if found is None:
             return None
-        if stores.is_staged(source.path):
-            url_saves.fetch(source.path)
+        source = found.fetched()
         _wait_until_visible(source.path)
         form = on_first_rank(partial(_check_format, source.path, args))
         try:

@@ -14,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -22,7 +23,9 @@ import torch.distributed as dist
 from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.manifest import MANIFEST, Manifest, files_of_rank
 from megatron.checkpoint.core.stores import Store
+from megatron.checkpoint.core.url_staging import staged_directory, url_of
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.loss_history import HISTORY, STAGED_HISTORIES
 from megatron.pretrain.report import PICTURE, PROGRESS
@@ -111,15 +114,45 @@ def _final_name(staging: Path) -> str:
 # ---- load
 
 
-def fetch(path: Path) -> None:
-    """Download a checkpoint to every node; a collective.
+@dataclass(frozen=True)
+class FoundSource:
+    """A checkpoint that the first rank has found, and that every node has or downloads."""
 
-    Raises:
-        RunError: on every rank, if any rank cannot.
-    """
-    problems = _problems(lambda: stores.fetch(path))
-    if problems:
-        raise RunError("\n".join(problems))
+    source: CheckpointSource
+    url: str | None
+    """At which it is; None for a directory."""
+    below: str
+    """Its path below the URL."""
+
+    def fetched(self) -> CheckpointSource:
+        """Download it to every node and return it with the path on this one; a collective.
+
+        Raises:
+            RunError: on every rank, if any rank cannot.
+        """
+        if self.url is None:
+            return self.source
+        path = staged_directory(self.url) / self.below
+
+        def fetch() -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            stores.fetch(path)
+
+        problems = _problems(fetch)
+        if problems:
+            raise RunError("\n".join(problems))
+        return replace(self.source, path=path)
+
+
+def found_by(find: Callable[[], CheckpointSource | None]) -> FoundSource | None:
+    """Return what ``find`` does, for all ranks; called on the first one."""
+    source = find()
+    if source is None:
+        return None
+    staged = url_of(source.path.absolute())
+    if staged is None:
+        return FoundSource(source, None, "")
+    return FoundSource(source, staged[0], source.path.relative_to(staged[1]).as_posix())
 
 
 def drop(*paths: Path) -> None:
