@@ -27,9 +27,16 @@ CHANGES = ("pipe_file", "put_file", "rm_file", "rm")
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 
 
+def set_memory(files: dict[str, Any]) -> None:
+    """Let the memory of this process have these files, and no empty directories."""
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.store.update(files)
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
 def train_in_memory(*command_lines: str) -> tuple[list[Record], list[str]]:
     """Job: runs one after the other, and the names that are in memory then."""
-    MemoryFileSystem.store.clear()
+    set_memory({})
     return [pretrain(line) for line in command_lines], sorted(MemoryFileSystem.store)
 
 
@@ -162,15 +169,14 @@ def go_on_after_kills(line: str) -> tuple[int, list[tuple[int, list[float], list
         The number of changes, and of every second start the iteration that it began from, its
         losses, and the iterations of the history.
     """
-    MemoryFileSystem.store.clear()
+    set_memory({})
     pretrain(f"{line} --exit-interval 2")
     before = dict(MemoryFileSystem.store)
     with killed_at(0) as changes:
         pretrain(f"{line} --exit-interval 4")
     found = []
     for number in range(1, len(changes) + 1):
-        MemoryFileSystem.store.clear()
-        MemoryFileSystem.store.update(before)
+        set_memory(before)
         with killed_at(number), suppress(Killed):
             pretrain(f"{line} --exit-interval 4")
         record = pretrain(f"{line} --exit-interval 6")
@@ -186,7 +192,7 @@ def test_a_run_that_is_killed_before_any_change_goes_on_from_a_whole_checkpoint(
     (whole,) = run_ranks(1, train, LINE)[0]
     number, found = run_ranks(1, go_on_after_kills, line)[0]
     begins = [begin for begin, _, _ in found]
-    assert begins == sorted(begins) and set(begins) == {2, 4}
+    assert begins == sorted(begins) and set(begins) == {2, 4}, begins
     for begin, losses, history in found:
         assert losses == whole.losses[begin:]
         assert history == list(range(1, 7))
