@@ -69,7 +69,7 @@ class Store:
             ValueError: if the URL cannot be reached, or is a file.
         """
         try:
-            with self._errors():
+            with _errors_of(self.url):
                 entries = self._entries()
                 with alone_in(self.staged.parent):
                     self._show(entries)
@@ -126,7 +126,7 @@ class Store:
         """
         remote = self._remote(path.relative_to(self.staged).as_posix())
         missing = {}
-        with self._errors(), alone_in(self.staged.parent):
+        with _errors_of(self.url), alone_in(self.staged.parent):
             for name, (source, size) in self._files(remote).items():
                 target = path / name
                 is_there = target.is_file() and target.stat().st_size == size
@@ -171,7 +171,7 @@ class Store:
         """
         name = f".writable_{socket.gethostname()}_{os.getpid()}"
         try:
-            with self._errors():
+            with _errors_of(self.url):
                 self._write(name, b"")
                 self._system.rm_file(self._remote(name))
         except OSError as error:
@@ -183,7 +183,7 @@ class Store:
         Args:
             name: of the directory; empty for the whole store, which has no files then.
         """
-        with self._errors():
+        with _errors_of(self.url):
             self._write(_marker(name), b"an upload has not ended")
             if name:
                 self._remove(name)
@@ -197,7 +197,7 @@ class Store:
             files: their names in both.
         """
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
-        with self._errors():
+        with _errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
                 self._make_directory(parent)
             if files:
@@ -213,7 +213,7 @@ class Store:
         Raises:
             OSError: if some file is not there completely.
         """
-        with self._errors():
+        with _errors_of(self.url):
             there = {file: size for file, (_, size) in self._files(self._remote(name)).items()}
             wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
             if wrong:
@@ -222,7 +222,7 @@ class Store:
 
     def abandon(self, name: str) -> None:
         """Remove what there is of an upload that has failed; called on one rank."""
-        with self._errors():
+        with _errors_of(self.url):
             if self._system.exists(self._remote(_marker(name))):
                 if name:
                     self._remove(name)
@@ -230,12 +230,12 @@ class Store:
 
     def write_tracker(self, iteration: int | str) -> None:
         """Name the newest complete iteration in the tracker file; called on one rank."""
-        with self._errors():
+        with _errors_of(self.url):
             self._write(directory.TRACKER, str(iteration).encode())
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
-        with self._errors():
+        with _errors_of(self.url):
             there = map(directory.iteration_of, self._entries())
             found = [iteration for iteration in there if iteration is not None]
             for iteration in directory.not_retained(found, interval, newest):
@@ -246,7 +246,7 @@ class Store:
 
     def remove_files(self, pattern: str, but: Collection[str]) -> None:
         """Remove files of the first level whose names match a pattern, except some."""
-        with self._errors():
+        with _errors_of(self.url):
             for name in self._entries():
                 if fnmatch(name, pattern) and name not in but:
                     self._system.rm_file(self._remote(name))
@@ -271,14 +271,15 @@ class Store:
         name = name.strip("/")
         return self._root if name in ("", ".") else f"{self._root}/{name}"
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Raise whatever a file system raises as OSError with the URL."""
-        try:
-            yield
-        except Exception as error:  # each has its own
-            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-            raise OSError(f"{self.url}: {kind}{error}") from error
+
+@contextmanager
+def _errors_of(url: str) -> Iterator[None]:
+    """Raise whatever a file system raises as OSError with the URL."""
+    try:
+        yield
+    except Exception as error:  # each has its own
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise OSError(f"{url}: {kind}{error}") from error
 
 
 def _below(path: str, above: str) -> str:
