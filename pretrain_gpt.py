@@ -29,6 +29,7 @@ if not torch.cuda.is_available():
     # and none is worth it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+from megatron.checkpoint.core.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import CommandLineError, parse_arguments  # noqa: E402
@@ -78,6 +79,7 @@ def complain(message: str, watch: Watch | None = None) -> None:
     Before ranks know of each other the first prints at once, and torchrun then ends the others
     before they do.
     """
+    message = with_urls(message)
     if watch is not None and watch.tell(message):
         return
     if ranks.environment_rank() != 0:

@@ -57,6 +57,7 @@ setup(
         "torch>=2.10,<2.14",
         "megatron-core>=0.16.0,<0.17",
         "numpy",
+        "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional
         "click",
         "tqdm",
         "tensorboard",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -41,6 +41,8 @@ class CheckpointSource:
 
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch; reads no tensor.
+
+    Those at a URL are downloaded to this node before they are looked at.
 
     Args:
         args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
@@ -197,6 +199,8 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
     refused = []
     for iteration in candidates:
         found = directory.find(root, iteration) or directory.iteration_directory(root, iteration)
+        if found not in damage:
+            stores.fetch(found)
         wrong = damage.get(found) or _damage_of(found, args)
         if wrong is None:
             return iteration

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import copyreg
 import enum
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,10 +23,10 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
-from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.safe_loading import PartReader
 from megatron.checkpoint.core.stored_metadata import metadata_read_once
+from megatron.checkpoint.core.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain import (
     fsdp_dtensor_checkpoint,
@@ -35,6 +34,7 @@ from megatron.pretrain import (
     integrity,
     save_directory,
     torch_dist_checkpoint,
+    url_saves,
 )
 from megatron.pretrain.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoint_source import (
@@ -46,7 +46,7 @@ from megatron.pretrain.checkpoint_source import (
 )
 from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
 from megatron.pretrain.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
@@ -54,9 +54,6 @@ from megatron.pretrain.saved_schedule import load_schedule, rates_of
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 """Name of a checkpoint format -> the module with its ``collect``, ``write`` and ``load``."""
-
-SECONDS_UNTIL_VISIBLE = 10.0
-"""Time in which a shared file system shows every rank what the first one sees."""
 
 
 # ---- save
@@ -113,19 +110,28 @@ def collect(
 def prepare(root: str, iteration: int) -> Path:
     """Make the empty directory in which a checkpoint is written; a collective."""
     _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
-    return directory.staging_directory(root, iteration)
+    staging = directory.staging_directory(root, iteration)
+    if stores.is_staged(root):
+        problems = attempt(lambda: staging.mkdir(parents=True, exist_ok=True))  # on other nodes
+        if problems:
+            raise _not_written(iteration, problems)
+    return staging
 
 
 def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
-    """Write what :func:`collect` returned into ``target`` and sign it; a collective.
+    """Write what :func:`collect` returned into ``target``, sign it and upload it; a collective.
+
+    Only what is in the staged directory of a URL is uploaded.
 
     Returns:
         The problems of all ranks, the same on every rank.
     """
     problems = attempt(lambda: _writer(args).write(args, content, target))
-    if problems or args.ckpt_format == FSDP_DTENSOR:  # whose writer signs what it writes
-        return problems
-    return integrity.sign(target)
+    if not problems and args.ckpt_format != FSDP_DTENSOR:  # whose writer signs what it writes
+        problems = integrity.sign(target)
+    if not problems and stores.is_staged(target):
+        problems = url_saves.upload(target)
+    return problems
 
 
 def conclude(
@@ -145,15 +151,20 @@ def conclude(
         RunError: on every rank, if there are problems.
     """
     iteration = progress.iteration
-    if problems:
-        _on_first_rank(lambda: directory.discard(root, iteration), "cannot clean up")
-        raise _not_written(iteration, problems)
-    _on_first_rank(lambda: directory.publish(root, iteration), "cannot publish the checkpoint")
+    place: ModuleType = url_saves if stores.is_staged(root) else directory
+    try:
+        if problems:
+            _on_first_rank(lambda: place.discard(root, iteration), "cannot clean up")
+            raise _not_written(iteration, problems)
+        _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
+    finally:
+        if place is url_saves:
+            url_saves.remove_staged(root, iteration)
     if root != args.save:
         _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
     elif args.save_retain_interval:
         _on_first_rank(
-            lambda: directory.retain(root, args.save_retain_interval, iteration), "cannot clean up"
+            lambda: place.retain(root, args.save_retain_interval, iteration), "cannot clean up"
         )
     say(
         f"saved checkpoint of iteration {iteration} to"
@@ -200,7 +211,7 @@ def run_state(
     """
     pickle_enums_by_value(args)
     state: dict[str, Any] = {
-        "args": progress.written_into(args),
+        "args": _with_urls(progress.written_into(args)),
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
@@ -214,6 +225,14 @@ def run_state(
             )
         )
     return state
+
+
+def _with_urls(args: argparse.Namespace) -> argparse.Namespace:
+    """Let arguments name URLs instead of the directories in which they are staged."""
+    for dest in ("save", "load", "pretrained_checkpoint"):
+        if getattr(args, dest):
+            setattr(args, dest, with_urls(getattr(args, dest)))
+    return args
 
 
 def pickle_enums_by_value(args: argparse.Namespace) -> None:
@@ -284,6 +303,8 @@ def load(
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
     on_first_rank(lambda: save_directory.settle(args, source))
+    if stores.is_staged(path):
+        url_saves.drop(path)
     if source.weights_only:
         say(f"loaded the weights of {path}")
     else:
@@ -321,7 +342,7 @@ def _choose_source(
             return None
         if source.is_local:
             break
-        _wait_until_visible(source.path)
+        wait_until_visible(source.path)
         form = on_first_rank(partial(_check_format, source.path, args))
         try:
             if form != HUGGING_FACE:  # which has neither a manifest nor checksums
@@ -332,26 +353,9 @@ def _choose_source(
     on_first_rank(lambda: save_directory.refuse_overwriting(args, source))
     for line in fallback_lines(args, source, damage):
         say(line)
+    for path in damage:
+        stores.drop(path)
     return source
-
-
-def _wait_until_visible(path: Path) -> None:
-    """Wait until this rank sees the files of a directory that the first rank sees; a collective.
-
-    Raises:
-        ValueError: on every rank, naming the ranks that do not see it.
-    """
-    names = on_first_rank(lambda: sorted(each.name for each in path.iterdir()))
-    deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
-
-    def unseen() -> list[str]:
-        return [name for name in names if not (path / name).exists()]
-
-    while unseen() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    problems = agree(f"rank {dist.get_rank()} does not see {path / name}" for name in unseen())
-    if problems:
-        raise ValueError(listed("all ranks must read the same file system", problems))
 
 
 def _check_format(source: Path, args: argparse.Namespace) -> str:

@@ -3,12 +3,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
+from megatron.checkpoint.core.listing import listed
+from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.errors import RunError
+
+SECONDS_UNTIL_VISIBLE = 10.0
+"""Time in which a shared file system shows every rank what the first one sees."""
 
 Result = TypeVar("Result")
 
@@ -30,3 +37,22 @@ def on_first_rank(action: Callable[[], Result]) -> Result:
     if isinstance(outcome[0], Exception):
         raise outcome[0]
     return cast(Result, outcome[0])
+
+
+def wait_until_visible(path: Path) -> None:
+    """Wait until this rank sees the files of a directory that the first rank sees; a collective.
+
+    Raises:
+        ValueError: on every rank, naming the ranks that do not see it.
+    """
+    names = on_first_rank(lambda: sorted(each.name for each in path.iterdir()))
+    deadline = time.monotonic() + SECONDS_UNTIL_VISIBLE
+
+    def unseen() -> list[str]:
+        return [name for name in names if not (path / name).exists()]
+
+    while unseen() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    problems = agree(f"rank {dist.get_rank()} does not see {path / name}" for name in unseen())
+    if problems:
+        raise ValueError(listed("all ranks must read the same file system", problems))

@@ -12,6 +12,7 @@ from megatron.checkpoint.core.manifest import FileDigest, Manifest, digests_of_r
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.errors import RunError, is_of_machine
+from megatron.pretrain.url_saves import reading_share
 
 
 def sign(target: Path) -> list[str]:
@@ -46,16 +47,17 @@ def check(source: Path, verify: bool) -> None:
     """Check the files of a checkpoint before anything of it is loaded; a collective.
 
     Sizes are always compared. Digests, or checksums where there is no manifest, are compared if
-    ``verify``; every rank reads its share of the files.
+    ``verify``; every rank reads its share of the files that it sees.
 
     Raises:
         ValueError: on every rank, naming the damaged files and the tensors in them.
         RunError: on every rank, if a rank could not read them.
     """
     refused, damaged, unread = [], [], []
+    share = reading_share(source)
     try:
         stored = StoredCheckpoint(source, verify)
-        damaged = stored.damaged_files(dist.get_rank(), dist.get_world_size())
+        damaged = stored.damaged_files(*share)
     except ValueError as error:
         refused = [str(error)]
     except Exception as error:  # files can hold anything, and the other ranks wait

@@ -24,6 +24,7 @@ from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
+from megatron.pretrain import url_saves
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, Say, find_source
 from megatron.pretrain.first_rank import on_first_rank
 
@@ -139,16 +140,20 @@ def find_newest(
     """
     notes: list[str] = []
     try:
-        source = on_first_rank(lambda: find_source(args, notes.append, damage))
+        found = on_first_rank(
+            lambda: url_saves.found_by(lambda: find_source(args, notes.append, damage))
+        )
     except ValueError:
         local = None if args.no_load_fallback else local_instead_of(None)
         if local is None:
             raise
         return local
-    local = local_instead_of(source)
-    for note in notes if local is None else ():
+    local = local_instead_of(None if found is None else found.source)
+    if local is not None:
+        return local
+    for note in notes:
         say(note)
-    return local or source
+    return None if found is None else found.fetched()
 
 
 def find_local(

@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron.checkpoint.core import durable
 
 HISTORY = "losses.jsonl"
+STAGED_HISTORIES = ".losses_*.jsonl"
 
 Entry = dict[str, float]
 """``iteration``, and ``train`` or ``validation``: a loss in nats per token."""
@@ -69,7 +70,7 @@ class LossHistory:
             self._staged = None
         else:
             durable.write_text(self._path, self._text())
-        for staged in self._path.parent.glob(f".{self._path.stem}_*.jsonl"):
+        for staged in self._path.parent.glob(STAGED_HISTORIES):
             staged.unlink()  # of a checkpoint that was never published, or is not the newest
 
     def curve(self, name: str) -> list[tuple[int, float]]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron.checkpoint.core.url_staging import with_urls
 from megatron.fsdp.engine import rendezvous
 from megatron.mcore_adapter import cpu
 
@@ -33,7 +34,7 @@ def environment_world_size() -> int:
 def say(message: str) -> None:
     """Print on the first rank."""
     if environment_rank() == 0:
-        print(message, flush=True)
+        print(with_urls(message), flush=True)
 
 
 def start(args: argparse.Namespace) -> torch.device:

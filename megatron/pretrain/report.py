@@ -16,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from megatron.checkpoint.core.progress import terminal_bar
+from megatron.checkpoint.core.url_staging import with_urls
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.loss_history import HISTORY, LossHistory
@@ -75,6 +76,7 @@ class Report:
         """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
+        line = with_urls(line)
         if self._bar is not None:
             tqdm.write(line)
         else:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed, some
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain import url_saves
 from megatron.pretrain.checkpoint_source import (
     CheckpointSource,
     Say,
@@ -34,26 +35,42 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
 
     The first rank locks it as long as the context lasts, and with it the local checkpoints of this
     directory, which every rank checks. What killed saves have left is removed.
+    A URL has no lock. Its local copies are removed at the end of the context.
 
     Raises:
         ValueError, RunError: on every rank, if it cannot be written to, has checkpoints that the
             run would overwrite, or is in use by another run.
     """
+    is_at_url = bool(args.save) and stores.is_staged(args.save)
     with ExitStack() as stack:
+        for path in (args.save, args.load, args.pretrained_checkpoint):
+            if path:
+                stack.callback(stores.drop, Path(path))
         if args.save:
             on_first_rank(lambda: _reserve(args, say, stack))
             if args.non_persistent_ckpt_type == LOCAL and not args.skip_train:
                 _reserve_local(args)
         yield
+        if is_at_url and not args.skip_train:
+            on_first_rank(lambda: url_saves.upload_beside(args.save))
 
 
 def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
     root = Path(args.save).absolute()
+    store = stores.store_of(root)
+    if store is not None:
+        try:
+            store.check_writable()
+        except ValueError as error:
+            raise ValueError(f"--save {error}") from error
     _check_writable("--save", args.save)
     if args.skip_train:
         return
     with ExitStack() as failing:
-        failing.enter_context(locked(root, say))
+        if store is None:
+            failing.enter_context(locked(root, say))
+        else:
+            url_saves.fetch_beside(root)
         is_own = _is_own(args)
         _check_non_persistent(args, is_own)
         if args.non_persistent_global_ckpt_dir:
@@ -180,3 +197,6 @@ def settle(args: argparse.Namespace, source: CheckpointSource) -> None:
         tracked = None
     if tracked != source.iteration:
         directory.write_tracker(args.save, source.iteration)
+        store = stores.store_of(args.save)
+        if store is not None:
+            store.write_tracker(source.iteration)

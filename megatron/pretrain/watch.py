@@ -40,6 +40,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from megatron.checkpoint.core.stores import is_staged
 from megatron.pretrain import background_save, checkpointing, position
 from megatron.pretrain.heartbeats import Heartbeats
 from megatron.pretrain.peers import (
@@ -315,9 +316,12 @@ class Watch:
 
 
 def error_file(save: str | None) -> Path:
-    """Return the file for the errors of this rank: beside the checkpoints, or a temporary one."""
+    """Return the file for the errors of this rank: beside the checkpoints, or a temporary one.
+
+    It is a temporary one too if the checkpoints are at a URL.
+    """
     name = f"rank{environment_rank()}.txt"
-    if save:
+    if save and not is_staged(save):
         return Path(save, "errors", name)
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
 

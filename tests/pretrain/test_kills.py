@@ -7,13 +7,18 @@ import sys
 
 import pytest
 
-from tests.pretrain.kills import KINDS
+from tests.pretrain.kills import AT_URL, KINDS
 from tests.warm_programs import ROOT
 
 
 @pytest.mark.exhaustive  # test_loss_history.py kills the save alone, at every change
-def test_a_run_that_is_struck_is_gone_on_with() -> None:
-    words = ["tests.pretrain.kills", "--kills", "6", "--seed", "1", "--form", "fsdp_dtensor"]
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [("fsdp_dtensor", (*KINDS, "two runs")), (AT_URL, (KINDS[0], KINDS[2]))],
+    ids=["in a directory", "at a URL"],
+)
+def test_a_run_that_is_struck_is_gone_on_with(form: str, kinds: tuple[str, ...]) -> None:
+    words = ["tests.pretrain.kills", "--kills", "6", "--seed", "1", "--form", form]
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,
@@ -22,6 +27,6 @@ def test_a_run_that_is_struck_is_gone_on_with() -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    for kind in (*KINDS, "two runs"):
-        assert f"| fsdp_dtensor | {kind} | " in done.stdout
+    for kind in kinds:
+        assert f"| {form} | {kind} | " in done.stdout
     assert "WRONG" not in done.stdout

@@ -19,7 +19,7 @@ from megatron.checkpoint.fsdp_dtensor.spelling_choice import IMPLEMENTATIONS
 
 
 class Location(click.Path):
-    """The directory of a checkpoint or a model: a path, or a URL of a local one."""
+    """The directory of a checkpoint or a model: a path, or a URL."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
@@ -64,7 +64,7 @@ def command(function: Callable[..., None]) -> click.Command:
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, for machines.")
     @click.option("--quiet", is_flag=True, help="Show no progress.")
     @click.option(
-        "--enable-msc", is_flag=True, help="Object stores by the multi-storage client: not built."
+        "--enable-msc", is_flag=True, help="The multi-storage client: not built, name URLs."
     )
     @functools.wraps(function)
     def run(
@@ -77,8 +77,8 @@ def command(function: Callable[..., None]) -> click.Command:
     ) -> None:
         if enable_msc:
             raise click.UsageError(
-                "--enable-msc: object stores are not built in; mount the store, or copy the"
-                " checkpoint"
+                "--enable-msc: the multi-storage client is not used; name URLs, such as"
+                " s3://bucket/checkpoints, which fsspec opens"
             )
         printer = Printer(as_json, show_progress=not quiet, oom_traceback=oom_traceback)
         try:

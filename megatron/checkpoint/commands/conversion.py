@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.stores import store_of
 from megatron.fsdp.engine import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
@@ -149,6 +151,60 @@ def _note(path: Path, result: Any) -> None:
     new = path.with_suffix(".new")
     new.write_text(json.dumps(result))
     os.replace(new, path)
+
+
+# ---- outputs at URLs
+
+
+def check_output(output: OutputDirectory) -> None:
+    """Check that an output at a URL can be written; called on all ranks.
+
+    Raises:
+        ConversionError: on every rank, if not. All ranks write into one staged directory, so they
+            must be on one node.
+    """
+    store = store_of(output.final)
+    if store is None:
+        return
+    here = f"{socket.gethostname()}: {output.final}"
+    if _distributed() and len(agree([here])) > 1:
+        raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
+    _on_first_rank(store.check_writable)
+
+
+def upload(output: OutputDirectory) -> None:
+    """Upload an output whose directory is that of a URL; called on all ranks, which share the work.
+
+    Raises:
+        ConversionError: on every rank, if some file cannot be uploaded. The URL has nothing then.
+    """
+    store = store_of(output.final)
+    if store is None:
+        return
+    final = output.final
+    name = "" if final == store.staged else final.relative_to(store.staged).as_posix()
+    sizes = {}
+    for path in sorted(final.rglob("*")):
+        if path.is_file():
+            sizes[path.relative_to(final).as_posix()] = path.stat().st_size
+    rank, world_size = rank_and_world_size()
+    try:
+        _on_first_rank(lambda: store.begin(name))
+        problem = None
+        try:
+            store.upload(final, name, list(sizes)[rank::world_size])
+        except OSError as error:
+            problem = _message_of_rank(error)
+        _raise_together(problem, None)
+        _on_first_rank(lambda: store.finish(name, sizes))
+        if output.tracked is not None:
+            tracked = output.tracked
+            _on_first_rank(lambda: store.write_tracker(tracked))
+    except ConversionError:
+        if _is_first():
+            with suppress(OSError):  # what has failed may fail again; no reader sees it
+                store.abandon(name)
+        raise
 
 
 # ---- errors and ranks

@@ -93,6 +93,7 @@ def _convert(
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
+    conversion.check_output(output)
     files = {}
     for path in sorted(opened.directory.rglob("*")):
         if path.is_file():
@@ -102,6 +103,7 @@ def _convert(
     new_notes = conversion.convert(
         target, output, identity, printer.show_progress, printer.oom_traceback
     )
+    conversion.upload(output)
     notes = sorted({*report.get("notes", []), *new_notes})
     printer.result({"output": output.final, "input": opened.directory, **report, "notes": notes})
     for note in notes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
@@ -78,6 +78,8 @@ class Opened:
 def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
     """Open the directory of an iteration, one with a tracker file, or a Hugging Face model.
 
+    What is at a URL is downloaded.
+
     Args:
         path: of it.
         verify: compare digests and checksums of what is read of a DCP directory.
@@ -86,9 +88,11 @@ def open_checkpoint(path: str | Path, verify: bool = True) -> Opened:
         ValueError: if there is none, or a damaged one.
     """
     path = Path(path)
+    stores.fetch(path)
     if is_model_directory(path):
         return Opened(path, HUGGING_FACE, None)
     path = directory.locate(path)
+    stores.fetch(path)
     stored = StoredCheckpoint(path, verify)
     if (path / torch_dist.MARKER).is_file() or torch_dist.COMMON_OBJECT in stored.objects:
         return Opened(path, TORCH_DIST, stored)

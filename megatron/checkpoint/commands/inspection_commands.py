@@ -15,6 +15,7 @@ import torch
 from megatron.checkpoint.commands.command import CHECKPOINT, command, verify_integrity
 from megatron.checkpoint.commands.formats import TORCH_DIST, Opened, open_checkpoint
 from megatron.checkpoint.commands.printer import Printer, readable, table
+from megatron.checkpoint.core import stores
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -167,6 +168,7 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer
 
     The run dumps it with --dump-param-to-param-group-map.
     """
+    stores.fetch(torch_dcp_dir)
     stored = StoredCheckpoint(torch_dcp_dir, verify_integrity)
     content = {
         key.replace("module.module", "model.module"): _group_number(stored, key)
@@ -178,6 +180,10 @@ def print_torch_dcp_in_json(torch_dcp_dir: Path, verify_integrity: bool, printer
         new = path.with_suffix(".new")
         new.write_text(text + "\n")
         new.replace(path)
+        store = stores.store_of(torch_dcp_dir)
+        if store is not None:
+            below = torch_dcp_dir.absolute().relative_to(store.staged).as_posix()
+            store.upload(torch_dcp_dir, below, [path.name])
     printer.result({"file": path, "content": content})
     printer.say(text)
     printer.say(f"wrote {path}")

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -16,6 +17,7 @@ import click
 from megatron.checkpoint.commands.conversion import ConversionError
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.url_staging import with_urls
 
 
 class Printer:
@@ -36,7 +38,7 @@ class Printer:
     def say(self, text: str) -> None:
         """Print text for people."""
         if self.is_first and not self.as_json:
-            click.echo(text)
+            click.echo(with_urls(text))
 
     def result(self, content: Mapping[str, Any]) -> None:
         """Print the JSON object for machines. A command calls this once."""
@@ -47,7 +49,7 @@ class Printer:
         """Print the error and end with exit code 1."""
         self.result({"error": str(error)})
         if self.is_first:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(with_urls(f"Error: {error}"), err=True)
         sys.exit(1)
 
     def progress(self, title: str, total: int) -> AbstractContextManager[Progress]:
@@ -62,6 +64,8 @@ class Printer:
 
 def _as_json(value: Any) -> Any:
     """Return ``value`` as JSON can represent it: without NaN and infinity, with text as keys."""
+    if isinstance(value, (str, Path)):
+        return with_urls(str(value))
     if isinstance(value, float) and math.isnan(value):
         return "NaN"
     if isinstance(value, float) and math.isinf(value):

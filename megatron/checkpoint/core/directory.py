@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,17 @@ _TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
 def iteration_directory(root: str | Path, iteration: int | str) -> Path:
     """Return the directory of a complete iteration, or of a release."""
     return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a directory is named after; None for another name."""
+    number = _ITERATION.match(name)
+    return None if number is None else int(number[1])
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Return True for the name of the directory of an iteration, or of a release."""
+    return name == RELEASE or _ITERATION.match(name) is not None
 
 
 def find(root: str | Path, iteration: int | str) -> Path | None:
@@ -52,9 +64,9 @@ def iterations(root: str | Path) -> list[int]:
     """Return the iterations that :func:`find` finds in a directory, the newest first."""
     found = set()
     for path in Path(root).glob("*iter_*"):
-        number = _ITERATION.match(path.name.removeprefix(".old_"))
+        number = iteration_of(path.name.removeprefix(".old_"))
         if number is not None and path.is_dir():
-            found.add(int(number[1]))
+            found.add(number)
     return sorted(found, reverse=True)
 
 
@@ -104,11 +116,7 @@ def locate(path: str | Path) -> Path:
         return path
     iteration = read_tracker(path)
     if iteration is None:
-        inside = sorted(
-            each.name
-            for each in path.iterdir()
-            if _ITERATION.match(each.name) or each.name == RELEASE
-        )
+        inside = sorted(each.name for each in path.iterdir() if is_checkpoint_name(each.name))
         hint = f"; name one of {', '.join(inside)}" if inside else ""
         raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
     found = find(path, iteration)
@@ -156,7 +164,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
         ValueError: if something is there already.
     """
     path = Path(path)
-    if not (_ITERATION.match(path.name) or path.name == RELEASE):
+    if not is_checkpoint_name(path.name):
         _refuse_existing(path)
         return OutputDirectory(iteration_directory(path, iteration), iteration)
     if path.name != iteration_directory("", iteration).name:
@@ -176,10 +184,10 @@ def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
     Raises:
         ValueError: if something is there already.
     """
-    number = _ITERATION.match(source.name)
-    if number is None and source.name != RELEASE:
+    if not is_checkpoint_name(source.name):
         return new_directory(path)
-    return new_checkpoint(path, int(number[1]) if number is not None else RELEASE)
+    number = iteration_of(source.name)
+    return new_checkpoint(path, RELEASE if number is None else number)
 
 
 def new_directory(path: str | Path) -> OutputDirectory:
@@ -267,9 +275,13 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
 
     Called on one rank.
     """
-    for iteration in iterations(root):
-        if iteration != newest and iteration % interval:
-            _delete(iteration_directory(root, iteration))
+    for iteration in not_retained(iterations(root), interval, newest):
+        _delete(iteration_directory(root, iteration))
+
+
+def not_retained(there: Iterable[int], interval: int, newest: int) -> list[int]:
+    """Return the iterations that are no multiple of ``interval`` and not the newest."""
+    return [iteration for iteration in there if iteration != newest and iteration % interval]
 
 
 def keep_only(root: str | Path, newest: int) -> None:

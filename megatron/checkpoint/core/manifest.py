@@ -66,11 +66,16 @@ def digests_of_rank(directory: Path, rank: int, world_size: int) -> dict[str, Fi
     The disk has these files afterwards: not every format waits for it.
     """
     digests = {}
-    for name in _files(directory):
-        if name != MANIFEST and is_of_rank(name, rank, world_size):
+    for name in files_of_rank(directory, rank, world_size):
+        if name != MANIFEST:
             durable.sync_file(directory / name)
             digests[name] = digest_of(directory / name)
     return digests
+
+
+def files_of_rank(directory: Path, rank: int, world_size: int) -> list[str]:
+    """Return the names of the files that are a rank's share."""
+    return [name for name in _files(directory) if is_of_rank(name, rank, world_size)]
 
 
 def _files(directory: Path) -> list[str]:

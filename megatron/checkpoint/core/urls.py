@@ -5,19 +5,30 @@ from __future__ import annotations
 
 from urllib.parse import unquote, urlsplit
 
+from megatron.checkpoint.core import directory
+from megatron.checkpoint.core.stores import Store
+from megatron.checkpoint.core.url_staging import staged_directory
+
 
 def local_path(location: str) -> str:
-    """Return a path unchanged, and the path of a URL ``file://``.
+    """Return the local path of a location.
+
+    That is a path unchanged, the path of a URL ``file://``, and for any other URL the directory in
+    which its checkpoints are staged, with the names that are at the URL now.
 
     Raises:
-        ValueError: for any other URL, of which a path would make a directory named ``s3:``.
+        ValueError: if there is no file system for the URL, or it cannot be reached.
     """
     if "://" not in location:
         return location
     parts = urlsplit(location)
-    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path.startswith("/"):
-        return unquote(parts.path)
-    raise ValueError(
-        f"{location}: checkpoints are in directories (a path, or file:///path); mount the store, or"
-        " copy the checkpoint"
-    )
+    if parts.scheme == "file":
+        if parts.netloc in ("", "localhost") and parts.path.startswith("/"):
+            return unquote(parts.path)
+        raise ValueError(f"{location}: a directory of this machine is file:///path")
+    url = location.rstrip("/")
+    above, _, name = url.rpartition("/")
+    is_iteration = directory.is_checkpoint_name(name) and not above.endswith("/")
+    store = Store(above if is_iteration else url, staged_directory(above if is_iteration else url))
+    store.refresh()
+    return str(store.staged / name if is_iteration else store.staged)

@@ -15,9 +15,9 @@ STRICTNESS = (
 )
 
 CHECKPOINT_FLAGS: tuple[Flag, ...] = (
-    row("--save", str, "directory to save checkpoints in"),
+    row("--save", str, "directory, or URL, to save checkpoints in"),
     row("--overwrite", "switch", "begin anew in a --save directory that has checkpoints"),
-    row("--load", str, "directory to load the newest sound checkpoint from"),
+    row("--load", str, "directory, or URL, to load the newest sound checkpoint from"),
     row("--no-load-fallback", "switch", "stop where the newest checkpoint of --load is damaged"),
     row("--save-interval", int, "iterations between saves"),
     row(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 
+from megatron.checkpoint.core.stores import fetch, is_staged, store_of
 from megatron.checkpoint.core.urls import local_path
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
 from megatron.pretrain.arguments.check import Check
@@ -12,15 +13,16 @@ from megatron.pretrain.checkpoint_arguments import is_stored, means_something, s
 from megatron.pretrain.checkpoint_source import find_source
 from megatron.pretrain.errors import RunError
 
-LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
-"""Precision is no property of weights. The last is another name of an argument that is taken."""
-LOCATIONS = (
-    "save",
-    "load",
-    "pretrained_checkpoint",
+LOCATIONS = ("save", "load", "pretrained_checkpoint")
+"""Directories of checkpoints, or URLs."""
+DIRECTORIES = (
     "non_persistent_global_ckpt_dir",
     "non_persistent_local_ckpt_dir",
+    "tensorboard_dir",
 )
+"""Paths, or URLs ``file://``."""
+LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
+"""Precision is no property of weights. The last is another name of an argument that is taken."""
 OF_LOADS = "finetune exit_on_missing_checkpoint no_load_optim no_load_rng no_verify_integrity"
 OF_SAVES = "no_save_optim no_save_rng"
 UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
@@ -28,13 +30,36 @@ UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 
 
 def replace_urls(check: Check) -> None:
-    """Replace URLs of local directories by paths, and refuse all others."""
-    for dest in LOCATIONS:
-        if getattr(check.args, dest):
+    """Replace URLs by paths: of this machine, or of the directories in which they are staged."""
+    args = check.args
+    for dest in (*LOCATIONS, *DIRECTORIES):
+        if getattr(args, dest):
             try:
-                setattr(check.args, dest, local_path(getattr(check.args, dest)))
+                setattr(args, dest, _path_of(check, dest))
             except ValueError as error:
                 check.problems.append(f"{check.flag(dest)} {error}")
+    if any(getattr(args, dest) and is_staged(getattr(args, dest)) for dest in LOCATIONS):
+        for dest in ("non_persistent_save_interval", "non_persistent_ckpt_type"):
+            check.require(
+                not getattr(args, dest),
+                f"{check.flag(dest)} {getattr(args, dest)}: checkpoints at URLs are persistent",
+            )
+
+
+def _path_of(check: Check, dest: str) -> str:
+    location: str = getattr(check.args, dest)
+    is_elsewhere = "://" in location and not location.startswith("file://")
+    if is_elsewhere and dest not in LOCATIONS:
+        raise ValueError(f"{location}: only checkpoints are written to URLs; name a directory")
+    path = local_path(location)
+    store = store_of(path)
+    # Ranks and the writers of --async-save are processes of their own.
+    has_several = check.machine.world_size > 1 or check.args.async_save
+    if has_several and store is not None and store.is_of_process:
+        raise ValueError(
+            f"{location} is the memory of one process: it needs one rank, and no --async-save"
+        )
+    return path
 
 
 def take_checkpoint_arguments(check: Check) -> None:
@@ -45,6 +70,8 @@ def take_checkpoint_arguments(check: Check) -> None:
     try:
         # What it passes over is told by the load, which also compares the tensors.
         source = find_source(args, lambda line: None, {})
+        if source is not None:
+            fetch(source.path)
         saved = stored_arguments(source.path) if source else None
     except (ValueError, OSError, RunError) as error:
         check.problems.append(f"--use-checkpoint-args: {error}")

@@ -34,8 +34,6 @@ def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
     ]
 
 
-LOCAL = "--non-persistent-ckpt-type local"
-
 FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --no-gradient-accumulation-fusion --use-distributed-optimizer --ckpt-format fsdp_dtensor
     --calculate-per-token-loss --overlap-grad-reduce --overlap-param-gather --bf16
@@ -45,16 +43,6 @@ FSDP_RUN = f"""{MOCK} --use-megatron-fsdp --data-parallel-sharding-strategy opti
     --manual-gc --manual-gc-interval 10 --sequence-parallel --use-checkpoint-opt_param-scheduler
     --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
     --lr-decay-style cosine --lr-warmup-fraction 0.1 --log-throughput --enable-experimental"""
-
-
-def test_a_url_is_a_directory_of_this_machine_or_refused() -> None:
-    args, _ = parse(f"{MOCK} --save file:///tmp/with%20blank --load /tmp/x --save-interval 1")
-    assert (args.save, args.load) == ("/tmp/with blank", "/tmp/x")
-    found = problems(f"{MOCK} --save s3://bucket/run --load file://host/x --save-interval 1")
-    assert [problem.partition(": ")[0] for problem in found] == [
-        "--save s3://bucket/run",
-        "--load file://host/x",
-    ]
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["cpu", "gpu"])
@@ -357,68 +345,3 @@ def test_evaluation_alone_needs_no_schedule() -> None:
     )
     args, _ = parse(f"{line} --mock-data --vocab-size 9")
     assert args.no_load_optim and args.train_iters == 0 and args.lr is None
-
-
-@pytest.mark.parametrize(
-    ("flags", "problem"),
-    [
-        ("--use-persistent-ckpt-worker", "--use-persistent-ckpt-worker needs --async-save"),
-        ("--async-strategy mcore", "--async-strategy needs --async-save"),
-        ("--async-save --async-strategy nvrx", "--async-strategy nvrx: nvidia-resiliency-ext"),
-        (
-            "--use-megatron-fsdp --async-save --ckpt-format torch_dist",
-            "--async-save of a run with FSDP writes fsdp_dtensor only",
-        ),
-        (
-            "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
-            "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
-        ),
-        ("--non-persistent-save-interval 3", "needs --non-persistent-ckpt-type global or local"),
-        (LOCAL, "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir"),
-        (LOCAL, "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it"),
-        (f"{LOCAL} --non-persistent-local-ckpt-dir s3://x", "s3://x: checkpoints are in"),
-    ],
-)
-def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) -> None:
-    found = problems(f"{MOCK} --save s --save-interval 10 {flags}")
-    assert any(problem in each for each in found), found
-
-
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        (
-            "--finetune --no-load-rng",
-            "--finetune, --no-load-rng: no effect without --load or --pretrained-checkpoint",
-        ),
-        ("--finetune --pretrained-checkpoint p", None),
-        ("--no-load-optim --exit-on-missing-checkpoint --load l", None),
-        ("--no-save-optim", "--no-save-optim: no effect without --save"),
-        ("--no-save-rng --save s --save-interval 10", None),
-        ("--load l --ckpt-step 5 --no-load-fallback", "--no-load-fallback: no effect with"),
-        ("--save s --save-interval 5 --async-save --skip-train", "--async-save: no effect with"),
-        (
-            "--use-megatron-fsdp --dist-ckpt-optim-fully-reshardable",
-            "--dist-ckpt-optim-fully-reshardable: no effect with --use-megatron-fsdp",
-        ),
-    ],
-)
-def test_flags_of_checkpoints_without_effect_are_named(flags: str, note: str | None) -> None:
-    _, notes = parse(f"{MOCK} {flags}")
-    found = [each for each in notes if "no effect" in each]
-    assert len(found) == (note is not None) and all(each.startswith(str(note)) for each in found)
-
-
-def test_flags_of_background_and_extra_saves_fit_together() -> None:
-    line = f"{MOCK} --use-megatron-fsdp --save s --save-interval 10 --async-save"
-    line += " --use-persistent-ckpt-worker --async-strategy mcore"
-    _, notes = parse(
-        f"{line} --non-persistent-save-interval 3 --non-persistent-ckpt-type global"
-        " --non-persistent-global-ckpt-dir other"
-    )
-    assert any(note.startswith("--async-strategy: each rank's writer process") for note in notes)
-    _, notes = parse(
-        f"{line} --non-persistent-save-interval 3 {LOCAL} --non-persistent-local-ckpt-dir other"
-        " --non-persistent-local-ckpt-algo atomic"
-    )
-    assert any(note.startswith("--async-save: local checkpoints are written") for note in notes)
