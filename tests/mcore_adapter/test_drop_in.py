@@ -16,7 +16,7 @@ from megatron.core.utils import unwrap_model
 
 import megatron.mcore_adapter
 from megatron.fsdp import MegatronFSDP
-from megatron.mcore_adapter import drop_in, loop_state_dicts
+from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
 from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.rank_pool import run_ranks
@@ -68,6 +68,7 @@ def names_of_everything() -> dict[str, int]:
 def install_and_take_back() -> list[Any]:
     """Job: return the class behind each name, for loops imported before and after installing."""
     seen = []
+    cpu.install()  # stays for good
     adapter = import_module(drop_in.ADAPTER)
     theirs = adapter.FullyShardedDataParallel
     with loaded() as loop:
