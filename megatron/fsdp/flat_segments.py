@@ -373,7 +373,7 @@ def _parts(run: Run) -> Iterator[list[Member]]:
     for _, alike in groupby(run, lambda member: (member.has_grad, member.counts)):
         part: list[Member] = []
         for member in alike:
-            if part and member.stop - part[0].start > LARGEST:
+            if part and not member.is_empty and member.stop - part[0].start > LARGEST:
                 yield part
                 part = []
             part.append(member)

@@ -11,7 +11,9 @@ import argparse
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.core import directory, durable
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
@@ -35,7 +37,9 @@ Layout = dict[str, Any]
 """Properties of a run that its parts depend on, and digests of the shards of this rank."""
 
 _IDENTITY = "local_part"
-"""Key of the entry of a part that identifies it: its save and its layout, in JSON."""
+"""Key of the entry of a part that identifies it: its run, its save and its layout, in JSON."""
+RUN = "local_run.txt"
+"""Name of the file in the directory of persistent checkpoints that identifies the run."""
 _ARGUMENTS = (
     "world_size",
     "tensor_model_parallel_size",
@@ -63,6 +67,27 @@ def part_root(args: argparse.Namespace, run: str) -> Path:
     path = Path(run).resolve()
     name = f"{path.name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     return Path(args.non_persistent_local_ckpt_dir) / name / f"rank_{dist.get_rank()}"
+
+
+def name_run(save: str, anew: bool) -> None:
+    """Give a run an identifier, which its parts have too; called on one rank.
+
+    Parts on disks of nodes may be of a run that has been deleted, or overwritten from other nodes.
+
+    Args:
+        save: the directory of its persistent checkpoints.
+        anew: the run does not continue there.
+    """
+    path = Path(save, RUN)
+    if anew or not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write_text(path, uuid.uuid4().hex)
+
+
+def run_in(save: str) -> str:
+    """Return the identifier of the run that saves in a directory; empty without one."""
+    path = Path(save, RUN)
+    return path.read_text() if path.exists() else ""
 
 
 def remove_parts_of_moved_ranks(root: Path, iteration: int) -> None:
@@ -108,14 +133,15 @@ def _digest_of_shards(content: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def identity(layout: Layout, save: str) -> dict[str, str]:
+def identity(layout: Layout, run: str, save: str) -> dict[str, str]:
     """Return the entry that identifies a part.
 
     Args:
         layout: of the rank that writes it.
+        run: identifier of the run.
         save: identifies the save: the same on every rank, and of no other save.
     """
-    return {_IDENTITY: json.dumps({"save": save, "layout": layout})}
+    return {_IDENTITY: json.dumps({"run": run, "save": save, "layout": layout})}
 
 
 # ---- the choice
@@ -180,55 +206,79 @@ def find_local(
         return None
     after = 0 if persistent is None or persistent.weights_only else int(persistent.iteration)
     root = part_root(args, args.load)
-    there: set[int] = set().union(*_of_all_ranks(directory.iterations(root)))
+    there: set[int] = set().union(*_of_all_ranks(_iterations(root)))
     candidates = sorted(number for number in there - passed if number > after)
     own = layout() if candidates else {}
+    run = on_first_rank(lambda: run_in(args.load))
     for iteration in reversed(candidates):
-        path = directory.find(root, iteration)
-        problems = _problems(_examine(path, root, own, verify=not args.no_verify_integrity))
+        part = _examine(root, iteration, run, own, verify=not args.no_verify_integrity)
+        parts = _of_all_ranks(part)
+        problems = _problems(parts)
         if not problems:
-            assert path is not None  # it has been examined
-            return CheckpointSource(path, iteration, False, is_newest=True, is_local=True)
+            assert part.path is not None  # no rank has a problem
+            return CheckpointSource(part.path, iteration, False, is_newest=True, is_local=True)
+        if args.no_load_fallback and any(each.is_damaged for each in parts):
+            raise ValueError(f"the local checkpoint of iteration {iteration}: {some(problems, 3)}")
         passed.add(iteration)
         say(f"the local checkpoint of iteration {iteration} is passed over: {some(problems, 3)}")
     return None
 
 
-def _problems(examined: tuple[str, str | None]) -> list[str]:
-    """Return why a local checkpoint cannot be loaded, the same on every rank; a collective.
+@dataclass(frozen=True)
+class _Part:
+    """The part of a local checkpoint that a rank has found."""
 
-    Args:
-        examined: the save that this rank's part is of, and what is wrong with it.
-    """
-    of_ranks = _of_all_ranks(examined)
+    path: Path | None = None
+    save: str = ""
+    """Identifier of the save that its part is of."""
+    problem: str | None = None
+    is_damaged: bool = False
+
+
+def _problems(parts: Sequence[_Part]) -> list[str]:
+    """Return why a local checkpoint cannot be loaded, given the parts of all ranks."""
     problems = []
-    for rank, (_, problem) in enumerate(of_ranks):
-        if problem is not None:
-            problems.append(f"rank {rank}: {problem}")
-    saves = {save for save, _ in of_ranks}
-    return problems or (["its parts are of different saves"] if len(saves) > 1 else [])
+    for rank, part in enumerate(parts):
+        if part.problem is not None:
+            problems.append(f"rank {rank}: {part.problem}")
+    is_mixed = len({part.save for part in parts}) > 1
+    return problems or (["its parts are of different saves"] if is_mixed else [])
 
 
-def _examine(path: Path | None, root: Path, own: Layout, verify: bool) -> tuple[str, str | None]:
-    """Return the save that a part is of, and what is wrong with it; reads all of it if ``verify``.
+def _iterations(root: Path) -> list[int]:
+    """Return the iterations of the parts in a directory, none if it cannot be read."""
+    try:
+        return directory.iterations(root)
+    except OSError:
+        return []
+
+
+def _examine(root: Path, iteration: int, run: str, own: Layout, verify: bool) -> _Part:
+    """Look at a part of this rank; reads all of it if ``verify``.
 
     Args:
-        path: of the part; None if there is none.
         root: directory of this rank's parts.
+        iteration: of the part.
+        run: identifier of this run.
         own: layout of this run.
         verify: compare digests.
     """
-    if path is None:
-        return "", f"{root} has no part of it"
+    path: Path | None = root
     try:
+        path = directory.find(root, iteration)
+        if path is None:
+            return _Part(problem=f"{root} has no part of it")
         stored = StoredCheckpoint(path, verify)
         damaged = stored.damaged_files()
         if damaged:
-            return "", f"{path} is damaged: {some(damaged)}"
+            return _Part(problem=f"{path} is damaged: {some(damaged)}", is_damaged=True)
         found = json.loads(stored.read_object(_IDENTITY))
-        return str(found["save"]), _difference(found["layout"], own)
+        if found["run"] != run:
+            return _Part(problem=f"{path} is of another run that saved here")
+        return _Part(path, str(found["save"]), _difference(found["layout"], own))
     except Exception as error:  # files can hold anything, disks can fail, and other ranks wait
-        return "", f"{path}: {type(error).__name__}: {' '.join(str(error).split())}"
+        words = " ".join(str(error).split())
+        return _Part(problem=f"{path}: {type(error).__name__}: {words}", is_damaged=True)
 
 
 def _difference(written: Layout, own: Layout) -> str | None:

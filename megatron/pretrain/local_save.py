@@ -20,6 +20,7 @@ from megatron.pretrain.local_checkpoint import (
     layout_of,
     part_root,
     remove_parts_of_moved_ranks,
+    run_in,
 )
 from megatron.pretrain.progress import Progress
 
@@ -45,7 +46,8 @@ def save(
     content = checkpointing.collect(
         args, model, optimizer, scheduler, progress, fsdp_dtensor_checkpoint
     )
-    content |= identity(layout_of(args, content), on_first_rank(lambda: uuid.uuid4().hex))
+    run, own_save = on_first_rank(lambda: (run_in(args.save), uuid.uuid4().hex))
+    content |= identity(layout_of(args, content), run, own_save)
 
     def write() -> None:
         fsdp_dtensor_checkpoint.write_part(content, directory.prepare(root, iteration))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from megatron.pretrain.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.local_checkpoint import LOCAL, part_root
+from megatron.pretrain.local_checkpoint import LOCAL, name_run, part_root
 from megatron.pretrain.save_lock import locked
 
 
@@ -70,6 +69,7 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         if store is None:
             failing.enter_context(locked(root, say))
         else:
+            store.tidy()
             url_saves.fetch_beside(root)
         is_own = _is_own(args)
         _check_non_persistent(args, is_own)
@@ -99,9 +99,7 @@ def _reserve_local(args: argparse.Namespace) -> None:
     try:
         _check_writable("--non-persistent-local-ckpt-dir", args.non_persistent_local_ckpt_dir)
         there = directory.iterations(root)
-        if there and not _is_own(args) and args.overwrite:
-            shutil.rmtree(root)  # a newer one would be loaded instead of those of this run
-        elif there and not _is_own(args):
+        if there and not _is_own(args) and not args.overwrite:
             problem = (
                 f"{directory.iteration_directory(root, there[0])} belongs to --save {args.save},"
                 f" and this run would overwrite it: --load {args.save} without --finetune continues"
@@ -114,6 +112,7 @@ def _reserve_local(args: argparse.Namespace) -> None:
     problems = agree([f"rank {dist.get_rank()}: {problem}"] if problem else [])
     if problems:
         raise ValueError(listed("local checkpoints cannot be saved", problems))
+    on_first_rank(lambda: name_run(args.save, anew=not _is_own(args)))
 
 
 def _check_non_persistent(args: argparse.Namespace, is_own: bool) -> None:
@@ -138,7 +137,8 @@ def _check_non_persistent(args: argparse.Namespace, is_own: bool) -> None:
                     " one, in which every save replaces the one before"
                 )
     there = directory.iterations(non_persistent_root(args, args.save))
-    if there and args.non_persistent_save_interval and not (is_own or args.overwrite):
+    is_used = args.non_persistent_save_interval and args.non_persistent_ckpt_type != LOCAL
+    if there and is_used and not (is_own or args.overwrite):
         raise ValueError(
             f"{non_persistent_root(args, args.save)} has"
             f" {directory.iteration_directory('', there[0]).name} already, which this run would"

@@ -132,16 +132,18 @@ class FoundSource:
         """
         if self.url is None:
             return self.source
-        path = staged_directory(self.url) / self.below
+        url, paths = self.url, []
 
         def fetch() -> None:
+            path = staged_directory(url) / self.below
             path.mkdir(parents=True, exist_ok=True)
             stores.fetch(path)
+            paths.append(path)
 
         problems = _problems(fetch)
         if problems:
             raise RunError("\n".join(problems))
-        return replace(self.source, path=path)
+        return replace(self.source, path=paths[0])
 
 
 def found_by(find: Callable[[], CheckpointSource | None]) -> FoundSource | None:

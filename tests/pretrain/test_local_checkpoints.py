@@ -9,6 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.core import directory
+from megatron.pretrain.local_checkpoint import RUN
 from tests.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
@@ -66,7 +67,11 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs that broke off, in `run` and `twin`, with local checkpoints of step 3 in `disk`."""
     folder = tmp_path_factory.mktemp("local")
     for name, interval in (("run", 2), ("twin", 9)):
-        line = f"{LINE} --save {folder / name} --save-interval {interval}"
+        own = folder / name
+        if name == "twin":  # the same run, as far as its parts tell
+            own.mkdir()
+            shutil.copy(folder / "run" / RUN, own)
+        line = f"{LINE} --save {own} --load {own} --save-interval {interval}"
         line += " --non-persistent-save-interval 1"
         assert "broken off" in run_ranks(2, broken_off, f"{line} {local(folder / 'disk')}", 3)[0]
     return folder
@@ -112,6 +117,17 @@ def test_all_ranks_pass_over_a_local_checkpoint_of_which_one_part_is_not_sound(
     assert reason in told and "\n" not in told
     assert f"loaded {saved}/run/iter_0000002, iteration 2" in records[0].lines
     assert records[0].losses == records[1].losses == fp32[1].losses[2:4]
+
+
+def test_a_damaged_local_checkpoint_stops_a_run_without_fallback(
+    saved: Path, tmp_path: Path
+) -> None:
+    disk = Path(shutil.copytree(saved / "disk", tmp_path / "disk"))
+    (part,) = disk.glob("run_*/rank_1/iter_0000003")
+    flip(part / "__0_0.distcp")
+    errors = run_ranks(2, refuse, f"{LINE} --load {saved}/run {local(disk)} --no-load-fallback")
+    assert errors[0] == errors[1]
+    assert "ValueError: the local checkpoint of iteration 3: rank 1: " in errors[0]
 
 
 @pytest.mark.parametrize(
@@ -211,4 +227,8 @@ def test_local_checkpoints_of_a_run_that_is_not_continued_are_kept_unless_told_o
     assert len(parts(disk)) == 4
     longer = saving.replace("--non-persistent-save-interval 1", "--non-persistent-save-interval 3")
     run_ranks(2, train, f"{longer} --overwrite")
-    assert len(parts(disk)) == 2
+    # Parts of a run that has been deleted are not loaded, and give way to others.
+    shutil.rmtree(folder)
+    again = run_ranks(2, train, f"{saving} --load {folder}")[0][0]
+    assert any("is of another run that saved here" in each for each in again.lines)
+    assert [step["iteration"] for step in again.steps] == [1] and len(parts(disk)) == 4

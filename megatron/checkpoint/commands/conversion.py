@@ -23,7 +23,7 @@ import torch.distributed as dist
 from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
-from megatron.checkpoint.core.stores import store_of
+from megatron.checkpoint.core.stores import Store, store_of
 from megatron.fsdp.engine import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
@@ -170,6 +170,15 @@ def check_output(output: OutputDirectory) -> None:
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
+    if output.final != store.staged:
+        _on_first_rank(lambda: _refuse_existing(store, output.final))
+
+
+def _refuse_existing(store: Store, final: Path) -> None:
+    """Raise ValueError if the store has the iteration already."""
+    name = final.relative_to(store.staged).as_posix()
+    if store.has(name):
+        raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
 
 
 def upload(output: OutputDirectory) -> None:

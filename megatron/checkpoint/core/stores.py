@@ -32,8 +32,8 @@ _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
 
 
-class Store:
-    """The directory of checkpoints at a URL, and the local one in which it is staged.
+class StoreReader:
+    """The directory of checkpoints at a URL, and the local one in which it is staged, for reading.
 
     Args:
         url: of the directory.
@@ -56,8 +56,6 @@ class Store:
     def is_of_process(self) -> bool:
         """True if the content lives and dies with one process."""
         return isinstance(self._system, MemoryFileSystem)
-
-    # ---- reading
 
     def refresh(self) -> None:
         """Give the staged directory the names that are at the URL.
@@ -134,6 +132,28 @@ class Store:
                     missing[source] = target
             self._download(missing)
 
+    def fetch_telling(self, name: str) -> None:
+        """Download the small files that tell what the directory of an iteration is, if it is there.
+
+        Raises:
+            ValueError: if the URL cannot be reached.
+        """
+        try:
+            if (self.staged / name).is_dir():
+                self.fetch(self.staged / name, _TELLING)
+        except OSError as error:
+            raise ValueError(f"{error}") from error
+
+    def has(self, name: str) -> bool:
+        """Return True if a directory has files, and they are not a rest of an upload.
+
+        Raises:
+            OSError: if the URL cannot be reached.
+        """
+        with _errors_of(self.url):
+            is_rest = self._system.exists(self._remote(_marker(name)))
+            return not is_rest and bool(self._files(self._remote(name)))
+
     def _files(self, remote: str) -> dict[str, tuple[str, int | None]]:
         """Return all files below a path of the store: name -> path in the store and size."""
         self._system.invalidate_cache()
@@ -161,7 +181,13 @@ class Store:
         for name, target in zip(temporary, files.values()):
             os.replace(name, target)
 
-    # ---- writing
+    def _remote(self, name: str) -> str:
+        name = name.strip("/")
+        return self._root if name in ("", ".") else f"{self._root}/{name}"
+
+
+class Store(StoreReader):
+    """A store for reading and writing."""
 
     def check_writable(self) -> None:
         """Write a file and remove it.
@@ -223,6 +249,7 @@ class Store:
     def abandon(self, name: str) -> None:
         """Remove what there is of an upload that has failed; called on one rank."""
         with _errors_of(self.url):
+            self._system.invalidate_cache()  # another process may have written the marker
             if self._system.exists(self._remote(_marker(name))):
                 if name:
                     self._remove(name)
@@ -232,6 +259,13 @@ class Store:
         """Name the newest complete iteration in the tracker file; called on one rank."""
         with _errors_of(self.url):
             self._write(directory.TRACKER, str(iteration).encode())
+
+    def tidy(self) -> None:
+        """Remove what uploads and deletions that were killed have left; called on one rank."""
+        with _errors_of(self.url):
+            self._system.invalidate_cache()
+            for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
+                self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
@@ -266,10 +300,6 @@ class Store:
         self._system.invalidate_cache()
         if self._system.exists(self._remote(name)):
             self._system.rm(self._remote(name), recursive=True)
-
-    def _remote(self, name: str) -> str:
-        name = name.strip("/")
-        return self._root if name in ("", ".") else f"{self._root}/{name}"
 
 
 @contextmanager

@@ -61,6 +61,8 @@ def staged_directory(url: str) -> Path:
 
 def url_of(path: Path) -> tuple[str, Path] | None:
     """Return the URL whose checkpoints are staged at or above a path, and its staged directory."""
+    if "%3A" not in str(path):  # without it, no directory of temporary files is looked for
+        return None
     base = _base()
     if not path.is_relative_to(base):
         return None
@@ -72,6 +74,8 @@ def url_of(path: Path) -> tuple[str, Path] | None:
 
 def with_urls(text: str) -> str:
     """Replace the paths of staged directories in a message by their URLs."""
+    if "%3A" not in text:
+        return text
     pattern = rf"{re.escape(str(_base()))}/[^/\s]+/(?:\.writing_)?([\w.~%-]+)"
     return re.sub(pattern, lambda match: unquote(match[1]), text)
 

@@ -31,4 +31,7 @@ def local_path(location: str) -> str:
     is_iteration = directory.is_checkpoint_name(name) and not above.endswith("/")
     store = Store(above if is_iteration else url, staged_directory(above if is_iteration else url))
     store.refresh()
-    return str(store.staged / name if is_iteration else store.staged)
+    if not is_iteration:
+        return str(store.staged)
+    store.fetch_telling(name)
+    return str(store.staged / name)

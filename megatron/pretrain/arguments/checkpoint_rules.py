@@ -15,11 +15,7 @@ from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
-DIRECTORIES = (
-    "non_persistent_global_ckpt_dir",
-    "non_persistent_local_ckpt_dir",
-    "tensorboard_dir",
-)
+DIRECTORIES = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
 """Paths, or URLs ``file://``."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
@@ -38,12 +34,13 @@ def replace_urls(check: Check) -> None:
                 setattr(args, dest, _path_of(check, dest))
             except ValueError as error:
                 check.problems.append(f"{check.flag(dest)} {error}")
-    if any(getattr(args, dest) and is_staged(getattr(args, dest)) for dest in LOCATIONS):
-        for dest in ("non_persistent_save_interval", "non_persistent_ckpt_type"):
-            check.require(
-                not getattr(args, dest),
-                f"{check.flag(dest)} {getattr(args, dest)}: checkpoints at URLs are persistent",
-            )
+    staged = [dest for dest in ("save", "load") if is_staged(getattr(args, dest) or "")]
+    for dest in ("non_persistent_save_interval", "non_persistent_ckpt_type"):
+        check.require(
+            not (staged and getattr(args, dest)),
+            f"{check.flag(dest)} {getattr(args, dest)}: not with"
+            f" {' and '.join(map(check.flag, staged))} at a URL",
+        )
 
 
 def _path_of(check: Check, dest: str) -> str:

@@ -45,8 +45,9 @@ def test_checkpoints_are_converted_compared_and_verified_at_urls() -> None:
 
 
 def test_what_is_at_a_url_is_not_overwritten() -> None:
+    MemoryFileSystem().pipe_file("/only/iter_0000003/.metadata", b"without a tracker file")
     before = dict(MemoryFileSystem.store)
-    for output in ("memory://in", "memory://in/iter_0000003"):
+    for output in ("memory://in", "memory://in/iter_0000003", "memory://only/iter_0000003"):
         message = run(TO_FSDP, "memory://in", output, code=1).output
         assert f"{output} exists; nothing is overwritten" in message
     assert dict(MemoryFileSystem.store) == before

@@ -177,3 +177,26 @@ def test_the_last_process_removes_its_room_and_the_next_one_what_a_kill_has_left
     subprocess.run(command, check=True, cwd=ROOT, capture_output=True)
     assert not names(base)
     assert room not in url_staging._rooms
+
+
+def test_what_killed_uploads_and_deletions_have_left_is_removed() -> None:
+    fill(
+        run__iter_0000001__part=b"1", run__iter_0000002__part=b"2", run__latest=b"2"
+    )  # the first is incomplete
+    MemoryFileSystem().pipe_file("run/.incomplete_iter_0000001", b"")
+    store = store_of(local_path("memory://run"))
+    assert store is not None and store.has("iter_0000002") and not store.has("iter_0000001")
+    store.tidy()
+    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000002/part", "/run/latest"]
+
+
+def test_a_url_of_one_checkpoint_tells_what_it_is() -> None:
+    MemoryFileSystem().pipe_file("run/iter_0000001/.metadata", b"m")
+    MemoryFileSystem().pipe_file("run/iter_0000001/__0_0.distcp", b"d")
+    assert names(Path(local_path("memory://run/iter_0000001"))) == [".metadata"]
+
+
+def test_paths_need_no_directory_of_temporary_files() -> None:
+    with patch.object(url_staging, "_base", side_effect=FileNotFoundError):
+        assert with_urls("a line of /path") == "a line of /path"
+        assert url_of(Path("/path")) is None

@@ -100,14 +100,13 @@ def test_a_url_of_a_directory_is_its_path() -> None:
         (
             "--non-persistent-save-interval 2 --non-persistent-ckpt-type global",
             1,
-            "--non-persistent-save-interval 2: checkpoints at URLs are persistent",
+            "--non-persistent-save-interval 2: not with --save at a URL",
         ),
         (
             "--non-persistent-ckpt-type global --load memory://a",
             1,
-            "--non-persistent-ckpt-type global: checkpoints at URLs are persistent",
+            "--non-persistent-ckpt-type global: not with --save and --load at a URL",
         ),
-        ("--tensorboard-dir s3://b/x", 1, "--tensorboard-dir s3://b/x: only checkpoints"),
     ],
 )
 def test_what_a_url_does_not_go_with_is_refused(flags: str, world_size: int, problem: str) -> None:
