@@ -44,6 +44,7 @@ class Heartbeats:
         self._file = file
         self._store: ShortCalls | None = None
         self._number = 0
+        self._state, self._sent = RUNNING, 0.0  # of the last heartbeat
         self._iteration, self._finished = 0, time.time()
         self._position, self._since = Position("", "the start of the run", ""), time.time()
         # Numbers of the last heartbeats of the ranks, and when they were first seen.
@@ -105,6 +106,7 @@ class Heartbeats:
         if self._store is not None:
             self._store.set(str(self.rank), self.own(state).to_json())
             self._number += 1
+        self._state, self._sent = state, time.monotonic()
 
     # ---- of all ranks
 
@@ -124,13 +126,18 @@ class Heartbeats:
         return peers
 
     def gather(self) -> list[Peer]:
-        """Return all ranks, after each has sent a new heartbeat or is known not to."""
+        """Return all ranks, after each has sent a new heartbeat or is known not to.
+
+        This rank goes on sending its own: others may gather at the same moment.
+        """
         before = {peer.beat.rank: peer.beat.number for peer in self.peers()}
         while True:
             peers = self.peers()
             if not any(self._is_awaited(peer, before.get(peer.beat.rank)) for peer in peers):
                 return peers
             time.sleep(0.1)
+            if time.monotonic() - self._sent > self.period:
+                self.send(self._state)
 
     def _is_awaited(self, peer: Peer, number: int | None) -> bool:
         """Return True if a rank may soon send a heartbeat after the one of that number."""
