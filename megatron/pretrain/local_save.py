@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 import uuid
-
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import MegatronModule
+from collections.abc import Mapping
+from typing import Any
 
 from megatron.checkpoint.core import directory
 from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint
@@ -22,35 +20,30 @@ from megatron.pretrain.local_checkpoint import (
     remove_parts_of_moved_ranks,
     run_in,
 )
-from megatron.pretrain.progress import Progress
 
 
-def save(
-    args: argparse.Namespace,
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    scheduler: OptimizerParamScheduler | None,
-    progress: Progress,
-    say: Say,
-) -> None:
+def save(args: argparse.Namespace, content: Mapping[str, Any], iteration: int, say: Say) -> None:
     """Write the state of the run into a new local checkpoint; a collective.
 
     Ranks exchange whether they have succeeded. A part is published when all ranks have written
     theirs, and the one before is removed when all have published, so a kill leaves one of the two
     on every rank.
 
+    Args:
+        args: of the run.
+        content: what :func:`checkpointing.collect` returns for the format fsdp_dtensor.
+        iteration: that is saved.
+        say: prints a line.
+
     Raises:
         RunError: on every rank, if any rank has failed.
     """
-    iteration, root = progress.iteration, part_root(args, args.save)
-    content = checkpointing.collect(
-        args, model, optimizer, scheduler, progress, fsdp_dtensor_checkpoint
-    )
+    root = part_root(args, args.save)
     run, own_save = on_first_rank(lambda: (run_in(args.save), uuid.uuid4().hex))
-    content |= identity(layout_of(args, content), run, own_save)
+    part = {**content, **identity(layout_of(args, content), run, own_save)}
 
     def write() -> None:
-        fsdp_dtensor_checkpoint.write_part(content, directory.prepare(root, iteration))
+        fsdp_dtensor_checkpoint.write_part(part, directory.prepare(root, iteration))
 
     def publish() -> None:
         directory.publish(root, iteration)

@@ -34,7 +34,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
-from megatron.pretrain import checkpointing, local_save, save_directory
+from megatron.pretrain import (
+    checkpointing,
+    fsdp_dtensor_checkpoint,
+    local_save,
+    save_directory,
+)
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.checkpoint_source import non_persistent_root
@@ -417,7 +422,8 @@ def save_non_persistent(run: TrainingRun) -> None:
         return
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     run.report.stage(run.progress)
-    local_save.save(args, *parts, run.report.say)
+    content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
+    local_save.save(args, content, run.progress.iteration, run.report.say)
     run.report.keep_history()
 
 
