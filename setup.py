@@ -70,6 +70,7 @@ setup(
     extras_require={
         "hf": ["transformers"],
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": [
             "pytest>=8.2",
@@ -78,6 +79,7 @@ setup(
             "matplotlib",
             "transformers>=5",
             "safetensors",
+            "wandb",
         ],
     },
 )
