@@ -5,10 +5,11 @@ Megatron-Core 0.18 replaced the linear growth of --rampup-batch-size by a schedu
 ignores the old argument. Here a linear growth is the schedule of its steps.
 """
 
-import inspect
 from collections.abc import Sequence
 
 from megatron.core import num_microbatches_calculator
+
+from megatron.mcore_adapter.releases.signatures import accepts
 
 
 def ramp_steps(rampup_batch_size: Sequence[int], global_batch_size: int) -> list[tuple[int, int]]:
@@ -56,7 +57,7 @@ def init_num_microbatches(
     """
     init = num_microbatches_calculator.init_num_microbatches_calculator
     sizes = (global_batch_size, micro_batch_size, data_parallel_size)
-    if "step_batch_size_schedule" not in inspect.signature(init).parameters:
+    if not accepts(init, "step_batch_size_schedule"):
         init(rank, rampup_batch_size, *sizes)
     elif rampup_batch_size is None:
         init(rank, None, *sizes)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
+
+from megatron.mcore_adapter.releases.signatures import accepts
 
 
 def batch_on_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -19,6 +20,6 @@ def batch_on_this_rank(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """
     group = parallel_state.get_context_parallel_group()
     settings: dict[str, Any] = {}
-    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+    if accepts(get_batch_on_this_cp_rank, "is_hybrid_cp"):
         settings["is_hybrid_cp"] = False  # 0.18: sequences of different lengths may have own groups
     return get_batch_on_this_cp_rank(batch, cp_group=group, **settings)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.mcore_adapter.releases.signatures import accepts
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """Data-parallel group -> the group for all-gathers that was made beside it."""
@@ -24,7 +25,7 @@ def initialize_model_parallel(*, create_all_gather_group: bool, **settings: Any)
         settings: keyword arguments of ``parallel_state.initialize_model_parallel``.
     """
     initialize = parallel_state.initialize_model_parallel
-    if "create_all_gather_group" in inspect.signature(initialize).parameters:
+    if accepts(initialize, "create_all_gather_group"):
         settings["create_all_gather_group"] = create_all_gather_group
     initialize(**settings)
 
@@ -43,10 +44,7 @@ def all_gather_group(
     group = getattr(pg_collection, "dp_cp_ag", None)
     if group is not None:
         return group
-    if (
-        "independent_all_gather"
-        in inspect.signature(parallel_state.get_data_parallel_group).parameters
-    ):
+    if accepts(parallel_state.get_data_parallel_group, "independent_all_gather"):
         return parallel_state.get_data_parallel_group(
             with_context_parallel=True, independent_all_gather=True
         )
