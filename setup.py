@@ -69,6 +69,9 @@ setup(
     },
     extras_require={
         "hf": ["transformers"],
+        "transformers": ["transformers"],  # which brings tokenizers
+        "sentencepiece": ["sentencepiece"],
+        "tiktoken": ["tiktoken"],
         "plot": ["matplotlib"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": [
@@ -77,6 +80,8 @@ setup(
             "hypothesis",
             "matplotlib",
             "transformers>=5",
+            "sentencepiece",
+            "tiktoken",
             "safetensors",
         ],
     },

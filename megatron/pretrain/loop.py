@@ -56,7 +56,8 @@ from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size, say
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
-from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import padded_vocab_size
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
 
 
 @dataclass
@@ -102,7 +103,7 @@ def run_to_the_end(
     """Do the work of :func:`pretrain` while no other run saves in the same directory."""
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
-    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = padded_vocab_size(
         tokenizer,
         padded_size=args.padded_vocab_size,
