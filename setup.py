@@ -55,7 +55,7 @@ setup(
     },
     install_requires=[
         "torch>=2.10,<2.14",
-        "megatron-core>=0.16.0,<0.17",
+        "megatron-core>=0.16.0,<0.20",
         "numpy",
         "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional
         "click",
@@ -69,6 +69,9 @@ setup(
     },
     extras_require={
         "hf": ["transformers"],
+        "transformers": ["transformers"],  # which brings tokenizers
+        "sentencepiece": ["sentencepiece"],
+        "tiktoken": ["tiktoken"],
         "plot": ["matplotlib"],
         "wandb": ["wandb"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
@@ -78,6 +81,8 @@ setup(
             "hypothesis",
             "matplotlib",
             "transformers>=5",
+            "sentencepiece",
+            "tiktoken",
             "safetensors",
             "wandb",
         ],

@@ -8,6 +8,7 @@ For example:
 """
 
 import warnings
+from typing import Any
 
 import click
 
@@ -15,7 +16,11 @@ with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; writing data needs none of them.
     warnings.simplefilter("ignore", UserWarning)
     from megatron.pretrain.corpus import standard_library_files, write_corpus
-    from megatron.pretrain.tokenizer import build_tokenizer
+    from megatron.pretrain.tokenizer_choice import (
+        TOKENIZER_TYPES,
+        TokenizerChoice,
+        build_tokenizer,
+    )
 
 
 @click.command()
@@ -41,10 +46,44 @@ with warnings.catch_warnings():
     "--tokenizer-type",
     default="ByteTokenizer",
     show_default=True,
-    type=click.Choice(["ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer"]),
+    type=click.Choice(TOKENIZER_TYPES),
 )
-@click.option("--tokenizer-model", metavar="DIR", help="Local folder of a Hugging Face tokenizer.")
-@click.option("--vocab-size", type=int, help="Number of ids of a NullTokenizer.")
+@click.option(
+    "--tokenizer-model",
+    metavar="PATH",
+    help="Folder of a HuggingFaceTokenizer, file of a SentencePiece type or a TikTokenizer.",
+)
+@click.option("--vocab-size", type=int, help="Number of ids of a NullTokenizer or TikTokenizer.")
+@click.option("--vocab-file", metavar="FILE", help="vocab.json of a GPT2BPETokenizer.")
+@click.option("--merge-file", metavar="FILE", help="merges.txt of a GPT2BPETokenizer.")
+@click.option("--tiktoken-pattern", type=click.Choice(["v1", "v2"]), help="How text is cut.")
+@click.option(
+    "--tiktoken-num-special-tokens",
+    type=int,
+    default=1000,
+    show_default=True,
+    help="Special ids of a TikTokenizer.",
+)
+@click.option(
+    "--tokenizer-special-tokens",
+    "--tiktoken-special-tokens",
+    multiple=True,
+    metavar="TOKEN",
+    help="Special token of a TikTokenizer or SentencePiece type; repeatable.",
+)
+@click.option(
+    "--tokenizer-sentencepiece-legacy",
+    is_flag=True,
+    help="Let special tokens be added to a model file of sentencepiece.",
+)
+@click.option(
+    "--tokenizer-hf-include-special-tokens",
+    is_flag=True,
+    help="Put the special tokens of a HuggingFaceTokenizer around each document.",
+)
+@click.option(
+    "--trust-remote-code", is_flag=True, help="Run code in the folder of a HuggingFaceTokenizer."
+)
 @click.option(
     "--json-keys",
     multiple=True,
@@ -63,11 +102,9 @@ def preprocess_data(
     inputs: tuple[str, ...],
     standard_library: bool,
     output_prefix: str,
-    tokenizer_type: str,
-    tokenizer_model: str | None,
-    vocab_size: int | None,
     json_keys: tuple[str, ...],
     append_eod: bool,
+    **settings: Any,
 ) -> None:
     """Turn text into an indexed dataset for pretrain_gpt.py.
 
@@ -77,7 +114,8 @@ def preprocess_data(
     if bool(inputs) == standard_library:
         raise click.UsageError("give either --input or --standard-library")
     try:
-        tokenizer = build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+        settings["tokenizer_special_tokens"] = list(settings["tokenizer_special_tokens"]) or None
+        tokenizer = build_tokenizer(TokenizerChoice(**settings))
         files = standard_library_files() if standard_library else inputs
         for key in json_keys:
             prefix = f"{output_prefix}_{key}_document"

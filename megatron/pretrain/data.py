@@ -16,6 +16,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
+from megatron.pretrain import dataset_helpers
 from megatron.pretrain.corpus import standard_library_corpus
 from megatron.pretrain.dataset_files import check_samples, checked_lengths
 from megatron.pretrain.first_rank import on_first_rank
@@ -90,6 +91,7 @@ def build_datasets(
         tokenizer: must be the one the data was written with.
         source: result of `find_data`, which is called without it, and may raise.
     """
+    dataset_helpers.compile_if_missing()
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
@@ -100,6 +102,9 @@ def build_datasets(
         blend=source.blend,
         blend_per_split=source.blend_per_split,
         split=source.split if source.blend else None,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         path_to_cache=args.data_cache_path,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=tokenizer,

@@ -9,8 +9,9 @@ from collections.abc import Callable, Generator
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import StragglerDetector, get_batch_on_this_cp_rank
+from megatron.core.utils import StragglerDetector
 
+from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
 from megatron.pretrain import rerun
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.timing import BATCH, PhaseTimes
@@ -54,7 +55,7 @@ class ForwardStep:
                 name: value.to(self._device, non_blocking=True)
                 for name, value in next(data).items()
             }
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
         with self._stragglers:
             output = model(

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
-    init_num_microbatches_calculator,
     update_num_microbatches,
 )
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
+from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain import (
     checkpointing,
     fsdp_dtensor_checkpoint,
@@ -49,7 +49,8 @@ from megatron.pretrain.replicas import check_replicas
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
 from megatron.pretrain.timing import LOAD, SAVE
-from megatron.pretrain.tokenizer import build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import padded_vocab_size
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
 from megatron.pretrain.training_run import TrainingRun
 from megatron.pretrain.training_step import forward_backward, sum_of, train_step
 
@@ -77,7 +78,7 @@ def run_to_the_end(
     """Do the work of :func:`pretrain` while no other run saves in the same directory."""
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
-    tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = padded_vocab_size(
         tokenizer,
         padded_size=args.padded_vocab_size,
@@ -120,7 +121,7 @@ def load_and_train(
         run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
     report.times_of(LOAD, run.progress)
     train_data, valid_data, test_data = datasets()
-    init_num_microbatches_calculator(
+    init_num_microbatches(
         dist.get_rank(),
         args.rampup_batch_size,
         args.global_batch_size,
@@ -211,8 +212,9 @@ def train(
                 break
             report.restart_clock()
 
-    is_wanted = run.should_save or not (run.stop.interrupted or run.exit_code)
-    if args.save and saved_at != progress.iteration and is_wanted:
+    is_new = saved_at != progress.iteration and not (run.stop.interrupted or run.exit_code)
+    # For the rerun machine the checkpoint of this iteration is written again, with its state.
+    if args.save and (is_new or run.should_save):
         save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers: text to token ids and back, with the attributes that Megatron-Core's datasets read.
 
-There are three, none of which touches the network: `ByteTokenizer` (needs no files),
-`HuggingFaceTokenizer` (a local folder) and `NullTokenizer` (numbers in, numbers out, for synthetic
-runs).
+Those here need no files: `ByteTokenizer`, and `NullTokenizer` (numbers in, numbers out, for
+synthetic runs). `library_tokenizers` has those that read files. None touches the network.
 """
 
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 
@@ -45,6 +43,21 @@ class Tokenizer(ABC):
     def detokenize(self, ids: Iterable[int]) -> str:
         """Return the text of `ids`, without end-of-document tokens."""
 
+    def token_id(self, token: str) -> int:
+        """Return the id of a token that stands for itself, such as `<fim_prefix>`.
+
+        Raises:
+            ValueError: the vocabulary has no such token.
+        """
+        number = self._id_of(token)
+        if number is None:
+            raise ValueError(f"the vocabulary of {type(self).__name__} has no token {token!r}")
+        return number
+
+    def _id_of(self, token: str) -> int | None:
+        """Return the id of a token, None if there is none."""
+        return None
+
     @property
     def unique_identifiers(self) -> OrderedDict[str, str]:
         """The properties that tell this tokenizer from others.
@@ -72,14 +85,13 @@ class NullTokenizer(Tokenizer):
         Raises:
             ValueError: a word is no number, or no id of this vocabulary.
         """
-        words = _as_text(text).split()
+        words = as_text(text).split()
         try:
             ids = np.array([int(word) for word in words], dtype=np.int64)
         except ValueError as error:
             raise ValueError(
                 f"NullTokenizer reads numbers separated by blanks, not text ({error}); for text use"
-                " --tokenizer-type ByteTokenizer or HuggingFaceTokenizer, for synthetic data"
-                " --mock-data"
+                " --tokenizer-type ByteTokenizer or another, for synthetic data --mock-data"
             ) from error
         if ids.size and not 0 <= ids.min() <= ids.max() < self.vocab_size:
             raise ValueError(
@@ -109,95 +121,6 @@ class ByteTokenizer(Tokenizer):
         """Return the text of `ids`; a byte that is not UTF-8 becomes a replacement character."""
         # A padded vocabulary lets a model produce ids that are no byte; they are left out too.
         return bytes(int(i) for i in ids if 0 <= i < NUM_BYTES).decode(errors="replace")
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer saved by `transformers`, read from a local folder.
-
-    Raises:
-        ValueError: no such folder, the folder holds no tokenizer, or the tokenizer has no
-            end-of-text token.
-        ImportError: the package `transformers` is not installed.
-    """
-
-    def __init__(self, folder: str) -> None:
-        if not Path(folder).is_dir():
-            raise ValueError(
-                "--tokenizer-model expects a local folder with a Hugging Face tokenizer, but there"
-                f" is no folder {folder!r}; nothing is downloaded here, so fetch it first"
-            )
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise ImportError(
-                "HuggingFaceTokenizer needs the package transformers: pip install transformers "
-                "(or use --tokenizer-type ByteTokenizer, which needs nothing)"
-            ) from error
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(
-                f"{folder!r} holds no tokenizer that transformers can read: {reason}"
-            ) from error
-        self._tokenizer = tokenizer
-        self._folder = folder
-        self.name = Path(folder).resolve().name
-        # Some vocabularies have gaps, so the number of tokens may be smaller than the largest id.
-        self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
-        self.eod = _end_of_document(tokenizer, folder)
-        pad = tokenizer.pad_token_id
-        # Padding is masked out of the loss, the end of a document is not: one token cannot be both.
-        self.pad = -1 if pad is None or pad == self.eod else pad
-
-    def tokenize(self, text: str | bytes) -> np.ndarray:
-        """Return the ids of `text`, int32 of shape `[tokens]`, without special tokens."""
-        ids = self._tokenizer(_as_text(text), add_special_tokens=False, verbose=False)["input_ids"]
-        return np.array(ids, dtype=np.int32)
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, without end-of-document tokens."""
-        return self._tokenizer.decode([int(i) for i in ids if i != self.eod])
-
-    @property
-    def unique_identifiers(self) -> OrderedDict[str, str]:
-        """The class, the number of ids and the folder."""
-        return OrderedDict({**super().unique_identifiers, "tokenizer_path": self._folder})
-
-
-def build_tokenizer(
-    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
-) -> Tokenizer:
-    """Build a tokenizer.
-
-    Args:
-        tokenizer_type: ByteTokenizer, HuggingFaceTokenizer or NullTokenizer.
-        tokenizer_model: a local folder, for HuggingFaceTokenizer only.
-        vocab_size: the number of ids before the end-of-document token. NullTokenizer needs it; the
-            others have their own, which must not be larger.
-
-    Raises:
-        ValueError: an unknown type, or a value that is missing or does not fit the type.
-        ImportError: HuggingFaceTokenizer without the package `transformers`.
-    """
-    problems = _problems(tokenizer_type, tokenizer_model, vocab_size)
-    if problems:
-        raise ValueError("; ".join(problems))
-    tokenizer: Tokenizer
-    if tokenizer_type == "NullTokenizer":
-        assert vocab_size is not None  # a problem otherwise
-        return NullTokenizer(vocab_size)
-    if tokenizer_type == "ByteTokenizer":
-        tokenizer = ByteTokenizer()
-    else:
-        assert tokenizer_model is not None  # a problem otherwise
-        tokenizer = HuggingFaceTokenizer(tokenizer_model)
-    if vocab_size is not None and vocab_size + 1 < tokenizer.vocab_size:
-        raise ValueError(
-            f"--vocab-size {vocab_size} is smaller than the vocabulary of {tokenizer_type}"
-            f" ({tokenizer.vocab_size} with the end-of-document token): leave the flag out"
-        )
-    return tokenizer
 
 
 def padded_vocab_size(
@@ -235,37 +158,6 @@ def padded_vocab_size(
     return math.ceil(needed / multiple) * multiple
 
 
-def _problems(
-    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
-) -> list[str]:
-    known = ("ByteTokenizer", "HuggingFaceTokenizer", "NullTokenizer")
-    problems = []
-    if tokenizer_type not in known:
-        problems.append(
-            f"--tokenizer-type expects one of {', '.join(known)}, but got {tokenizer_type}"
-        )
-    if vocab_size is not None and vocab_size < 1:
-        problems.append(f"--vocab-size expects a positive number, but got {vocab_size}")
-    if tokenizer_type == "NullTokenizer" and vocab_size is None:
-        problems.append("NullTokenizer needs --vocab-size")
-    if tokenizer_type == "HuggingFaceTokenizer" and tokenizer_model is None:
-        problems.append("HuggingFaceTokenizer needs --tokenizer-model, a local folder")
-    if tokenizer_type in ("NullTokenizer", "ByteTokenizer") and tokenizer_model is not None:
-        problems.append(
-            f"{tokenizer_type} has no files: leave --tokenizer-model {tokenizer_model} out"
-        )
-    return problems
-
-
-def _as_text(text: str | bytes) -> str:
+def as_text(text: str | bytes) -> str:
+    """Return text that may be given in UTF-8."""
     return text if isinstance(text, str) else text.decode()
-
-
-def _end_of_document(tokenizer: object, folder: str) -> int:
-    for attribute in ("eos_token_id", "sep_token_id"):
-        token_id = getattr(tokenizer, attribute)
-        if token_id is not None:
-            return token_id
-    raise ValueError(
-        f"the tokenizer in {folder!r} has neither eos_token nor sep_token to end documents with"
-    )

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers and padded vocabularies with defaults for what a test does not name."""
 
-from megatron.pretrain.tokenizer import (
-    ByteTokenizer,
-    Tokenizer,
-    build_tokenizer,
-    padded_vocab_size,
-)
+from typing import Any
+
+from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -15,8 +13,9 @@ def tokenizer_with(
     tokenizer_type: str | None = "NullTokenizer",
     tokenizer_model: str | None = None,
     vocab_size: int | None = None,
+    **settings: Any,
 ) -> Tokenizer:
-    return build_tokenizer(tokenizer_type, tokenizer_model, vocab_size)
+    return build_tokenizer(TokenizerChoice(tokenizer_type, tokenizer_model, vocab_size, **settings))
 
 
 def rows_of_bytes(

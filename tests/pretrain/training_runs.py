@@ -35,7 +35,8 @@ from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.logging_setup import set_up_logging
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import Report
-from megatron.pretrain.tokenizer import Tokenizer, build_tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer import Tokenizer, padded_vocab_size
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
 from tests.model_parallel import initialize
 
 SIZES = (
@@ -207,7 +208,7 @@ def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
 
 def tokenizer_of(args: Any) -> Tokenizer:
     """Return the tokenizer that the command line names."""
-    return build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+    return build_tokenizer(TokenizerChoice.of(args))
 
 
 def load_checkpoint(run: loop.TrainingRun) -> None:

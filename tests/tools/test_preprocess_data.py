@@ -13,6 +13,10 @@ from click.testing import CliRunner
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron.pretrain.corpus import standard_library_files
+from megatron.pretrain.library_tokenizers import PACKAGES
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+from tests.pretrain.test_library_tokenizers import settings_of
+from tests.pretrain.vocabularies import TEXT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tools" / "preprocess_data.py"
@@ -84,7 +88,8 @@ def test_the_standard_library_as_input(command: click.Command, tmp_path: Path) -
         ),
         (
             ["--input", "x", "--tokenizer-type", "NullTokenizer"],
-            "Error: NullTokenizer needs --vocab-size",
+            "Error: NullTokenizer needs --vocab-size, the number of ids before the end-of-document"
+            " token",
         ),
     ],
     ids=["missing_input", "no_input", "two_inputs", "bad_tokenizer"],
@@ -110,3 +115,20 @@ def test_it_runs_as_a_script_from_a_checkout(tmp_path: Path) -> None:
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("Error: in.jsonl, line 2: not a JSON value")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("kind", PACKAGES)
+def test_every_type_of_tokenizer_writes_its_ids(
+    kind: str, command: click.Command, tmp_path: Path
+) -> None:
+    settings = settings_of(kind, tmp_path)
+    (tmp_path / "in.txt").write_text(TEXT)
+    arguments = ["--input", tmp_path / "in.txt", "--output-prefix", tmp_path / "out"]
+    arguments += ["--tokenizer-type", kind]
+    for name, value in settings.items():
+        arguments += [f"--{name.replace('_', '-')}", value]
+    result = CliRunner().invoke(command, list(map(str, arguments)))
+    assert result.exit_code == 0, result.output
+    tokenizer = build_tokenizer(TokenizerChoice(kind, **settings))
+    expected = [*tokenizer.tokenize(TEXT).tolist(), tokenizer.eod]
+    assert documents_of(f"{tmp_path / 'out'}_text_document") == [expected]

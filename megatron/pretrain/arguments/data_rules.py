@@ -1,22 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of training data and tokenizer."""
 
-import os
+import json
 from pathlib import Path
+from typing import Any
 
 from megatron.pretrain.arguments.check import Check
+from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
+from megatron.pretrain.tokenizer_choice import TokenizerChoice
+
+SPLIT_PATHS = {
+    "train": "train_data_path",
+    "valid": "valid_data_path",
+    "test": "test_data_path",
+}
+"""Key of a --per-split-data-args-path file -> the argument that it stands for."""
+SAME_WHEN_LEGACY = "--legacy-tokenizer: changes no id of this tokenizer"
 
 
 def check_data(check: Check) -> None:
     """Check that there is one source of data, whose files exist, and choose a tokenizer for it."""
     args = check.args
-    separate = ("train_data_path", "valid_data_path", "test_data_path")
+    flags = read_data_paths(check)
     sources = [
         bool(args.mock_data),
         bool(args.data_path),
-        any(getattr(args, dest) for dest in separate),
+        any(getattr(args, dest) for dest in SPLIT_PATHS.values()),
     ]
-    if not any(sources):
+    if not any(sources) and not flags:
         check.notes.append(
             "no --data-path and no --mock-data: the text of Python's standard library"
         )
@@ -34,19 +45,95 @@ def check_data(check: Check) -> None:
         )
     elif args.split is None:
         args.split = "969,30,1"
-    for dest in ("data_path", *separate):
-        check_prefixes(check, check.flag(dest), getattr(args, dest) or [])
-    if args.tokenizer_type is None:
-        args.tokenizer_type = "NullTokenizer" if args.mock_data else "ByteTokenizer"
-    if args.tokenizer_type == "NullTokenizer":
-        check.require(args.vocab_size, "NullTokenizer needs --vocab-size")
-    if args.tokenizer_type == "HuggingFaceTokenizer":
-        folder = args.tokenizer_model
-        check.require(
-            folder and os.path.isdir(folder),
-            f"--tokenizer-model must be a local folder, got {folder}: download the tokenizer first",
-        )
+    for dest in ("data_path", *SPLIT_PATHS.values()):
+        check_prefixes(check, flags.get(dest, check.flag(dest)), getattr(args, dest) or [])
+    check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
+    check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
+    choose_tokenizer(check)
+
+
+def read_data_paths(check: Check) -> dict[str, str]:
+    """Put the data paths that stand in files in the place of the flags that they replace.
+
+    Returns:
+        Destination -> the flag and the file that gave its value.
+    """
+    args = check.args
+    flags = {}
+    if args.data_args_path:
+        check.at_most_one("data_path", "data_args_path")
+        flags["data_path"] = f"--data-args-path {args.data_args_path}"
+        words = read_text(check, "--data-args-path", args.data_args_path).split()
+        args.data_path = words or args.data_path
+        check.require(words, f"{flags['data_path']}: names no data set")
+    if args.per_split_data_args_path:
+        for dest in SPLIT_PATHS.values():
+            check.at_most_one(dest, "per_split_data_args_path")
+            flags[dest] = f"--per-split-data-args-path {args.per_split_data_args_path}"
+        for key, words in read_paths_of_splits(check).items():
+            setattr(args, SPLIT_PATHS[key], words or None)
+    return flags
+
+
+def read_paths_of_splits(check: Check) -> dict[str, list[str]]:
+    """Return the data paths of a --per-split-data-args-path file by its keys."""
+    path = check.args.per_split_data_args_path
+    flag = f"--per-split-data-args-path {path}"
+    text = read_text(check, "--per-split-data-args-path", path)
+    if not text:
+        return {}
+    try:
+        paths: Any = json.loads(text)
+    except ValueError as error:
+        check.problems.append(f"{flag}: no JSON: {error}")
+        return {}
+    if not isinstance(paths, dict) or set(paths) != set(SPLIT_PATHS):
+        found = ", ".join(paths) if isinstance(paths, dict) else f"a {type(paths).__name__}"
+        check.problems.append(
+            f"{flag}: expects an object with the keys {', '.join(SPLIT_PATHS)}, but got {found}"
+        )
+        return {}
+    words: dict[str, list[str]] = {}
+    for key, value in paths.items():
+        items = value.split() if isinstance(value, str) else value or []
+        if isinstance(items, list) and all(isinstance(item, (str, int, float)) for item in items):
+            words[key] = [str(item) for item in items]
+        else:
+            check.problems.append(f"{flag}: {key} must be a text or a list, but is {value!r}")
+    return words
+
+
+def read_text(check: Check, flag: str, path: str) -> str:
+    """Return the text of a file; empty, with a problem, if there is none."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        check.problems.append(f"{flag} {path}: cannot be read: {error}")
+        return ""
+    check.require(text.strip(), f"{flag} {path}: is empty")
+    return text
+
+
+def choose_tokenizer(check: Check) -> None:
+    """Complete the type of the tokenizer and check its settings and files."""
+    args = check.args
+    if args.tokenizer_type is None:
+        if args.vocab_file and args.merge_file:
+            args.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron-LM
+        else:
+            args.tokenizer_type = "NullTokenizer" if args.mock_data else "ByteTokenizer"
+    if args.tokenizer_type in OTHER_TOKENIZERS:  # refused already
+        return
+    check.problems += TokenizerChoice.of(args).problems()
+    if args.legacy_tokenizer:
+        if args.tokenizer_type == "SentencePieceTokenizer":
+            check.problems.append(
+                "--legacy-tokenizer: SentencePieceTokenizer then has tokens beyond its file; not"
+                " built, use GPTSentencePieceTokenizer, whose end of a document is </s>"
+            )
+        else:
+            check.notes.append(SAME_WHEN_LEGACY)
 
 
 def check_prefixes(check: Check, flag: str, words: list[str]) -> None:

@@ -26,10 +26,14 @@ EXPERT_OVERLAP = (
 )
 HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
-FILE_TOKENIZERS = (
-    "tokenizers from vocabulary files are not built yet; use HuggingFaceTokenizer with a local"
-    " folder"
-)
+OTHER_TOKENIZERS: dict[Any, str] = {
+    "BertWordPieceLowerCase": "is for BERT",
+    "BertWordPieceCase": "is for BERT",
+    "MultimodalTokenizer": "is for images and text",
+    "NullMultimodalTokenizer": "is for images and text",
+    "SFTTokenizer": "is for fine-tuning on conversations",
+}
+"""Tokenizers of Megatron-LM that are none of a GPT's training on text."""
 OTHER_FSDP = "PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp"
 
 _REFUSED: dict[str, str] = {
@@ -82,8 +86,6 @@ _REFUSED: dict[str, str] = {
     "legacy tests during training are not built": "test_mode",
     MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
     "evaluation is over --eval-iters batches": "full_validation",
-    "give --data-path": "data_args_path",
-    FILE_TOKENIZERS: "vocab_file merge_file tiktoken_pattern legacy_tokenizer",
     "external loggers are not built": "one_logger_project",
 }
 """Reason -> destinations, separated by blanks."""
@@ -98,8 +100,6 @@ def _by_destination(refused: dict[str, str]) -> dict[str, str]:
 
 NOT_BUILT = _by_destination(_REFUSED)
 """Destination -> the reason why any value but the default is refused."""
-
-_FEW_TOKENIZERS = f"{FILE_TOKENIZERS}, ByteTokenizer or NullTokenizer"
 
 NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
@@ -127,21 +127,7 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "moe_token_dispatcher_type": {"flex": f"{MOE_KERNELS}; use alltoall"},
     "moe_router_score_function": {"sqrtsoftplus": "not part of this release of Megatron-Core"},
     "dataloader_type": {"external": "this program reads its own data; use single or cyclic"},
-    "tokenizer_type": dict.fromkeys(
-        [
-            "BertWordPieceLowerCase",
-            "BertWordPieceCase",
-            "GPT2BPETokenizer",
-            "SentencePieceTokenizer",
-            "GPTSentencePieceTokenizer",
-            "Llama2Tokenizer",
-            "TikTokenizer",
-            "MultimodalTokenizer",
-            "NullMultimodalTokenizer",
-            "SFTTokenizer",
-        ],
-        _FEW_TOKENIZERS,
-    ),
+    "tokenizer_type": OTHER_TOKENIZERS,
 }
 """Destination -> value -> the reason why this one value is refused."""
 
@@ -262,18 +248,6 @@ NEEDS: tuple[Needs, ...] = (
         unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
-    Needs(
-        "vocab_size",
-        "tokenizer_type",
-        ("NullTokenizer",),
-        "is for NullTokenizer; others know their size",
-    ),
-    Needs(
-        "tokenizer_model",
-        "tokenizer_type",
-        ("HuggingFaceTokenizer",),
-        "needs --tokenizer-type HuggingFaceTokenizer",
-    ),
     Needs(
         "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
         "lr_decay_style",

@@ -4,22 +4,11 @@
 from megatron.pretrain.arguments.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron.pretrain.arguments.config_flags import FLOATS_OR_AUTO
 from megatron.pretrain.arguments.flags import Flag, one_of, row
+from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
+from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES
 
-TOKENIZERS = (
-    "ByteTokenizer",
-    "NullTokenizer",
-    "HuggingFaceTokenizer",
-    "BertWordPieceLowerCase",
-    "BertWordPieceCase",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-    "MultimodalTokenizer",
-    "NullMultimodalTokenizer",
-    "SFTTokenizer",
-)
+PATTERNS = ("v1", "v2")
+TOKENIZERS = (*TOKENIZER_TYPES, *OTHER_TOKENIZERS)
 float_dtype = one_of(FLOATS_OR_AUTO)["type"]
 
 PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -283,16 +272,60 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--data-cache-path", str, "directory for index files"),
         row("--data-args-path", str, "file that holds the value of --data-path"),
         row(
+            "--per-split-data-args-path",
+            str,
+            "JSON file with the values of the three above under train, valid, test",
+        ),
+        row("--num-dataset-builder-threads", int, "threads that index the data sets of a blend", 1),
+        row(
+            "--mid-level-dataset-surplus",
+            float,
+            "part of samples that a weighted data set is given beyond its share",
+            0.005,
+        ),
+        row(
+            "--allow-ambiguous-pad-tokens",
+            "switch",
+            "mask padding out of the loss also where its id is another special token's",
+        ),
+        row(
             "--tokenizer-type",
             str,
-            "default: NullTokenizer with --mock-data, else ByteTokenizer",
+            "default: GPT2BPETokenizer with --vocab-file, NullTokenizer with --mock-data, else"
+            " ByteTokenizer",
             choices=TOKENIZERS,
         ),
-        row("--tokenizer-model", str, "folder of a HuggingFace tokenizer"),
-        row("--vocab-size", int, "number of tokens of NullTokenizer, without its end of document"),
-        row("--vocab-file", str, "vocabulary of a BPE tokenizer"),
-        row("--merge-file", str, "merges of a BPE tokenizer"),
-        row("--tiktoken-pattern", str, "pattern of TikTokenizer"),
+        row(
+            "--tokenizer-model",
+            str,
+            "folder of a HuggingFaceTokenizer, file of a SentencePiece type or a TikTokenizer",
+        ),
+        row(
+            "--vocab-size",
+            int,
+            "tokens of NullTokenizer, without its end of document, or ids of TikTokenizer",
+        ),
+        row("--vocab-file", str, "vocab.json of GPT2BPETokenizer"),
+        row("--merge-file", str, "merges.txt of GPT2BPETokenizer"),
+        row("--tiktoken-pattern", str, "how TikTokenizer cuts text; default v2", choices=PATTERNS),
+        row("--tiktoken-num-special-tokens", int, "special ids of TikTokenizer", 1000),
+        row(
+            "--tokenizer-special-tokens --tiktoken-special-tokens",
+            str,
+            "special tokens of TikTokenizer or a SentencePiece type",
+            nargs="+",
+        ),
+        row(
+            "--tokenizer-sentencepiece-legacy",
+            "switch",
+            "special tokens may be added to a model file of sentencepiece",
+        ),
+        row(
+            "--tokenizer-hf-include-special-tokens",
+            "switch",
+            "HuggingFaceTokenizer puts its special tokens around texts",
+        ),
+        row("--trust-remote-code", "switch", "run code in the folder of a HuggingFaceTokenizer"),
         row("--num-workers", int, "loader processes per rank", 2),
         row(
             "--no-mmap-bin-files",
@@ -315,7 +348,11 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "single: one pass in order; cyclic: shuffled passes",
             choices=("single", "cyclic", "external"),
         ),
-        row("--legacy-tokenizer", "switch", "tokenizers of older releases"),
+        row(
+            "--legacy-tokenizer",
+            "switch",
+            "tokenizers of older releases; their ids are the same but for SentencePieceTokenizer",
+        ),
     ),
     "logging and profiling": (
         row("--log-interval", int, "iterations per line", 100),

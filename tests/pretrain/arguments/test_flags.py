@@ -3,6 +3,7 @@
 
 import argparse
 import ast
+import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from megatron.pretrain.arguments import CommandLineError, build_parser, parse_ar
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.tokenizer_choice import TokenizerChoice
 from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.pretrain.arguments.flag_tables import ROWS
 
@@ -193,6 +195,7 @@ READ_BY = {
         """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
             enable_experimental deprecated_use_mcore_models group_query_attention
+            legacy_tokenizer data_args_path per_split_data_args_path
             log_batch_size_to_tensorboard log_learning_rate_to_tensorboard"""
     ),
     "gpt_model": (
@@ -203,10 +206,11 @@ READ_BY = {
         """seq_length mock_data data_path train_data_path valid_data_path
             test_data_path split data_cache_path mmap_bin_files
             create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
-            eod_mask_loss eval_iters train_samples"""
+            eod_mask_loss eval_iters train_samples num_dataset_builder_threads
+            mid_level_dataset_surplus allow_ambiguous_pad_tokens"""
     ),
     "loop": (
-        """tokenizer_type tokenizer_model vocab_size make_vocab_size_divisible_by
+        """make_vocab_size_divisible_by
             padded_vocab_size dataloader_type micro_batch_size num_workers
             global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
@@ -262,6 +266,8 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     flags = chain.from_iterable(source.flags() for source in CONFIG_GROUPS.values())
     fields = {flag.dest for flag in flags}
     read = set(" ".join(READ_BY.values()).split())
+    # Each setting is tested in test_tokenizer_choice.py.
+    read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     known = {action.dest for action in actions}
     assert known == in_tables | fields | read | set(NOT_BUILT)
     assert read.isdisjoint(in_tables | fields | set(NOT_BUILT)), "listed twice"

@@ -72,7 +72,8 @@ def test_required_flags_are_listed_together() -> None:
         "--num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size" in p
         for p in found
     )
-    assert "required but not given: --lr" in found and "NullTokenizer needs --vocab-size" in found
+    assert "required but not given: --lr" in found
+    assert any(p.startswith("NullTokenizer needs --vocab-size") for p in found)
 
 
 @pytest.mark.parametrize("spelling", ["opt_param-scheduler", "opt-param-scheduler"])

@@ -27,10 +27,10 @@ def test_the_175b_example_is_refused_for_known_reasons_only() -> None:
     found = problems(GPT_175B, world_size=128, cuda=True, transformer_engine=True)
     starts = [problem.split(":")[0] for problem in found]
     assert starts == [
-        "--vocab-file vocab.json",
-        "--merge-file merges.txt",
         "--rampup-batch-size counts samples",
         "--data-path",
+        "--vocab-file vocab.json",
+        "--merge-file merges.txt",
     ]
 
 
@@ -164,7 +164,7 @@ def test_all_conflicts_are_reported_at_once() -> None:
             "contradicts",
         ),
         ("--decoupled-min-lr 0.1", "needs --decoupled-lr"),
-        ("--tokenizer-type HuggingFaceTokenizer", "must be a local folder"),
+        ("--tokenizer-type HuggingFaceTokenizer", "needs --tokenizer-model, a local folder"),
         ("--apply-layernorm-1p", "needs Transformer Engine layers"),
         ("--moe-layer-freq __import__('os')", "list expression"),
         ("--moe-layer-freq [1]*99999999999", "list of zeros and ones"),
