@@ -372,7 +372,8 @@ def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
         return
     num_samples = run.args.eval_iters * run.args.global_batch_size
     num_parts = len(valid_data) // num_samples
-    consumed = run.progress.consumed_valid_samples % (num_parts * num_samples)
+    # Other evaluations of this run, over whole sets say, may have ended within a part.
+    consumed = run.progress.consumed_valid_samples // num_samples % num_parts * num_samples
     with batches(run.args, valid_data, consumed) as data:
         run.report.evaluation(run.progress, evaluate(run, data))
     run.progress.consumed_valid_samples += num_samples

@@ -14,7 +14,15 @@ from megatron.pretrain.microbatches import build_iterator
 from tests.pretrain.arguments.command_lines import MOCK, problems
 from tests.pretrain.saved_runs import FSDP
 from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
-from tests.pretrain.training_runs import CORPUS, NO_DROPOUT, SIZES, STEPS, assert_close, train
+from tests.pretrain.training_runs import (
+    CORPUS,
+    NO_DROPOUT,
+    SIZES,
+    STEPS,
+    assert_close,
+    refuse,
+    train,
+)
 from tests.rank_pool import run_ranks
 
 
@@ -195,3 +203,14 @@ def test_validation_data_that_cannot_be_read_once_is_refused(
     arguments = namespace(train_data_path=[sets[0]], valid_data_path=[short], full_validation=True)
     with pytest.raises(ValueError, match="short has 10 tokens, but one sample of --full-valid"):
         build_datasets(arguments, NUMBERS)
+
+
+def test_a_damaged_tokenizer_is_one_message_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "damaged.model").write_bytes(b"no model")
+    flags = f"--tokenizer-type Llama2Tokenizer --tokenizer-model {tmp_path}/damaged.model"
+    command = f"{SIZES} {STEPS} --data-path {CORPUS} {flags}"
+    first, second = run_ranks(2, refuse, command)
+    assert first == second and "\n" not in first
+    assert first.startswith(
+        f"ValueError: {tmp_path}/damaged.model: no model that sentencepiece can"
+    )
