@@ -63,7 +63,8 @@ MAY_DIFFER = (
     *("attention_dropout", "hidden_dropout", "moe_router_dtype", "moe_aux_loss_coeff"),
     *("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"),
     *("mtp_loss_scaling_factor", "calculate_per_token_loss", "data_path", "train_data_path"),
-    *("split", "tokenizer_type", "tokenizer_model", "vocab_size"),
+    *("split", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"),
+    *("tiktoken_pattern", "fim_data"),
 )
 """Arguments of training and data, of which a difference is told and no error."""
 

@@ -267,7 +267,8 @@ def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
         # Megatron-Core caches sample indices here by name alone. They would describe the corpus
         # that is replaced.
-        shutil.rmtree(Path(prefix) / "cache" / "GPTDataset_indices", ignore_errors=True)
+        for folder in Path(prefix, "cache").glob("*Dataset_indices"):
+            shutil.rmtree(folder, ignore_errors=True)
         os.replace(bin_path, get_bin_path(prefix))
         os.replace(idx_path, get_idx_path(prefix))
     finally:

@@ -5,6 +5,7 @@ import argparse
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -19,6 +20,11 @@ from torch.utils.data import Dataset
 from megatron.pretrain import dataset_helpers
 from megatron.pretrain.corpus import standard_library_corpus
 from megatron.pretrain.dataset_files import check_samples, checked_lengths
+from megatron.pretrain.fill_in_the_middle import (
+    FillInTheMiddle,
+    FillInTheMiddleConfig,
+    FillInTheMiddleDataset,
+)
 from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.tokenizer import Tokenizer
 
@@ -30,6 +36,8 @@ SPLIT_NAMES = ("training", "validation", "test")
 
 Blend = tuple[list[str], list[float] | None]
 Bookends = tuple[float, float]
+Sizes = tuple[int, int | None, int]
+"""Samples of the training, validation and test data; None for one epoch, each sample once."""
 
 
 @dataclass
@@ -63,28 +71,36 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
         OSError: the data cannot be read, or the default corpus be written; the same on every rank.
     """
     sizes = _sizes(args)
-    if not any(sizes):
+    if not any(map(_is_wanted, sizes)):
         return None
     return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
 
 
-def _sizes(args: argparse.Namespace) -> tuple[int, int, int]:
-    return wanted_samples(
+def _sizes(args: argparse.Namespace) -> Sizes:
+    sizes = wanted_samples(
         train_samples=args.train_samples,
         train_iters=args.train_iters,
         global_batch_size=args.global_batch_size,
         eval_iters=args.eval_iters,
         eval_interval=args.eval_interval,
     )
+    if args.full_validation and (args.eval_interval or args.skip_train):
+        return sizes[0], None, sizes[2]
+    return sizes
+
+
+def _is_wanted(size: int | None) -> bool:
+    return size != 0
 
 
 def build_datasets(
     args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
-) -> tuple[Dataset | None, Dataset | None, Dataset | None]:
+) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
     """Build the training, validation and test datasets.
 
     A collective that returns the same datasets on every rank, and None for a split that is not
-    wanted or has no documents. Rank 0 builds the index caches that the other ranks then read.
+    wanted or has no documents; with `multiple_validation_sets` a list of validation datasets. Rank
+    0 builds the index caches that the other ranks then read.
 
     Args:
         args: of the run.
@@ -96,12 +112,37 @@ def build_datasets(
     if source is None:
         return None, None, None
     sizes = _sizes(args)
-    config = GPTDatasetConfig(
+    config = _config(args, tokenizer, source)
+    if source.blend_per_split is None:
+        # The config derives these from the split alone (from a fixed one for mock data). A split
+        # without documents must not be built: the number of epochs is found by adding its tokens up
+        # until there are enough.
+        config.split_matrix = source.bookends
+        config.split = source.split
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    if args.fim_data:
+        dataset_class = FillInTheMiddleDataset
+    train, valid, test = BlendedMegatronDatasetBuilder(
+        dataset_class, list(sizes), lambda: True, config
+    ).build()
+    if args.multiple_validation_sets and valid is not None and not isinstance(valid, list):
+        valid = [valid]  # Megatron-Core lists only several
+    if not args.mock_data:
+        sets = valid if isinstance(valid, list) else [valid]
+        on_first_rank(lambda: _check_caches([train, *sets, test]))
+    return train, valid, test
+
+
+def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
+    """Return Megatron-Core's settings of the datasets."""
+    settings: dict[str, Any] = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,
         blend=source.blend,
         blend_per_split=source.blend_per_split,
         split=source.split if source.blend else None,
+        full_validation=args.full_validation,
+        multiple_validation_sets=args.multiple_validation_sets,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
@@ -113,19 +154,10 @@ def build_datasets(
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
     )
-    if source.blend_per_split is None:
-        # The config derives these from the split alone (from a fixed one for mock data). A split
-        # without documents must not be built: the number of epochs is found by adding its tokens up
-        # until there are enough.
-        config.split_matrix = source.bookends
-        config.split = source.split
-    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
-    train, valid, test = BlendedMegatronDatasetBuilder(
-        dataset_class, list(sizes), lambda: True, config
-    ).build()
-    if not args.mock_data:
-        on_first_rank(lambda: _check_caches([train, valid, test]))
-    return train, valid, test
+    if args.fim_data:
+        fill_in_the_middle = FillInTheMiddle.of(args, tokenizer)
+        return FillInTheMiddleConfig(**settings, fill_in_the_middle=fill_in_the_middle)
+    return GPTDatasetConfig(**settings)
 
 
 def _check_caches(datasets: Sequence[Dataset | None]) -> None:
@@ -202,10 +234,10 @@ def parse_blend(values: Sequence[str]) -> Blend:
     return prefixes[1::2], numbers
 
 
-def _find_source(
-    args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sequence[int]
-) -> DataSource:
+def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -> DataSource:
     """Return the checked source of the data, writing the default corpus if none is named."""
+    if args.fim_data:
+        FillInTheMiddle.of(args, tokenizer)  # raises an error before a model is built
     per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
     problems = _source_problems(
         mock_data=bool(args.mock_data),
@@ -222,7 +254,7 @@ def _find_source(
     if any(per_split):
         whole: Bookends = (0.0, 1.0)
         blends = [
-            parse_blend(values) if values and size else None
+            parse_blend(values) if values and _is_wanted(size) else None
             for values, size in zip(per_split, sizes)
         ]
         source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
@@ -239,7 +271,9 @@ def _find_source(
             source.blend = parse_blend(
                 args.data_path or [standard_library_corpus(directory, tokenizer)]
             )
-    _drop_or_refuse_empty_splits(source, tokenizer.vocab_size)
+    sample_length = args.seq_length + 1  # its labels come one token later
+    least_tokens = (1, sample_length if sizes[1] is None else 1, 1)
+    _drop_or_refuse_empty_splits(source, tokenizer.vocab_size, least_tokens)
     return source
 
 
@@ -268,7 +302,7 @@ def _source_problems(
     return problems
 
 
-def _bookends(split: str, sizes: Sequence[int]) -> list[Bookends | None]:
+def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     """Return the part of the documents for every split; `sizes` of 0 are not built.
 
     For example, "80,20,0" is [(0.0, 0.8), (0.8, 1.0), None].
@@ -283,11 +317,16 @@ def _bookends(split: str, sizes: Sequence[int]) -> list[Bookends | None]:
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")
-    return [ends if size else None for ends, size in zip(matrix, sizes)]
+    return [ends if _is_wanted(size) else None for ends, size in zip(matrix, sizes)]
 
 
-def _drop_or_refuse_empty_splits(source: DataSource, vocab_size: int) -> None:
+def _drop_or_refuse_empty_splits(
+    source: DataSource, vocab_size: int, least_tokens: Sequence[int]
+) -> None:
     """Check that every split that will be built has tokens in every dataset of its blend.
+
+    Validation on whole datasets needs one sample of each; other splits are read several times if
+    they are small. `least_tokens` has the number for every split.
 
     An empty test split is dropped with a warning, as small corpora have no thousandth part, which
     is its default.
@@ -306,12 +345,18 @@ def _drop_or_refuse_empty_splits(source: DataSource, vocab_size: int) -> None:
             # Megatron-Core's builder cuts by document and rounds in this way.
             num_documents = len(lengths[prefix])
             first, last = (round(end * num_documents) for end in ends)
-            if lengths[prefix][first:last].sum() > 0:
+            num_tokens = lengths[prefix][first:last].sum()
+            if num_tokens >= least_tokens[i]:
                 continue
             problem = (
                 f"the {name} split of {prefix} is empty: it gets {last - first} of {num_documents}"
                 " documents"
             )
+            if num_tokens:
+                problem = (
+                    f"the {name} split of {prefix} has {num_tokens} tokens, but one sample of"
+                    f" --full-validation takes {least_tokens[i]}"
+                )
             if name != "test":
                 problems.append(problem)
                 continue

@@ -74,7 +74,7 @@ class DeviceRecords:
         """
         if self._args.log_straggler:
             StragglerDetector().report(flops, num_iterations)
-        if self._args.record_memory_history and dist.get_rank() == dist.get_world_size() - 1:
+        if self._args.record_memory_history and dist.get_rank() == 0:
             path = self._args.memory_snapshot_path
             with self._decorations.guard(path, Exception):
                 torch.cuda.memory._dump_snapshot(path)

@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    update_num_microbatches,
-)
+from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
@@ -37,14 +35,15 @@ from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.checkpoint_source import non_persistent_root
 from megatron.pretrain.data import build_datasets, find_data
 from megatron.pretrain.forward_step import Microbatches
+from megatron.pretrain.full_validation import WholeDataset, named_sets
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.local_checkpoint import LOCAL
-from megatron.pretrain.microbatches import build_iterator
+from megatron.pretrain.microbatches import batches, one_or_list
 from megatron.pretrain.model_statistics import number_of_parameters
 from megatron.pretrain.profiling import profile_directory, profiling
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size, say
+from megatron.pretrain.ranks import data_parallel_size, say
 from megatron.pretrain.replicas import check_replicas
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
@@ -121,6 +120,9 @@ def load_and_train(
         run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
     report.times_of(LOAD, run.progress)
     train_data, valid_data, test_data = datasets()
+    if args.multiple_validation_sets and valid_data is not None:
+        for name, dataset in named_sets(args, valid_data).items():
+            report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
     init_num_microbatches(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -134,12 +136,15 @@ def load_and_train(
 
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples
-        with batches(run, train_data, consumed) as data, background_saves(run):
+        with batches(args, train_data, consumed) as data, background_saves(run):
             train(run, rerun.replayable(data), valid_data)
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
-            evaluate_at_the_end(run, valid_data, "validation")
+            if args.full_validation:
+                evaluate_whole_sets(run, valid_data)
+            else:
+                evaluate_at_the_end(run, valid_data, "validation")
         if test_data is not None:
             evaluate_at_the_end(run, test_data, "test")
 
@@ -242,16 +247,29 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
 
 
 @torch.no_grad()
-def evaluate(run: TrainingRun, data: Microbatches | list[Microbatches]) -> float:
-    """Return the mean loss per token over ``eval_iters`` global batches, without dropout."""
+def evaluate(
+    run: TrainingRun,
+    data: Microbatches | list[Microbatches],
+    num_microbatches: Sequence[int] | None = None,
+) -> float:
+    """Return the mean loss per token, without dropout.
+
+    Args:
+        run: the run.
+        data: the microbatches of this rank.
+        num_microbatches: of every pass; None for ``eval_iters`` global batches.
+    """
     for chunk in run.model:
         chunk.eval()
     args = run.args
-    # Evaluations are over whole global batches, also while --rampup-batch-size makes them grow.
-    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
-    sums = torch.zeros(2, device=run.device)
-    for _ in range(args.eval_iters):
-        sums += sum_of(run, forward_backward(run, data, num_microbatches, forward_only=True))
+    if num_microbatches is None:
+        # Evaluations are over whole global batches, also while --rampup-batch-size makes them grow.
+        per_batch = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+        num_microbatches = [per_batch] * args.eval_iters
+    # In double precision, which counts more than the 2^24 tokens of single precision.
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for number in num_microbatches:
+        sums += sum_of(run, forward_backward(run, data, number, forward_only=True))
     dist.all_reduce(sums)
     for chunk in run.model:
         chunk.train()
@@ -259,52 +277,36 @@ def evaluate(run: TrainingRun, data: Microbatches | list[Microbatches]) -> float
 
 
 def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
-    """Evaluate on the next part of the validation set, and after its end from the start again."""
+    """Evaluate on the next part of the validation set, and after its end from the start again.
+
+    With --full-validation it is all of every validation set, each time.
+    """
+    if run.args.full_validation:
+        evaluate_whole_sets(run, valid_data)
+        return
     num_samples = run.args.eval_iters * run.args.global_batch_size
     num_parts = len(valid_data) // num_samples
-    consumed = run.progress.consumed_valid_samples % (num_parts * num_samples)
-    with batches(run, valid_data, consumed) as data:
+    # Other evaluations of this run, over whole sets say, may have ended within a part.
+    consumed = run.progress.consumed_valid_samples // num_samples % num_parts * num_samples
+    with batches(run.args, valid_data, consumed) as data:
         run.report.evaluation(run.progress, evaluate(run, data))
     run.progress.consumed_valid_samples += num_samples
 
 
+def evaluate_whole_sets(run: TrainingRun, valid_data: Any) -> None:
+    """Evaluate on every sample of every validation set, which are reported by their names."""
+    for name, dataset in named_sets(run.args, valid_data).items():
+        whole = WholeDataset(dataset, run.args, data_parallel_size())
+        with batches(run.args, whole, 0) as data:
+            loss = evaluate(run, data, whole.num_microbatches)
+        run.report.evaluation(run.progress, loss, name)
+        run.progress.consumed_valid_samples += len(dataset)
+
+
 def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
     """Evaluate on the first part of a data set, which is reported as ``name``."""
-    with batches(run, dataset, 0) as data:
+    with batches(run.args, dataset, 0) as data:
         run.report.evaluation(run.progress, evaluate(run, data), name)
-
-
-@contextmanager
-def batches(
-    run: TrainingRun, dataset: Any, consumed_samples: int
-) -> Iterator[Microbatches | list[Microbatches]]:
-    """Open this rank's microbatches of ``dataset``, from ``consumed_samples`` on.
-
-    Every model chunk has an iterator of its own, as virtual stages read the same microbatches at
-    different times. The iterators are closed at the end: after an error their frames would keep the
-    workers of the data loader alive, and the exit of the program would wait for them.
-    """
-    args = run.args
-    with ExitStack() as stack:
-        iterators = []
-        for _ in range(args.virtual_pipeline_model_parallel_size or 1):
-            iterator = build_iterator(
-                dataset,
-                micro_batch_size=args.micro_batch_size,
-                dataloader_type=args.dataloader_type,
-                seed=args.seed,
-                num_workers=args.num_workers,
-                consumed_samples=consumed_samples,
-                data_parallel_rank=data_parallel_rank(),
-                data_parallel_size=data_parallel_size(),
-            )
-            iterators.append(stack.enter_context(closing(iterator)))
-        yield one_or_list(iterators)
-
-
-def one_or_list(items: list[Any]) -> Any:
-    """Return the only item, or the list of several, as schedules expect model chunks."""
-    return items[0] if len(items) == 1 else items
 
 
 def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:

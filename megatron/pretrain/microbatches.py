@@ -1,15 +1,49 @@
 # SPDX-License-Identifier: Apache-2.0
 """Microbatches of a dataset: which samples each rank reads, in which order."""
 
+import argparse
 import signal
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+@contextmanager
+def batches(args: argparse.Namespace, dataset: Any, consumed_samples: int) -> Iterator[Any]:
+    """Open this rank's microbatches of ``dataset``, from ``consumed_samples`` on.
+
+    Every model chunk has an iterator of its own, as virtual stages read the same microbatches at
+    different times. The iterators are closed at the end: after an error their frames would keep the
+    workers of the data loader alive, and the exit of the program would wait for them.
+    """
+    with ExitStack() as stack:
+        iterators = []
+        for _ in range(args.virtual_pipeline_model_parallel_size or 1):
+            iterator = build_iterator(
+                dataset,
+                micro_batch_size=args.micro_batch_size,
+                dataloader_type=args.dataloader_type,
+                seed=args.seed,
+                num_workers=args.num_workers,
+                consumed_samples=consumed_samples,
+                data_parallel_rank=data_parallel_rank(),
+                data_parallel_size=data_parallel_size(),
+            )
+            iterators.append(stack.enter_context(closing(iterator)))
+        yield one_or_list(iterators)
+
+
+def one_or_list(items: list[Any]) -> Any:
+    """Return the only item, or the list of several, as schedules expect model chunks."""
+    return items[0] if len(items) == 1 else items
 
 
 def build_iterator(

@@ -196,8 +196,8 @@ class Report:
             f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
             f" {perplexity:.6E}"
         )
-        if name == "validation":
-            self._history.entries.append({"iteration": iteration, "validation": loss})
+        if name.startswith("validation"):  # validation-0 and so on for several sets
+            self._history.entries.append({"iteration": iteration, name: loss})
         loss_name = f"lm loss {name}"
         numbers = {loss_name: loss}
         if self._args.log_validation_ppl_to_tensorboard:

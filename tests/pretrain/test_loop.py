@@ -201,3 +201,9 @@ def validation_after(command_line: str, consumed: int) -> list[float]:
 def test_validation_begins_again_where_the_data_ends() -> None:
     line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
     assert len(run_ranks(2, validation_after, line, 10_000)[0]) == 3
+
+
+def test_validation_after_other_evaluations_begins_at_a_whole_part() -> None:
+    line = f"{SHORT} {FSDP}".replace("--eval-iters 0", "--eval-iters 1 --eval-interval 1")
+    whole = run_ranks(2, validation_after, line, 16)[0]
+    assert run_ranks(2, validation_after, line, 16 + 5)[0] == whole

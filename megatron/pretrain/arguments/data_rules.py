@@ -50,6 +50,8 @@ def check_data(check: Check) -> None:
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
     args.dataloader_type = args.dataloader_type or "single"
+    check_full_validation(check, flags)
+    check_fill_in_the_middle(check)
     choose_tokenizer(check)
 
 
@@ -115,6 +117,48 @@ def read_text(check: Check, flag: str, path: str) -> str:
     return text
 
 
+def check_full_validation(check: Check, flags: dict[str, str]) -> None:
+    """Check that the validation data of --full-validation can be read once.
+
+    Args:
+        check: the arguments.
+        flags: destination -> the flag that gave its value, where it is another one.
+    """
+    args = check.args
+    if not args.full_validation:
+        return
+    for dest in ("data_path", "valid_data_path"):
+        check.require(
+            not has_weights(getattr(args, dest) or []),
+            f"{flags.get(dest, check.flag(dest))}: --full-validation reads every sample once, so"
+            " data sets have no weights: leave them out"
+            + (", or give --train-data-path and --valid-data-path" * (dest == "data_path")),
+        )
+    check.require(
+        args.valid_data_path or not args.multiple_validation_sets,
+        "--multiple-validation-sets needs --valid-data-path, whose data sets they are",
+    )
+
+
+def check_fill_in_the_middle(check: Check) -> None:
+    """Check the flags of --fim-data."""
+    args = check.args
+    for dest in ("fim_rate", "fim_spm_rate", "fim_fragment_rate"):
+        value = getattr(args, dest)
+        check.require(
+            value is None or 0 <= value <= 1,
+            f"{check.flag(dest)} must be from 0 to 1, got {value}",
+        )
+    if args.fim_data:
+        check.require(
+            not args.mock_data, "--fim-data needs text: give --data-path instead of --mock-data"
+        )
+        check.require(
+            args.fim_split_sample is None or args.fim_fragment_rate is not None,
+            "--fim-split-sample needs --fim-fragment-rate",
+        )
+
+
 def choose_tokenizer(check: Check) -> None:
     """Complete the type of the tokenizer and check its settings and files."""
     args = check.args
@@ -144,14 +188,16 @@ def check_prefixes(check: Check, flag: str, words: list[str]) -> None:
         flag: the flag to name in problems.
         words: its value: prefixes, or pairs of weight and prefix.
     """
-    weighted = (
-        len(words) > 1 and len(words) % 2 == 0 and all(is_number(word) for word in words[::2])
-    )
-    for prefix in words[1::2] if weighted else words:
+    for prefix in words[1::2] if has_weights(words) else words:
         missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
         check.require(
             not missing, f"{flag}: {' and '.join(prefix + suffix for suffix in missing)} not found"
         )
+
+
+def has_weights(words: list[str]) -> bool:
+    """Return True if the words are pairs of weight and prefix."""
+    return len(words) > 1 and len(words) % 2 == 0 and all(is_number(word) for word in words[::2])
 
 
 def is_number(word: str) -> bool:

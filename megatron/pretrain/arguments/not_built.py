@@ -85,7 +85,6 @@ _REFUSED: dict[str, str] = {
     ),
     "legacy tests during training are not built": "test_mode",
     MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
-    "evaluation is over --eval-iters batches": "full_validation",
     "external loggers are not built": "one_logger_project",
 }
 """Reason -> destinations, separated by blanks."""
@@ -248,6 +247,16 @@ NEEDS: tuple[Needs, ...] = (
         unless="multi_latent_attention",
     ),
     Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
+    Needs(
+        "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token"
+        " fim_suffix_token fim_pad_token fim_eod_token",
+        "fim_data",
+        (True,),
+        "needs --fim-data",
+    ),
+    Needs("fim_fragment_rate", "fim_split_sample", (), "needs --fim-split-sample"),
+    Needs("full_validation", "eval_interval", (), "needs --eval-interval", unless="skip_train"),
+    Needs("multiple_validation_sets", "full_validation", (True,), "needs --full-validation"),
     Needs(
         "lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style",
         "lr_decay_style",

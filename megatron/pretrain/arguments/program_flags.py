@@ -227,7 +227,12 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row(
             "--eval-interval", int, "iterations between evaluations; default: none during training"
         ),
-        row("--full-validation", "switch", "evaluate on all of the validation set"),
+        row("--full-validation", "switch", "evaluate on all of the validation set, each time"),
+        row(
+            "--multiple-validation-sets",
+            "switch",
+            "each data set of --valid-data-path has a loss of its own",
+        ),
         row("--seed", int, "seed of weights, dropout and sampling", 1234),
         row(
             "--empty-unused-memory-level",
@@ -348,6 +353,17 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             "single: one pass in order; cyclic: shuffled passes",
             choices=("single", "cyclic", "external"),
         ),
+        row("--fim-data", "switch", "fill-in-the-middle data"),
+        row("--fim-rate", float, "probability that a document is rearranged", 0.5),
+        row("--fim-spm-rate", float, "part of these that begin with their suffix", 0.5),
+        row("--fim-split-sample", str, "token that cuts documents into fragments"),
+        row("--fim-fragment-rate", float, "probability that a fragment is rearranged"),
+        row("--fim-no-prefix", str, "text at the beginning of what is never rearranged"),
+        row("--fim-prefix-token", str, "token before the prefix", "<fim_prefix>"),
+        row("--fim-middle-token", str, "token before the middle", "<fim_middle>"),
+        row("--fim-suffix-token", str, "token before the suffix", "<fim_suffix>"),
+        row("--fim-pad-token", str, "token of padding, without loss", "<fim_pad>"),
+        row("--fim-eod-token", str, "token between documents", "<|endoftext|>"),
         row(
             "--legacy-tokenizer",
             "switch",

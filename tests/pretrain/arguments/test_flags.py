@@ -207,11 +207,12 @@ READ_BY = {
             test_data_path split data_cache_path mmap_bin_files
             create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
             eod_mask_loss eval_iters train_samples num_dataset_builder_threads
-            mid_level_dataset_surplus allow_ambiguous_pad_tokens"""
+            mid_level_dataset_surplus allow_ambiguous_pad_tokens full_validation
+            multiple_validation_sets fim_data"""
     ),
     "loop": (
         """make_vocab_size_divisible_by
-            padded_vocab_size dataloader_type micro_batch_size num_workers
+            padded_vocab_size micro_batch_size
             global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
             check_weight_hash_across_dp_replicas_interval"""
@@ -228,6 +229,11 @@ READ_BY = {
     "device_records": (
         """log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
             record_memory_history memory_snapshot_path log_energy"""
+    ),
+    "microbatches": "dataloader_type num_workers",
+    "fill_in_the_middle": (
+        """fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
+            fim_middle_token fim_suffix_token fim_pad_token fim_eod_token"""
     ),
     "profiling": (
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
