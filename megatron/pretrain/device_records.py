@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megatron.core.energy_monitor import EnergyMonitor
 from megatron.core.utils import StragglerDetector
 
+from megatron.pretrain.decorations import Decorations
+
 MAX_ALLOCATIONS = 100_000
 """Allocations and releases that --record-memory-history keeps, the last ones."""
 
@@ -20,15 +22,19 @@ class DeviceRecords:
 
     Args:
         args: of the run.
+        decorations: the guard around the file of allocations.
     """
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, decorations: Decorations):
         self._args = args
+        self._decorations = decorations
+        self._has_started = False
         self._energy = EnergyMonitor() if args.log_energy else None
 
     def start(self) -> None:
         """Begin to record, before the first step."""
         args = self._args
+        self._has_started = True
         if args.log_straggler:
             logging.getLogger("megatron.core.utils").setLevel(logging.INFO)  # its report
             StragglerDetector().configure(
@@ -68,8 +74,10 @@ class DeviceRecords:
         """
         if self._args.log_straggler:
             StragglerDetector().report(flops, num_iterations)
-        if self._args.record_memory_history and dist.get_rank() == dist.get_world_size() - 1:
-            torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
+        if self._args.record_memory_history and dist.get_rank() == 0:
+            path = self._args.memory_snapshot_path
+            with self._decorations.guard(path, Exception):
+                torch.cuda.memory._dump_snapshot(path)
         if self._energy is None:
             return {}
         joules = self._energy.lap() / num_iterations / dist.get_world_size()
@@ -77,6 +85,8 @@ class DeviceRecords:
 
     def end(self) -> None:
         """End recording."""
+        if not self._has_started:
+            return
         if self._args.record_memory_history:
             torch.cuda.memory._record_memory_history(enabled=None)
         if self._energy is not None:

@@ -217,8 +217,9 @@ def train(
                 break
             report.restart_clock()
 
-    is_wanted = run.should_save or not (run.stop.interrupted or run.exit_code)
-    if args.save and saved_at != progress.iteration and is_wanted:
+    is_new = saved_at != progress.iteration and not (run.stop.interrupted or run.exit_code)
+    # For the rerun machine the checkpoint of this iteration is written again, with its state.
+    if args.save and (is_new or run.should_save):
         save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()

@@ -49,7 +49,7 @@ class Report:
         self._decorations = Decorations(self.say)
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
         self.times = PhaseTimes(args, self.say)
-        self._devices = DeviceRecords(args)
+        self._devices = DeviceRecords(args, self._decorations)
         self._line_started = time.perf_counter()
         self._clock_stopped = self._line_started
         self._iterations_since_line = 0

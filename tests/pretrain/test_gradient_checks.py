@@ -48,7 +48,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
     """Job: return the error of a step in which one weight gradient of `rank` is NaN."""
     run = build(command_line)
     loop.connect(run)
-    loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
+    loop.init_num_microbatches(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
     data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     if dist.get_rank() == rank:
         weight = next(

@@ -92,7 +92,7 @@ def test_an_error_that_is_gone_ends_the_run_with_17(flags: str, tmp_path: Path) 
 def test_an_error_that_stays_is_looked_at_on_another_machine(
     kind: str, flags: str, tmp_path: Path
 ) -> None:
-    line = f"{SHORT} {flags} --save {tmp_path} --save-interval 4 {VALIDATE} {kind}"
+    line = f"{SHORT} {flags} --save {tmp_path} --save-interval 1 {VALIDATE} {kind}"
     assert [code for code, _ in run_ranks(2, stopped, line)] == [16, 16]
     saved_at(tmp_path, 1)
     resumed = f"{line} --load {tmp_path}"
