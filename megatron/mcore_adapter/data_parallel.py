@@ -168,7 +168,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         )
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]
         if config.gradient_accumulation_fusion:
-            accept_fused_gradients(each.compute for each in trainable)
+            for each in trainable:
+                accept_fused_gradients(each.compute, each.group.gradients, each.index)
         super().__init__(config=config, module=engine)
         if index.hsdp_outer_dp_shard:
             count_over_all_instances(self)
