@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine behind Megatron-Core's interfaces."""
 
-try:
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
     from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
-except ModuleNotFoundError as error:
-    absent = (error.name or "megatron").partition(".")[0]
-    if absent == "megatron":
-        raise
-    # Newer releases of Megatron-Core import modules that their packages do not declare.
-    raise ModuleNotFoundError(
-        f"Megatron-Core needs the module {absent}, which is not installed: pip install {absent}",
-        name=absent,
-    ) from None
 
 __all__ = ["FullyShardedDataParallel"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine on first use, after a check of the release of Megatron-Core."""
+    if name != "FullyShardedDataParallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.mcore_adapter.releases import tested
+
+    tested.check()
+    from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
+
+    return FullyShardedDataParallel

@@ -21,7 +21,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
-    init_num_microbatches_calculator,
     update_num_microbatches,
 )
 from megatron.core.optimizer import MegatronOptimizer
@@ -34,6 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
+from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain import (
     checkpointing,
     fsdp_dtensor_checkpoint,
@@ -122,7 +122,7 @@ def run_to_the_end(
 
     run.progress = checkpointing.load(args, model, optimizer, scheduler, run.report.say)
     train_data, valid_data, test_data = build_datasets(args, tokenizer, source)
-    init_num_microbatches_calculator(
+    init_num_microbatches(
         dist.get_rank(),
         args.rampup_batch_size,
         args.global_batch_size,
