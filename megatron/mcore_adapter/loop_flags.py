@@ -86,7 +86,7 @@ class LoopCommandLine:
 
     @property
     def is_of_the_loop(self) -> bool:
-        """Whether this is a command line of Megatron-LM's loop."""
+        """True for a command line of Megatron-LM's loop."""
         return self._has(EVERY_RUN_HAS)
 
     def complete(self) -> LoopCommandLine:

@@ -11,6 +11,7 @@ agree to 1e-5.
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.megatron_release import RELEASES, environment, unpacked
+from tests.megatron_release import RELEASES, environment, unpack
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "real_loop.md"
@@ -60,7 +61,6 @@ ROWS = {
     "overlap": Row(2, fsdp=OVERLAP),
     "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
     "double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer"),
-    "meta-device": Row(2, "--init-method-std 0", "--init-model-with-meta-device"),
     "hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2"),
     "hybrid-optim": Row(
         4,
@@ -105,7 +105,7 @@ def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float]
     Returns:
         By row, the largest relative differences of losses and of gradient norms, or what failed.
     """
-    checkout = unpacked(release)
+    checkout = unpack(release)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         runs: dict[str, dict[str, Any]] = {}
@@ -121,12 +121,16 @@ def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float]
             [*command, *map(str, paths)], check=True, cwd=ROOT, env=loop_environment(release)
         )
         results = json.loads((folder / "results.json").read_text())
-    return {name: differences([results[run] for run in own]) for name, own in last.items()}
+    return {
+        name: differences([results[run] for run in own], ROWS[name].resumed_at or 0)
+        for name, own in last.items()
+    }
 
 
 def loop_environment(release: str) -> dict[str, str]:
     """Return the environment of a run, as scripts for GPUs of the loop set it."""
     return {
+        **os.environ,
         **environment(release),
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
@@ -136,15 +140,18 @@ def loop_environment(release: str) -> dict[str, str]:
     }
 
 
-def differences(results: Sequence[dict[str, Any]]) -> tuple[float, float] | str:
-    """Return the largest relative differences of losses and norms of the last run to the first."""
+def differences(results: Sequence[dict[str, Any]], first: int) -> tuple[float, float] | str:
+    """Return the largest relative differences of losses and norms of the last run to the first.
+
+    The last run has to have all steps after step ``first``, and no others.
+    """
     errors = [result["error"] for result in results if result["error"]]
     if errors:
         return str(errors[0])
-    expected = {step[0]: step[1:] for step in results[0]["steps"]}
+    expected = {step[0]: step[1:] for step in results[0]["steps"] if step[0] > first}
     found = {step[0]: step[1:] for step in results[-1]["steps"]}
-    if not found or max(found) != max(expected):
-        return f"steps {sorted(found)} of {sorted(expected)}"
+    if not found or found.keys() != expected.keys():
+        return f"steps {sorted(found)} instead of {sorted(expected)}"
     columns = []
     for column in (0, 1):
         values = [(found[step][column], expected[step][column]) for step in found]

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in: Megatron-LM's loop trains with our class; every name is replaced and restored."""
 
+import os
 import sys
+import typing
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import megatron.core
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import distributed as core_distributed
 from megatron.core.optimizer import DistributedOptimizer
@@ -110,6 +112,38 @@ def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_rest
     assert run_ranks(1, install_and_take_back) == [
         [True, True, True, True, set(), True, True, True]
     ]
+
+
+def states_of_the_process() -> list[Any]:
+    """Job: command line, environment and torch before installing, then, and after uninstalling."""
+    cpu.install()
+    words = ["pretrain_gpt.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
+    states = []
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with patch.object(sys, "argv", words.copy()), patch.dict(os.environ, connections):
+
+        def state() -> list[Any]:
+            functions = [id(value) for value in vars(torch.cuda).values() if callable(value)]
+            return [
+                list(sys.argv),
+                os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+                [*functions, id(torch.rand), id(getattr(typing, "override", None))],
+            ]
+
+        states.append(state())
+        with drop_in.install():
+            states.append(state())
+        states.append(state())
+    return states
+
+
+def test_the_command_line_the_environment_and_torch_are_restored() -> None:
+    (((before, during, after)),) = run_ranks(1, states_of_the_process)
+    assert after == before
+    assert during[0][:4] == before[0]
+    assert "--use-distributed-optimizer" in during[0]
+    assert during[1] is None
+    assert during[2] != before[2]
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:
