@@ -98,6 +98,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--local-rank", int, "device number on this node", 0),
         row("--lazy-mpu-init", "switch", "delay the set-up of model parallelism"),
+        row("--tp-comm-overlap-cfg", str, "YAML file of Transformer Engine's user buffers"),
         row("--use-tp-pp-dp-mapping", "switch", "order of ranks: tensor, pipeline, data"),
         row("--num-layers-per-virtual-pipeline-stage", int, "interleaved schedule"),
         row(
@@ -153,7 +154,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "checkpoints": CHECKPOINT_FLAGS,
     "model": (
-        row("--seq-length", int, "tokens per sequence"),
+        row("--seq-length --encoder-seq-length", int, "tokens per sequence"),
         row(
             "--max-position-embeddings",
             int,
@@ -178,6 +179,11 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--rotary-base", int, "base of the rotary frequencies", 10000),
         row("--rotary-percent", float, "part of each head that is rotated", 1.0),
+        row(
+            "--rotary-seq-len-interpolation-factor",
+            int,
+            "divide positions by this, to stretch a model to longer sequences",
+        ),
         row("--use-rope-scaling", "switch", "stretch rotary frequencies as Llama 3 does"),
         row("--rope-scaling-factor", float, "factor of --use-rope-scaling", 8.0),
         row("--no-position-embedding", "off", "deprecated", dest="add_position_embedding"),
@@ -221,6 +227,8 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--enable-experimental", "switch", "allow what Megatron-Core marks as experimental"),
     ),
     "length of the run and numerics": (
+        row("--dry-run", "switch", "check the command line, print what follows from it, and stop"),
+        row("--dry-run-ranks", int, "ranks of the run that is checked; default: WORLD_SIZE"),
         row("--micro-batch-size", int, "sequences per rank and microbatch"),
         row(
             "--global-batch-size",
@@ -343,6 +351,11 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--use-pytorch-profiler", "switch", "write those of torch.profiler too"),
         row("--record-memory-history", "switch", "record GPU allocations"),
         row("--memory-snapshot-path", str, "file for them", "snapshot.pickle"),
+        row("--no-one-logger", "off", "no NVIDIA one-logger", dest="enable_one_logger"),
         row("--one-logger-project", str, "project of an external logger", "megatron-lm"),
+        row("--one-logger-run-name", str, "run of that logger"),
+        row("--one-logger-async", "switch", "send to that logger in the background"),
+        row("--app-tag-run-name", str, "name of the job in that logger"),
+        row("--app-tag-run-version", str, "version of the job in that logger", "0.0.0"),
     ),
 }
