@@ -21,9 +21,11 @@ if __name__ == "__main__":
 
 import torch
 
+from megatron.mcore_adapter.releases import tested
 from megatron.pretrain.logging_setup import set_up_logging
 
 set_up_logging()
+tested.check_or_exit()
 if not torch.cuda.is_available():
     # Megatron-Core compiles small functions. On a CPU each costs ten seconds and a C++ compiler,
     # and none is worth it.

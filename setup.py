@@ -55,7 +55,7 @@ setup(
     },
     install_requires=[
         "torch>=2.10,<2.14",
-        "megatron-core>=0.16.0,<0.17",
+        "megatron-core>=0.16.0,<0.20",
         "numpy",
         "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional
         "click",

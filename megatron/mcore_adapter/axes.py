@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import FSDPDistributedIndex
+from megatron.mcore_adapter.releases.process_groups import all_gather_group
 
 SHARD_AXIS = "dp_cp"
 OUTER_AXIS = "dp_outer"
@@ -40,7 +41,7 @@ def mesh_axes(
         device: of the model; None: the accelerator if there is one, otherwise the CPU.
         has_experts: the model has expert-parallel parameters.
         outer_is_sharded: the outer axis of hybrid sharding shards optimizer state.
-        own_gather_group: use the separate group for all-gathers of ``parallel_state``.
+        own_gather_group: use a separate group for all-gathers.
     """
     device_type = _device_type(device)
     tensor, outer = groups["tp_group"], groups["inter_dist_opt_group"]
@@ -54,9 +55,9 @@ def mesh_axes(
         expert = _mesh(device_type, tensor_of_experts, groups["intra_expt_dp_group"], outer)
     gather = None
     if own_gather_group:
-        gather = parallel_state.get_data_parallel_group(
-            with_context_parallel=True, independent_all_gather=True
-        )
+        data_parallel = groups["dp_cp_group"]
+        assert data_parallel is not None  # every model has one
+        gather = all_gather_group(pg_collection, data_parallel)
     is_hybrid = outer is not None
     return FSDPDistributedIndex(
         dense,

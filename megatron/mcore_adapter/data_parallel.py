@@ -26,9 +26,10 @@ from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames
-from megatron.mcore_adapter.gradient_statistics import count_over_all_instances
+from megatron.mcore_adapter.gradient_statistics import count_over_all_instances, count_over_instance
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.mcore_adapter.parameter_attributes import set_attributes
+from megatron.mcore_adapter.releases import precision_fields
 
 
 class CoreEngine(MegatronFSDP):
@@ -114,9 +115,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
     Args:
         config: of the model.
         ddp_config: strategy, overlap and gradient precision. ``grad_reduce_in_fp32`` accumulates
-            and reduces in fp32, ``preserve_fp32_weights`` keeps fp32 main weights. The fields
-            ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` of newer releases take
-            precedence where present.
+            and reduces in fp32. ``megatron_fsdp_{main_params,main_grads,grad_comm}_dtype`` take
+            precedence; older releases have ``preserve_fp32_weights``, which keeps fp32 main
+            weights.
         module: the model, which may be inside Float16Module; on the meta device with
             ``config.init_model_with_meta_device``.
         fsdp_unit_modules: classes or import paths of units. None: transformer layers, the
@@ -168,9 +169,11 @@ class FullyShardedDataParallel(_BaseDataParallel):
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]
         if config.gradient_accumulation_fusion:
             accept_fused_gradients(each.compute for each in trainable)
-        if index.hsdp_outer_dp_shard:
-            count_over_all_instances()
         super().__init__(config=config, module=engine)
+        if index.hsdp_outer_dp_shard:
+            count_over_all_instances(self)
+        elif not strategy.shards_optimizer:
+            count_over_instance(self, pg_collection)
         self.ddp_config = ddp_config
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
@@ -293,13 +296,10 @@ def precision_policy(ddp_config: DistributedDataParallelConfig) -> MixedPrecisio
     Main weights are fp32 by default. Gradients are fp32 if those of Megatron-Core's own wrapper
     would be.
     """
-    main_params = torch.float32 if ddp_config.preserve_fp32_weights else None
-    grads = torch.float32 if ddp_config.grad_reduce_in_fp32 else None
-    main_grads = getattr(ddp_config, "megatron_fsdp_main_grads_dtype", None) or grads
     return MixedPrecisionPolicy(
-        main_params_dtype=getattr(ddp_config, "megatron_fsdp_main_params_dtype", main_params),
-        main_grads_dtype=main_grads,
-        grad_comm_dtype=getattr(ddp_config, "megatron_fsdp_grad_comm_dtype", None) or main_grads,
+        main_params_dtype=precision_fields.main_params_dtype(ddp_config),
+        main_grads_dtype=precision_fields.main_grads_dtype(ddp_config),
+        grad_comm_dtype=precision_fields.grad_comm_dtype(ddp_config),
     )
 
 

@@ -17,6 +17,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
+from megatron.pretrain import dataset_helpers
 from megatron.pretrain.corpus import standard_library_corpus
 from megatron.pretrain.dataset_files import check_samples, checked_lengths
 from megatron.pretrain.fill_in_the_middle import (
@@ -106,6 +107,7 @@ def build_datasets(
         tokenizer: must be the one the data was written with.
         source: result of `find_data`, which is called without it, and may raise.
     """
+    dataset_helpers.compile_if_missing()
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None

@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
 from megatron.pretrain.errors import RunError
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
@@ -44,7 +44,7 @@ class ForwardStep:
         batch = {
             name: value.to(self._device, non_blocking=True) for name, value in next(data).items()
         }
-        batch = get_batch_on_this_cp_rank(batch)
+        batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
         output = model(
             batch["tokens"],

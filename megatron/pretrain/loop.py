@@ -21,7 +21,6 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     get_num_microbatches,
-    init_num_microbatches_calculator,
     update_num_microbatches,
 )
 from megatron.core.optimizer import MegatronOptimizer
@@ -34,6 +33,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
+from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain import (
     checkpointing,
     fsdp_dtensor_checkpoint,
@@ -127,7 +127,7 @@ def run_to_the_end(
     if args.multiple_validation_sets and valid_data is not None:
         for name, dataset in named_sets(args, valid_data).items():
             run.report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
-    init_num_microbatches_calculator(
+    init_num_microbatches(
         dist.get_rank(),
         args.rampup_batch_size,
         args.global_batch_size,

@@ -16,6 +16,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.checkpoint.core.url_staging import with_urls
 from megatron.fsdp.engine import rendezvous
 from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.releases import process_groups
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
@@ -65,7 +66,7 @@ def start(args: argparse.Namespace) -> torch.device:
 
 def initialize_model_parallel(args: argparse.Namespace) -> None:
     """Create Megatron-Core's process groups, for every axis of parallelism."""
-    parallel_state.initialize_model_parallel(
+    process_groups.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,

@@ -36,6 +36,7 @@ from megatron.checkpoint.core.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap
+from megatron.pretrain.write_results import written_by_threads
 
 
 def collect(
@@ -69,7 +70,7 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
         get_default_save_sharded_strategy("torch_dist"),
         parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
-    with without_warnings():
+    with without_warnings(), written_by_threads():
         dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
 
 

@@ -8,10 +8,10 @@ tensors of a file and keeps the copies until the file is complete, and neither c
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
 import math
 import os
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -40,13 +40,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core.block_digest import BlockDigest
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.stored_metadata import METADATA
+from megatron.checkpoint.core.tensor_archive import archive_of
 
 _OVERHEAD = 1200
 """About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""
 _LARGE = 1 << 20
-"""From this size on, bytes are hashed by another thread while they are written."""
+"""From this size on, checksums are computed by another thread while bytes are written."""
 
 
 class EvenPlanner(DefaultSavePlanner):
@@ -215,7 +217,7 @@ class SigningWriter(FileSystemWriter):
         results: list[Any] = []
         numbers: dict[tuple[Any, ...], bytes] = {}
         with ThreadPoolExecutor(1) as thread, open(Path(self.path) / name, "wb") as file:
-            stream = _Stream(file, thread if self._signs else None)
+            stream = _Stream(file, thread, self._signs)
             for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 start = stream.size
                 _write(planner.resolve_data(item), stream, numbers)
@@ -252,7 +254,7 @@ class SigningWriter(FileSystemWriter):
 @dataclass(frozen=True)
 class _WrittenFile:
     name: str
-    digest: FileDigest
+    digest: FileDigest | None
 
 
 def _write(
@@ -270,17 +272,22 @@ def _write(
         stream.write(data.getbuffer())
         return
     tensor = without_others(data)
-    if tensor.nbytes >= _LARGE:
-        torch.save(tensor, cast(IO[bytes], stream))
-        return
     key = None
     if not tensor.ndim:
         key = (tensor.dtype, tensor.reshape(1).view(torch.uint8).numpy().tobytes())
-    content = numbers.get(key) if key is not None else None
-    if content is None:
-        buffer = io.BytesIO()  # torch.save writes forty times
-        torch.save(tensor, buffer)
-        content = buffer.getvalue()
+        if key in numbers:
+            stream.write(numbers[key])
+            return
+    archive = archive_of(tensor)
+    if archive is None:
+        torch.save(tensor, cast(IO[bytes], stream))
+        return
+    elements = tensor.reshape(-1).view(torch.uint8).numpy().data
+    if tensor.nbytes >= _LARGE:
+        stream.write(archive.before)
+        stream.write(archive.end(stream.write_elements(elements)))
+        return
+    content = b"".join((archive.before, elements, archive.end(zlib.crc32(elements))))
     if key is not None:
         numbers[key] = content
     stream.write(content)
@@ -305,36 +312,41 @@ class _Stream(io.RawIOBase):
 
     Args:
         file: is written to.
-        thread: computes the digest of large tensors while they are written; None: no digest.
+        thread: computes checksums of large tensors while they are written.
+        signs: compute the digest.
 
     Attributes:
         size: bytes that have been written.
     """
 
-    def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor | None):
+    def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor, signs: bool):
         self._file, self._thread = file, thread
-        self._digest = hashlib.sha256()
+        self._digest = BlockDigest() if signs else None
+        self._checksum = zlib.crc32 if self._digest is None else self._digest.update
         self.size = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        num_bytes = memoryview(data).nbytes
-        hashing = None
-        if self._thread is not None and num_bytes >= _LARGE:
-            hashing = self._thread.submit(self._digest.update, data)
-        elif self._thread is not None:
+        if self._digest is not None:
             self._digest.update(data)
-        try:
-            self._file.write(data)
-        finally:
-            if hashing is not None:
-                hashing.result()  # the bytes may be gone when this returns
+        self._file.write(data)
+        num_bytes = memoryview(data).nbytes
         self.size += num_bytes
         return num_bytes
 
+    def write_elements(self, elements: memoryview) -> int:
+        """Write the bytes of a large tensor, and return their CRC-32."""
+        checksum = self._thread.submit(self._checksum, elements)
+        try:
+            self._file.write(elements)
+        finally:
+            result = checksum.result()  # the bytes may be gone when this returns
+        self.size += elements.nbytes
+        return result
+
     @property
-    def digest(self) -> FileDigest:
+    def digest(self) -> FileDigest | None:
         """Digest of all that has been written."""
-        return FileDigest(self.size, self._digest.hexdigest())
+        return None if self._digest is None else FileDigest(self.size, self._digest.hexdigest())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,8 @@ class DcpTarget:
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
         digests |= _digests([METADATA, *self._extra_files], staging)
-        Manifest(staging, {name: FileDigest(**said) for name, said in digests.items()}).write()
+        files = {name: FileDigest.of_entry(entry) for name, entry in digests.items()}
+        Manifest(staging, files).write()
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -212,7 +213,7 @@ class EntryPlanner(DefaultSavePlanner):
 
 def _digests(names: Iterable[str], staging: Path) -> dict[str, Any]:
     """Return the digests of files by name, as JSON has them."""
-    return {name: asdict(digest_of(staging / name)) for name in sorted(names)}
+    return {name: digest_of(staging / name).entry() for name in sorted(names)}
 
 
 def _write_item(entry: Entry) -> WriteItem:

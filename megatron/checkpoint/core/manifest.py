@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest of a checkpoint: the size and the SHA-256 of each of its files.
+"""The manifest of a checkpoint: the size and the digest of each of its files.
 
 It is written when a checkpoint is published, and signs the set of files: a file of another
 checkpoint or rank is as wrong as a damaged one, although its own checksums are right. Its digest of
-itself shows a change of the manifest. Checkpoints of other programs have none.
+itself shows a change of the manifest. Checkpoints of other programs have none. The digest of a file
+is that of :mod:`megatron.checkpoint.core.block_digest`; in manifests of earlier versions it is the
+SHA-256 of the content. Each is named beside it.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.core import durable
+from megatron.checkpoint.core.block_digest import BlockDigest
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -27,27 +31,52 @@ _WRITER = re.compile(r"^__(\d+)_")
 _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distcp)$")
 
 
+BLOCKS = "sha256_of_crc32_of_128_KiB"
+"""The algorithm of :class:`BlockDigest`."""
+SHA256 = "sha256"
+
+_ALGORITHMS: dict[str, Callable[[], Any]] = {BLOCKS: BlockDigest, SHA256: hashlib.sha256}
+
+
 @dataclass(frozen=True)
 class FileDigest:
     """The entry of a file in the manifest.
 
     Attributes:
         bytes: its size.
-        sha256: of its content, in hexadecimal digits.
+        digest: of its content, in hexadecimal digits.
+        algorithm: of the digest.
     """
 
     bytes: int
-    sha256: str
+    digest: str
+    algorithm: str = BLOCKS
+
+    @classmethod
+    def of_entry(cls, entry: Mapping[str, Any]) -> FileDigest:
+        """Return the digest of which :meth:`entry` is the form in the manifest.
+
+        Raises:
+            ValueError: if the algorithm is not known.
+        """
+        (algorithm,) = entry.keys() - {"bytes"}
+        if algorithm not in _ALGORITHMS:
+            raise ValueError(f"{algorithm} is not known")
+        return cls(entry["bytes"], entry[algorithm], algorithm)
+
+    def entry(self) -> dict[str, Any]:
+        """Return the form in the manifest: the size, and the digest under its algorithm."""
+        return {"bytes": self.bytes, self.algorithm: self.digest}
 
 
-def digest_of(path: Path) -> FileDigest:
+def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     """Read a file and return its size and digest."""
-    size, digest, buffer = 0, hashlib.sha256(), bytearray(_BLOCK)
+    size, digest, buffer = 0, _ALGORITHMS[algorithm](), bytearray(_BLOCK)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             size += count
-    return FileDigest(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest(), algorithm)
 
 
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
@@ -107,7 +136,9 @@ class Manifest:
             return None
         text = path.read_text(errors="replace")
         try:
-            files = {name: FileDigest(**said) for name, said in json.loads(text)["files"].items()}
+            files = {}
+            for name, entry in json.loads(text)["files"].items():
+                files[name] = FileDigest.of_entry(entry)
             manifest = cls(directory, files)
         except (ValueError, KeyError, TypeError, AttributeError):
             manifest = cls(directory, {})
@@ -126,7 +157,7 @@ class Manifest:
             os.fsync(file.fileno())
 
     def _text(self) -> str:
-        files = {name: asdict(digest) for name, digest in self.files.items()}
+        files = {name: digest.entry() for name, digest in self.files.items()}
         signature = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return json.dumps({"sha256": signature, "files": files}, indent=1) + "\n"
 
@@ -142,7 +173,8 @@ class Manifest:
 
     def has_changed(self, name: str) -> bool:
         """Return True if the content of a file is another one; reads all of it."""
-        return digest_of(self.directory / name) != self.files[name]
+        expected = self.files[name]
+        return digest_of(self.directory / name, expected.algorithm) != expected
 
     def foreign_files(self) -> list[str]:
         """Return the files that loaders would read, and that the manifest does not list."""

@@ -352,3 +352,8 @@ CONFIG_GROUPS: dict[str, ConfigFields] = {
 def config_flags() -> dict[str, list[Flag]]:
     """Return the generated flags by the title of their group in --help."""
     return {title: source.flags() for title, source in CONFIG_GROUPS.items()}
+
+
+def absent_flags() -> set[str]:
+    """Return the flags of fields that this release of Megatron-Core lacks, as they are written."""
+    return set().union(*(source.absent() for source in CONFIG_GROUPS.values()))

@@ -66,25 +66,37 @@ class ConfigFields:
     """Name of a field -> settings of its `Flag` that the field itself does not imply."""
 
     def flags(self) -> list[Flag]:
-        """Return the flags, in the order of `names`.
-
-        Raises:
-            KeyError: a name is not a field.
-        """
+        """Return the flags of the fields that this release has, in the order of `names`."""
         declared = {f.name: f for f in fields(self.config)}
         hints = typing.get_type_hints(self.config)
         helps = field_docstrings(self.config)
         made = []
         for name in self.names:
+            if name not in declared:
+                continue
             default = declared[name].default
             settings = from_annotation(hints[name], None if default is MISSING else default)
             settings |= {"help": helps.get(name, "")} | self.changes.get(name, {})
             settings.setdefault("dest", name)
             if "names" not in settings:
                 prefix = "no-" if settings["kind"] == "off" else ""
-                settings["names"] = (f"--{prefix}{name.replace('_', '-')}",)
+                settings["names"] = (spelled(prefix + name),)
             made.append(Flag(**settings))
         return made
+
+    def absent(self) -> list[str]:
+        """Return the flags of `names` that are fields of other releases, as they are written."""
+        declared = {f.name for f in fields(self.config)}
+        written: list[str] = []
+        for name in self.names:
+            if name not in declared:
+                written.extend(self.changes.get(name, {}).get("names", (spelled(name),)))
+        return written
+
+
+def spelled(name: str) -> str:
+    """Return a field's name as a flag is written."""
+    return f"--{name.replace('_', '-')}"
 
 
 def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:

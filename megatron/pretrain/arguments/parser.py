@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import megatron.core
+
 from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
-from megatron.pretrain.arguments.config_flags import config_flags
+from megatron.pretrain.arguments.config_flags import absent_flags, config_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import Flag
 from megatron.pretrain.arguments.not_built import NOT_BUILT
@@ -114,6 +116,7 @@ def parse_given(
     that follow it.
     """
     known = set(parser._option_string_actions)
+    absent = absent_flags() - known
     for action in parser._actions:
         action.default = argparse.SUPPRESS
     given: dict[str, Any] = {}
@@ -122,6 +125,11 @@ def parse_given(
         name = words[0].split("=", 1)[0]
         if not name.startswith("--") and name != "-h":
             problems.append(f"{' '.join(words)}: does not belong to any flag")
+        elif name in absent:
+            problems.append(
+                f"{name}: Megatron-Core {megatron.core.__version__} has no such setting; leave it"
+                " out, or install a release that has it"
+            )
         elif name not in known:
             problems.append(f"{name}: unknown flag{suggestion(name, known)}")
         else:

@@ -3,8 +3,7 @@
 
 from collections.abc import Sequence
 
-from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
+from megatron.mcore_adapter.releases.batch_size_schedule import batch_size_at, ramp_steps
 from megatron.pretrain.arguments.check import Check
 
 
@@ -94,21 +93,11 @@ def growing_iterations(
         micro_batch_size: samples of one rank in one pass.
         data_parallel_size: number of data-parallel ranks.
     """
-    start, increment, samples = rampup_batch_size
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        False,
-        1,
-        start,
-        increment,
-        samples,
-    )
+    steps = ramp_steps(rampup_batch_size, global_batch_size)
+    last_step, _ = steps[-1]
     consumed = iterations = 0
-    while consumed <= samples:
-        calculator.update(consumed, consistency_check=False)
-        size = calculator.get_current_global_batch_size()
+    while consumed < last_step:
+        size = batch_size_at(steps, consumed)
         if consumed + size > train_samples:
             return iterations
         consumed += size

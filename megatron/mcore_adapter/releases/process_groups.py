@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups that releases of Megatron-Core create and keep in different places."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron.mcore_adapter.releases.signatures import accepts
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Data-parallel group -> the group for all-gathers that was made beside it."""
+
+
+def initialize_model_parallel(*, create_all_gather_group: bool, **settings: Any) -> None:
+    """Create the process groups of ``parallel_state``.
+
+    Args:
+        create_all_gather_group: with a separate group for all-gathers. Megatron-Core 0.18 no longer
+            creates it here: there :func:`all_gather_group` does.
+        settings: keyword arguments of ``parallel_state.initialize_model_parallel``.
+    """
+    initialize = parallel_state.initialize_model_parallel
+    if accepts(initialize, "create_all_gather_group"):
+        settings["create_all_gather_group"] = create_all_gather_group
+    initialize(**settings)
+
+
+def all_gather_group(
+    pg_collection: ProcessGroupCollection | None, data_parallel: dist.ProcessGroup
+) -> dist.ProcessGroup:
+    """Return the separate group for all-gathers of weights, which is made if there is none.
+
+    Args:
+        pg_collection: the process groups of the model, which may have ``dp_cp_ag``; None: those of
+            ``parallel_state``.
+        data_parallel: the group of the same ranks for reductions. If the group is made, this is a
+            collective over these ranks.
+    """
+    group = getattr(pg_collection, "dp_cp_ag", None)
+    if group is not None:
+        return group
+    if accepts(parallel_state.get_data_parallel_group, "independent_all_gather"):
+        return parallel_state.get_data_parallel_group(
+            with_context_parallel=True, independent_all_gather=True
+        )
+    if data_parallel not in _made:
+        _made[data_parallel] = dist.new_group(
+            dist.get_process_group_ranks(data_parallel),
+            use_local_synchronization=True,
+            group_desc="DATA_PARALLEL_GROUP_WITH_CP_AG",
+        )
+    return _made[data_parallel]

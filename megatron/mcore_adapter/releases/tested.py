@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of Megatron-Core that the project was run on, and the one that Python finds.
+
+Nothing here imports Megatron-Core: releases are read from the files that an import would take.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import re
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTED = ("0.16.0", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+"""Tags core_v* of Megatron-LM that the tests were run on, the oldest first."""
+
+GRACE_SECONDS = 5
+"""Time that the first rank has to report an error before the others end."""
+
+logger = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+class ReleaseError(ImportError):
+    """Megatron-Core is absent, too old, or a mixture of two releases."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """Megatron-Core in one folder."""
+
+    file: Path
+    """Its ``megatron/core/package_info.py``."""
+    numbers: tuple[int, int, int]
+    """Major, minor, patch."""
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self.numbers))
+
+
+def check() -> Release:
+    """Return the release that ``import megatron.core`` finds, after a check that it can be used.
+
+    A release newer than those tested is logged, in one line on the first rank.
+
+    Raises:
+        ReleaseError: one line that names the files.
+    """
+    problem = _missing_folder()
+    found = list(releases_on_path())
+    if problem is None and not found:
+        problem = (
+            f"Megatron-Core is not installed: pip install 'megatron-core>={TESTED[0]}', or put a"
+            " checkout of Megatron-LM on PYTHONPATH"
+        )
+    problem = problem or _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
+    if problem is not None:
+        raise ReleaseError(problem)
+    newest = tuple(int(number) for number in TESTED[-1].split("."))
+    if found[0].numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
+        _say_once(
+            f"Megatron-Core {found[0]} ({found[0].file}) is newer than {TESTED[-1]}, the newest"
+            " release that this version was tested on"
+        )
+    return found[0]
+
+
+def check_or_exit() -> None:
+    """Check the release for a program, which ends with the message of the first rank if it fails.
+
+    Raises:
+        SystemExit: the release cannot be used.
+    """
+    try:
+        check()
+    except ReleaseError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(GRACE_SECONDS)
+            sys.exit(1)
+        sys.exit(f"error: {error}")
+
+
+def releases_on_path() -> Iterator[Release]:
+    """Yield Megatron-Core in the folders of ``sys.path``, in the order of an import."""
+    namespace = importlib.import_module("megatron")
+    seen = set()
+    for folder in namespace.__path__:
+        release = read_release(Path(folder) / "core")
+        if release is not None and release.file.resolve() not in seen:
+            seen.add(release.file.resolve())
+            yield release
+
+
+def read_release(core: Path) -> Release | None:
+    """Return the release in a folder ``megatron/core``, or None if there is none."""
+    file = core / "package_info.py"
+    if not file.is_file():
+        return None
+    text = file.read_text()
+    numbers = []
+    for name in ("MAJOR", "MINOR", "PATCH"):
+        match = re.search(rf"^{name} = (\d+)$", text, re.MULTILINE)
+        if match is None:
+            return None
+        numbers.append(int(match.group(1)))
+    return Release(file, (numbers[0], numbers[1], numbers[2]))
+
+
+def _missing_folder() -> str | None:
+    """Find a folder of PYTHONPATH that was meant to have a release, and is not there."""
+    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        if "megatron" in entry.lower() and not Path(entry).exists():
+            return (
+                f"PYTHONPATH names {entry}, which does not exist: correct it, or leave it out to"
+                " use the release that is installed"
+            )
+    return None
+
+
+def _too_old(release: Release) -> str | None:
+    oldest = tuple(int(number) for number in TESTED[0].split("."))
+    if release.numbers >= oldest:
+        return None
+    return (
+        f"Megatron-Core {release} ({release.file}) is older than {TESTED[0]}, the oldest release"
+        f" that works: pip install 'megatron-core>={TESTED[0]}'"
+    )
+
+
+def _two_checkouts(found: list[Release]) -> str | None:
+    """Find two releases that were both put in front of what is installed."""
+    installed = {Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib")}
+    checkouts = []
+    for release in found:
+        if not installed & set(release.file.resolve().parents) and not _is_linked(release):
+            checkouts.append(release)
+    for other in checkouts[1:]:
+        if other.numbers != checkouts[0].numbers:
+            return (
+                f"two releases of Megatron-Core are on sys.path: {checkouts[0]}"
+                f" ({checkouts[0].file}) and {other} ({other.file}): leave one of them out"
+            )
+    return None
+
+
+def _is_linked(release: Release) -> bool:
+    """Return True for a release whose folder is reached through ``site-packages``."""
+    return "site-packages" in release.file.parts
+
+
+def _other_loop(core: Release) -> str | None:
+    """Find Megatron-LM's loop of another release than that of ``megatron.core``."""
+    namespace = importlib.import_module("megatron")
+    for folder in namespace.__path__:
+        loop = Path(folder) / "training" / "__init__.py"
+        if not loop.is_file():
+            continue
+        beside = read_release(Path(folder) / "core")
+        if beside is None or beside.numbers == core.numbers:
+            return None
+        return (
+            f"megatron.core is release {core} ({core.file}) but megatron.training is of release"
+            f" {beside} ({loop}): put the checkout before what is installed on PYTHONPATH, or"
+            f" install megatron-core {beside}"
+        )
+    return None
+
+
+def _say_once(line: str) -> None:
+    if line not in _said:
+        _said.add(line)
+        logger.warning(line)
