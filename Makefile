@@ -4,41 +4,51 @@
 #   make lint                                 ruff and mypy
 #   make test [ARGS="-k layout"]              the tests, in a few minutes
 #   make test-all                             these and what is long by nature: every combination
+#   make test TORCH=torch==2.14.1 MEGATRON=0.19.0   with another torch, in an environment of its own, and with a
+#                                             release of Megatron-Core that lies beside the repository
 
 # The newest of the Pythons that torch is tested with here; PYTHON=/path/to/python overrides the search.
 PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 python3.10,$(shell \
 	command -v $(name) >/dev/null 2>&1 && $(name) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	&& command -v $(name))))
-# On its own and first: it is by far the largest part, and a machine with a GPU may name another build of 2.10 to 2.13 here.
-TORCH ?= torch==2.13.0
+# On its own and first: it is by far the largest part. Another build of 2.10 to 2.14, also one for GPUs, gets its own folder.
+USUAL_TORCH = torch==2.13.0
+TORCH ?= $(USUAL_TORCH)
+VENV = .venv$(if $(filter-out $(USUAL_TORCH),$(TORCH)),-$(subst /,-,$(subst ==,-,$(TORCH))))
+# A release of Megatron-Core to put before the installed one: its archive lies in ../shared/megatron_core.
+MEGATRON ?=
 ARGS ?=
 # Two processes share the test files: while one waits for its ranks or for the disk, the other works.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.megatron_release $(MEGATRON)) && eval "$$variables" &&)
+PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: pretrain lint test test-all clean
 .DELETE_ON_ERROR:
 
-pretrain: .venv/.installed
-	PATH="$(CURDIR)/.venv/bin:$$PATH" bash examples/megatron_fsdp/pretrain_gpt_laptop.sh $(ARGS)
+pretrain: $(VENV)/.installed
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/megatron_fsdp/pretrain_gpt_laptop.sh $(ARGS)
 
-test: .venv/.installed
+test: $(VENV)/.installed
 	$(PYTEST) -m "not exhaustive" $(ARGS)
 
 test-all: test
 	$(PYTEST) -m exhaustive $(ARGS)
 
-lint: .venv/.installed
-	.venv/bin/ruff check .
-	.venv/bin/ruff format --check .
-	.venv/bin/mypy
+lint: $(VENV)/.installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 
-.venv/.installed: setup.py pyproject.toml
+$(VENV)/.installed: setup.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or newer with the venv module found. Install python3.11 (on Debian also" \
 		"python3.11-venv), or name one: make $(MAKECMDGOALS) PYTHON=/path/to/python3" >&2; exit 1; }
-	"$(PYTHON)" -m venv .venv
-	.venv/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
-	.venv/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,lint,plot]"
+	"$(PYTHON)" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,lint,plot]"
+	@# Imported by checkouts of Megatron-Core. Only tests on these see it: with triton torch would compile kernels for them.
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(VENV)/for_releases triton pybind11 six \
+		|| echo "make: triton, pybind11 and six are not installed: tests on other releases of Megatron-Core will be skipped" >&2
 	touch $@
 
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-* .mypy_cache .ruff_cache build *.egg-info

@@ -37,6 +37,7 @@ from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import CommandLineError, parse_arguments  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
+from megatron.pretrain.rerun import RerunExitError  # noqa: E402
 from megatron.pretrain.watch import Watch  # noqa: E402
 
 GRACE_SECONDS = 5
@@ -65,6 +66,9 @@ def main() -> int:
             pretrain(args, device, watch.follow)
         except KeyboardInterrupt:
             return watch.interrupted()
+        except RerunExitError as request:
+            complain(str(request), watch)
+            return request.code
         except (ValueError, NotImplementedError, OSError, RunError, GradientError) as error:
             complain(f"error: {error}", watch)
             return 1

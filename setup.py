@@ -73,6 +73,7 @@ setup(
         "sentencepiece": ["sentencepiece"],
         "tiktoken": ["tiktoken"],
         "plot": ["matplotlib"],
+        "wandb": ["wandb"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": [
             "pytest>=8.2",
@@ -83,6 +84,7 @@ setup(
             "sentencepiece",
             "tiktoken",
             "safetensors",
+            "wandb",
         ],
     },
 )

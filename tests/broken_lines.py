@@ -107,7 +107,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gradients: a second backward overwrites",
-        "megatron/fsdp/engine/gradients.py",
+        "megatron/fsdp/engine/local_gradients.py",
         "torch._foreach_add_(targets, grads)",
         "torch._foreach_copy_(targets, grads)",
         "tests/fsdp/test_gradients.py",
@@ -121,10 +121,31 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "gradients: stale values where nothing was used",
-        "megatron/fsdp/engine/gradients.py",
-        "                self._local.flat.zero_()\n",
-        "                pass\n",
+        "megatron/fsdp/engine/local_gradients.py",
+        "            self.flat.zero_()\n",
+        "            pass\n",
         "tests/fsdp/test_gradients.py",
+    ),
+    BrokenLine(
+        "gradients: local ones appear in reduced ones",
+        "megatron/fsdp/engine/gradients.py",
+        "        return dtype, None if has_reduced else self._grad_sum\n",
+        "        return dtype, self._grad_sum\n",
+        "tests/fsdp/engine/test_local_gradients.py",
+    ),
+    BrokenLine(
+        "gradients: zeros that are shown are not reduced gradients",
+        "megatron/fsdp/engine/gradients.py",
+        "            self._grad_sum.add(total)  # in place: even zeros are reduced gradients now\n",
+        "            pass\n",
+        "tests/fsdp/engine/test_local_gradients.py",
+    ),
+    BrokenLine(
+        "gradients: local ones are lost when the reduced ones are shown",
+        "megatron/fsdp/engine/gradients.py",
+        "        self.local.move_to_buffer()\n",
+        "        pass\n",
+        "tests/fsdp/engine/test_local_gradients.py",
     ),
     BrokenLine(
         "weights: a step is not gathered",
@@ -170,9 +191,9 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "memory slots: a rank that has not used a group allocates nothing",
-        "megatron/fsdp/engine/gradients.py",
-        "        if not arrived and self._slots is None:\n",
-        "        if not arrived:\n",
+        "megatron/fsdp/engine/local_gradients.py",
+        "        if not (arrived or self._written) and self._slots is None:\n",
+        "        if not (arrived or self._written):\n",
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
@@ -248,8 +269,15 @@ BROKEN_LINES = [
     BrokenLine(
         "adapter: a fused product is lost",
         "megatron/mcore_adapter/fused_gradients.py",
-        "return sum(summands[1:], summands[0])",
-        "return summands[0]",
+        "                total.add_(other)\n",
+        "                pass\n",
+        "tests/mcore_adapter/test_fused_gradients.py",
+    ),
+    BrokenLine(
+        "adapter: a product that waits for another use of its weight is reduced early",
+        "megatron/fsdp/engine/local_gradients.py",
+        "                view.zero_()\n",
+        "                pass\n",
         "tests/mcore_adapter/test_fused_gradients.py",
     ),
     BrokenLine(

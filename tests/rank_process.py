@@ -154,18 +154,36 @@ def _prepare_torch() -> None:
 
 
 def _share_one_device() -> None:
-    """Use one gloo device for all groups of this rank: each device has a thread that polls."""
+    """Use one gloo device for all groups of this rank: each device has a thread that polls.
+
+    torch's arguments differ between releases. Groups whose arguments are not understood are made as
+    torch makes them, with a device of their own.
+    """
     import torch.distributed as dist
 
     kind = dist.ProcessGroupGloo
     device, make = kind.create_default_device(), kind.__init__
 
-    def make_on_device(
-        group: dist.ProcessGroupGloo, store: object, rank: int, size: int, timeout: timedelta
-    ) -> None:
+    def make_on_device(group: dist.ProcessGroupGloo, *args: object, **settings: object) -> None:
+        options = options_of(args[3:], settings)
+        if options is None:
+            make(group, *args, **settings)
+        else:
+            make(group, *args[:3], options)  # a store, a rank and the number of ranks
+
+    def options_of(more: tuple[object, ...], settings: dict[str, object]) -> object | None:
+        if len(more) == 1 and isinstance(more[0], timedelta) and "timeout" not in settings:
+            settings = {"timeout": more[0], **settings}
+        elif more:
+            return None
         options = kind._Options()
-        options._devices, options._timeout = [device], timeout
-        make(group, store, rank, size, options)
+        options._devices = [device]
+        for name, value in settings.items():
+            attribute = next((each for each in (f"_{name}", name) if hasattr(options, each)), None)
+            if attribute is None:
+                return None
+            setattr(options, attribute, value)
+        return options
 
     kind.__init__ = make_on_device
 

@@ -17,7 +17,8 @@ ROOMS = {
     "engine": [
         *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
         *("rendezvous", "mesh", "device", "recorder", "point_to_point", "collectives"),
-        *("memory_slots", "buffer", "local_tensor", "partition", "gradients", "param_group"),
+        *("memory_slots", "buffer", "local_tensor", "partition", "local_gradients"),
+        *("gradients", "param_group"),
         *("unit", "units"),
         *("reductions", "prefetch", "schedule", "hooks"),
     ],

@@ -107,9 +107,10 @@ class GroupHandover:
         if self._flat is None or not self._flat.untyped_storage().nbytes():
             return
         storage = self._flat.untyped_storage()
-        # Tensors over the storage: the shard, and the local tensor of each gradient. `storage`
-        # itself counts too.
-        is_kept = torch._C._storage_Use_Count(storage._cdata) > len(self._gradients) + 2
+        # Tensors over the storage: the shard, the local tensor of each gradient, and aliases in
+        # which local gradients accumulate. `storage` itself counts too.
+        num_own = len(self._gradients) + self.group.gradients.local.num_aliases(self._flat) + 2
+        is_kept = torch._C._storage_Use_Count(storage._cdata) > num_own
         # NumPy arrays make storage fixed for good.
         if storage.resizable() and not is_kept and self._count_references() == self._references:
             memory.free(self._flat)

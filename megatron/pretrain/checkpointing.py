@@ -32,6 +32,7 @@ from megatron.pretrain import (
     fsdp_dtensor_checkpoint,
     fsdp_torch_dist,
     integrity,
+    rerun,
     save_directory,
     torch_dist_checkpoint,
     url_saves,
@@ -210,8 +211,12 @@ def run_state(
     A collective if ``with_rng``.
     """
     pickle_enums_by_value(args)
+    saved_args = _with_urls(progress.written_into(args))
+    step_to_repeat = rerun.pending_state()
+    if step_to_repeat:
+        saved_args.rerun_state = step_to_repeat
     state: dict[str, Any] = {
-        "args": _with_urls(progress.written_into(args)),
+        "args": saved_args,
         "checkpoint_version": fsdp_dtensor_checkpoint.CHECKPOINT_VERSION,
         "iteration": progress.iteration,
         "num_floating_point_operations_so_far": progress.num_floating_point_operations_so_far,
@@ -300,6 +305,9 @@ def load(
         load_schedule(scheduler, loaded["opt_param_scheduler"], rates)
     if with_rng:
         _load_random_state(loaded.get("rng_state"), path, say)
+        step_to_repeat = getattr(loaded["args"], "rerun_state", "")
+        if step_to_repeat:
+            rerun.resume(step_to_repeat, say)
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
     on_first_rank(lambda: save_directory.settle(args, source))

@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import StragglerDetector
 
 from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
+from megatron.pretrain import rerun
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.timing import BATCH, PhaseTimes
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
 """Microbatches of one rank, see :func:`megatron.pretrain.microbatches.build_iterator`."""
@@ -22,15 +26,20 @@ class ForwardStep:
     """A forward step that returns the losses of a microbatch and the function that sums them.
 
     Args:
+        args: of the run, which say what losses are checked for.
         device: the device of the model.
         iteration: the training steps done so far, for error messages.
-        check_for_nan: raise an error if a loss is NaN or infinite.
+        times: measures how long data takes.
     """
 
-    def __init__(self, device: torch.device, iteration: int, check_for_nan: bool):
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, iteration: int, times: PhaseTimes
+    ):
+        self._args = args
         self._device = device
         self._iteration = iteration
-        self._check_for_nan = check_for_nan
+        self._times = times
+        self._stragglers = StragglerDetector()  # the only one, idle without --log-straggler
 
     def __call__(
         self, data: Microbatches, model: MegatronModule
@@ -41,18 +50,21 @@ class ForwardStep:
             The model's output, on the last pipeline stage the loss of every token, and the function
             that sums it.
         """
-        batch = {
-            name: value.to(self._device, non_blocking=True) for name, value in next(data).items()
-        }
+        with self._times.measured(BATCH, level=2), self._stragglers(bdata=True):
+            batch = {
+                name: value.to(self._device, non_blocking=True)
+                for name, value in next(data).items()
+            }
         batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
-        output = model(
-            batch["tokens"],
-            batch["position_ids"],
-            batch.get("attention_mask"),
-            labels=batch["labels"],
-            loss_mask=mask,
-        )
+        with self._stragglers:
+            output = model(
+                batch["tokens"],
+                batch["position_ids"],
+                batch.get("attention_mask"),
+                labels=batch["labels"],
+                loss_mask=mask,
+            )
         return output, lambda output: self.loss(output, mask)
 
     def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> Loss:
@@ -67,14 +79,17 @@ class ForwardStep:
             float32, ``[2]``.
 
         Raises:
-            RunError: the sum is NaN or infinite, and that is checked for.
+            RunError: the sum is NaN or infinite, that is checked for, and no step is repeated.
         """
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
-        if self._check_for_nan and not torch.isfinite(total):
+        checks = self._args.check_for_nan_in_loss_and_grad and not rerun.is_repeating(self._args)
+        if checks and not torch.isfinite(total):
             raise RunError(
                 f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"
                 f" {self._iteration + 1}"
             )
+        if torch.is_grad_enabled():  # not in an evaluation
+            rerun.validate_loss(self._args, total.detach().clone())
         # A copy: the schedule scales the loss in place.
         return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training loop of pretrain_gpt.py, from top to bottom: build, load, train, evaluate.
 
-`pretrain` builds the parts of a run and loads its checkpoint, `train` is the loop, `train_step` one
-iteration of it, `evaluate` one evaluation. The settings of a run never change: they are read-only
-in `TrainingRun.args`. What changes is in `TrainingRun.progress`.
+`pretrain` builds the parts of a run and loads its checkpoint, `train` is the loop, `evaluate` one
+evaluation; one iteration is `train_step` in `training_step.py`. The settings of a run never change:
+they are read-only in `TrainingRun.args`. What changes is in `TrainingRun.progress`.
 """
 
 from __future__ import annotations
@@ -12,24 +12,13 @@ import argparse
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.num_microbatches_calculator import (
-    get_current_global_batch_size,
-    get_num_microbatches,
-    update_num_microbatches,
-)
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import (
-    OptimizerParamScheduler,
-    get_canonical_lr_for_logging,
-)
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
@@ -38,47 +27,31 @@ from megatron.pretrain import (
     checkpointing,
     fsdp_dtensor_checkpoint,
     local_save,
+    rerun,
     save_directory,
 )
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.checkpoint_source import non_persistent_root
 from megatron.pretrain.data import build_datasets, find_data
-from megatron.pretrain.flops import training_flops
-from megatron.pretrain.forward_step import ForwardStep, Microbatches
+from megatron.pretrain.forward_step import Microbatches
 from megatron.pretrain.full_validation import WholeDataset, named_sets
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.local_checkpoint import LOCAL
 from megatron.pretrain.microbatches import batches, one_or_list
-from megatron.pretrain.model_statistics import count_zeros, number_of_parameters, params_norm
+from megatron.pretrain.model_statistics import number_of_parameters
 from megatron.pretrain.profiling import profile_directory, profiling
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import data_parallel_size, say
+from megatron.pretrain.replicas import check_replicas
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
+from megatron.pretrain.timing import LOAD, SAVE
 from megatron.pretrain.tokenizer import padded_vocab_size
 from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
-
-
-@dataclass
-class TrainingRun:
-    """The parts of one training run."""
-
-    args: argparse.Namespace
-    """The completed arguments, which no part of the run changes."""
-    device: torch.device
-    model: list[MegatronModule]
-    """The model chunks of this pipeline stage: one, or one for each virtual stage."""
-    optimizer: MegatronOptimizer | None
-    """None for a run that only evaluates."""
-    scheduler: OptimizerParamScheduler | None
-    """The schedule of learning rate and weight decay; None for a run that only evaluates."""
-    report: Report
-    progress: Progress = field(default_factory=Progress)
-    stop: StopRequest = field(default_factory=StopRequest)
-    background: BackgroundSaves | None = None
-    """With --async-save."""
+from megatron.pretrain.training_run import TrainingRun
+from megatron.pretrain.training_step import forward_backward, sum_of, train_step
 
 
 def pretrain(
@@ -122,11 +95,34 @@ def run_to_the_end(
         f"{number_of_parameters(model) / 1e6:.2f} M parameters on {args.world_size} ranks"
     )
 
-    run.progress = checkpointing.load(args, model, optimizer, scheduler, run.report.say)
-    train_data, valid_data, test_data = build_datasets(args, tokenizer, source)
+    with rerun.machine(args, model, run.report.say):
+        load_and_train(run, lambda: build_datasets(args, tokenizer, source), follow)
+    run.report.end()
+    if run.exit_code:
+        raise rerun.RerunExitError(run.exit_code)
+    return run.progress
+
+
+def load_and_train(
+    run: TrainingRun,
+    datasets: Callable[[], tuple[Any, Any, Any]],
+    follow: Callable[[Progress], None],
+) -> None:
+    """Load the checkpoint of a run and do what is left to do: train, evaluate at the end.
+
+    Args:
+        run: with new weights.
+        datasets: builds those for training, validation and test, None for one that is not needed.
+        follow: gets the progress.
+    """
+    args, report = run.args, run.report
+    with report.times.measured(LOAD):
+        run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
+    report.times_of(LOAD, run.progress)
+    train_data, valid_data, test_data = datasets()
     if args.multiple_validation_sets and valid_data is not None:
         for name, dataset in named_sets(args, valid_data).items():
-            run.report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
+            report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
     init_num_microbatches(
         dist.get_rank(),
         args.rampup_batch_size,
@@ -141,7 +137,7 @@ def run_to_the_end(
     if not args.skip_train and run.progress.iteration < args.train_iters:
         consumed = run.progress.consumed_train_samples
         with batches(args, train_data, consumed) as data, background_saves(run):
-            train(run, data, valid_data)
+            train(run, rerun.replayable(data), valid_data)
     # A run that was told to stop has no time for the last evaluations.
     if args.skip_train or run.progress.iteration >= args.train_iters:
         if args.skip_train and valid_data is not None:
@@ -151,8 +147,6 @@ def run_to_the_end(
                 evaluate_at_the_end(run, valid_data, "validation")
         if test_data is not None:
             evaluate_at_the_end(run, test_data, "test")
-    run.report.end()
-    return run.progress
 
 
 def connect(run: TrainingRun) -> None:
@@ -167,6 +161,7 @@ def connect(run: TrainingRun) -> None:
             config.grad_sync_func = one_or_list([chunk.start_grad_sync for chunk in run.model])
     if args.overlap_param_gather and args.align_param_gather:
         config.param_sync_func = one_or_list([chunk.start_param_sync for chunk in run.model])
+    run.report.times.connect(run.model, run.optimizer)
     if args.manual_gc:
         gc.disable()
         gc.collect()
@@ -187,12 +182,19 @@ def train(
     for chunk in run.model:
         chunk.train()
     report.begin(progress)
+    get_rerun_state_machine().current_iteration = progress.iteration
     saved_at = progress.iteration
 
-    with profiling(args, report.say) as step_is_over:
+    times = report.times
+    with (
+        times.recording(),
+        profiling(args, report.say, times.collectives) as step_is_over,
+    ):
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
+            if run.exit_code:
+                break
 
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
@@ -200,6 +202,8 @@ def train(
                 run.background.conclude()
             if run.stop.interrupted:
                 break
+            if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
+                check_replicas(args, run.model, progress.iteration)
             if valid_data is not None and progress.is_multiple_of(args.eval_interval):
                 evaluate_in_training(run, valid_data)
             if args.save and progress.is_multiple_of(args.save_interval):
@@ -213,7 +217,9 @@ def train(
                 break
             report.restart_clock()
 
-    if args.save and saved_at != progress.iteration and not run.stop.interrupted:
+    is_new = saved_at != progress.iteration and not (run.stop.interrupted or run.exit_code)
+    # For the rerun machine the checkpoint of this iteration is written again, with its state.
+    if args.save and (is_new or run.should_save):
         save(run, args.save, at_the_end=True)
     if run.background is None and not run.stop.interrupted:  # no checkpoint is being written
         report.keep()
@@ -238,98 +244,6 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
             raise
         run.background.wait()
         run.background.end()
-
-
-def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:
-    """Run forward and backward of every microbatch and one optimizer step, and report it."""
-    args, progress, optimizer = run.args, run.progress, run.optimizer
-    assert optimizer is not None and run.scheduler is not None  # a run that trains has both
-    update_num_microbatches(progress.consumed_train_samples, consistency_check=True)
-    batch_size = get_current_global_batch_size()
-    for chunk in run.model:
-        chunk.force_all_reduce = False
-        chunk.zero_grad_buffer()
-    optimizer.zero_grad()
-
-    losses = forward_backward(run, data, get_num_microbatches(), forward_only=False)
-    # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
-    counts_zeros_here = args.log_num_zeros_in_grad and args.use_megatron_fsdp
-    num_zeros = count_zeros(run.model) if counts_zeros_here else None
-    updated, grad_norm, optimizer_num_zeros = optimizer.step()
-    if args.log_num_zeros_in_grad and num_zeros is None:
-        num_zeros = optimizer_num_zeros
-    if args.empty_unused_memory_level and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-    learning_rate = get_canonical_lr_for_logging(optimizer.param_groups)
-    progress.count_step(batch_size, training_flops(args, batch_size))
-    if updated:
-        run.scheduler.step(increment=batch_size)
-    run.report.step(
-        progress,
-        {
-            "lm loss": reduce_loss(run, losses),
-            "learning-rate": learning_rate,
-            "batch-size": batch_size,
-            "grad-norm": grad_norm,
-            "num-zeros": num_zeros,
-            "loss-scale": float(optimizer.get_loss_scale()) if args.fp16 else None,
-            "params-norm": params_norm(run.model) if args.log_params_norm else None,
-        },
-        skipped=not updated,
-    )
-
-
-def forward_backward(
-    run: TrainingRun,
-    data: Microbatches | list[Microbatches],
-    num_microbatches: int,
-    forward_only: bool,
-) -> list[dict[str, torch.Tensor]]:
-    """Run the pipeline schedule over the microbatches.
-
-    Returns:
-        The dict that :meth:`ForwardStep.loss` returns, for every microbatch; an empty list before
-        the last pipeline stage.
-    """
-    forward_step = ForwardStep(
-        run.device, run.progress.iteration, run.args.check_for_nan_in_loss_and_grad
-    )
-    return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=data,
-        model=run.model,
-        num_microbatches=num_microbatches,
-        seq_length=run.args.seq_length,
-        micro_batch_size=run.args.micro_batch_size,
-        forward_only=forward_only,
-    )
-
-
-def reduce_loss(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> float:
-    """Return the mean loss per token over microbatches and ranks.
-
-    The ranks' requests to stop, and what they know of a save in the background, travel in the same
-    all-reduce.
-    """
-    votes = [run.stop.vote]
-    if run.background is not None:
-        votes += run.background.votes()
-    sums = torch.cat([sum_of(run, losses), torch.tensor(votes, device=run.device)])
-    dist.all_reduce(sums)
-    run.stop.count(sums[2].item())
-    if run.background is not None:
-        run.background.count(sums[3:].tolist())
-    return (sums[0] / sums[1]).item()
-
-
-def sum_of(run: TrainingRun, losses: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-    """Return the sum of losses and the number of tokens, ``[2]``.
-
-    Both are zero before the last pipeline stage. All tensor-parallel ranks have the same losses, so
-    sums over all ranks make both too large by the same factor.
-    """
-    return sum((entry["lm loss"] for entry in losses), torch.zeros(2, device=run.device))
 
 
 @torch.no_grad()
@@ -408,11 +322,13 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     if run.background is not None:
         run.background.wait()
     run.report.stage(run.progress)
-    if run.background is not None and not at_the_end:
-        run.background.save(*parts, root)
-    else:
-        checkpointing.save(run.args, *parts, run.report.say, root)
-        run.report.saved(run.progress)
+    with run.report.times.measured(SAVE):
+        if run.background is not None and not at_the_end:
+            run.background.save(*parts, root)
+        else:
+            checkpointing.save(run.args, *parts, run.report.say, root)
+            run.report.saved(run.progress)
+    run.report.times_of(SAVE, run.progress)
 
 
 def save_non_persistent(run: TrainingRun) -> None:
@@ -427,9 +343,11 @@ def save_non_persistent(run: TrainingRun) -> None:
         return
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     run.report.stage(run.progress)
-    content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
-    local_save.save(args, content, run.progress.iteration, run.report.say)
-    run.report.keep_history()
+    with run.report.times.measured(SAVE):
+        content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
+        local_save.save(args, content, run.progress.iteration, run.report.say)
+        run.report.keep_history()
+    run.report.times_of(SAVE, run.progress)
 
 
 def should_stop(run: TrainingRun) -> bool:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import trace
+from megatron.fsdp.engine.recorder import Recorder
+from megatron.pretrain.collective_times import CollectiveTimes
 
 
 def profile_directory(args: argparse.Namespace) -> str:
@@ -19,7 +21,9 @@ def profile_directory(args: argparse.Namespace) -> str:
 
 
 @contextmanager
-def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[Callable[[], None]]:
+def profiling(
+    args: argparse.Namespace, say: Callable[[str], None], times: CollectiveTimes | None = None
+) -> Iterator[Callable[[], None]]:
     """Profile steps as ``--profile`` and the flags beside it say. Leaving early ends the profile.
 
     All ranks record, so that they can be compared if a collective fails; the ranks of
@@ -28,6 +32,7 @@ def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[
     Args:
         args: of the run.
         say: prints a line for the user.
+        times: of collectives, which are taken from the profile while there is one.
 
     Yields:
         A function to call after every step.
@@ -41,7 +46,11 @@ def profiling(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[
             if args.profile and num_steps == args.profile_step_start:
                 directory = profile_directory(args)
                 say(f"profiling steps {num_steps} to {args.profile_step_end - 1}: see {directory}")
-                profile.enter_context(trace.record(directory, ranks=args.profile_ranks))
+                counted: list[Recorder] = []
+                if times is not None:
+                    counted = profile.enter_context(times.left_to_profile())
+                record = trace.record(directory, ranks=args.profile_ranks)
+                counted.append(profile.enter_context(record))
                 if args.use_pytorch_profiler and dist.get_rank() in args.profile_ranks:
                     write = torch.profiler.tensorboard_trace_handler(directory)
                     profile.enter_context(torch.profiler.profile(on_trace_ready=write))

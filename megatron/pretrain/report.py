@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: printed lines, a progress bar, TensorBoard, and the curves of its losses."""
+"""The report of a run: printed lines, a progress bar, TensorBoard, W&B, curves of its losses."""
 
 from __future__ import annotations
 
 import argparse
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -17,50 +14,57 @@ from tqdm import tqdm
 
 from megatron.checkpoint.core.progress import terminal_bar
 from megatron.checkpoint.core.url_staging import with_urls
+from megatron.pretrain.decorations import Decorations
+from megatron.pretrain.device_records import DeviceRecords
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.loss_history import HISTORY, LossHistory
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from megatron.pretrain.router_losses import LAYERS
+from megatron.pretrain.scalars import ScalarWriters
+from megatron.pretrain.timing import PhaseTimes
 
 PICTURE = "loss_curves.png"
 PROGRESS = "progress.txt"
-TENSORBOARD = "TensorBoard's file"
 
 
 class Report:
-    """The report of the first rank; other ranks report nothing.
+    """The report of the first rank; other ranks report nothing but their times.
 
     Args:
         args: of the run. With ``save``, losses are kept there in ``losses.jsonl`` (one JSON object
             a line, with ``iteration`` and ``train`` or ``validation``) and drawn in
             ``loss_curves.png``.
+
+    Attributes:
+        times: of the phases of training, on this rank.
     """
 
     def __init__(self, args: argparse.Namespace):
         self._args = args
         self._speaks = environment_rank() == 0
         self._history = LossHistory(Path(args.save or ""))
-        self._unwritable: set[str] = set()
-        self._writer: SummaryWriter | None = None
-        if self._speaks and args.tensorboard_dir:
-            self._writer = _open_tensorboard(args.tensorboard_dir, args.tensorboard_queue_size)
         self._bar: tqdm | None = None
+        self._decorations = Decorations(self.say)
+        self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
+        self.times = PhaseTimes(args, self.say)
+        self._devices = DeviceRecords(args, self._decorations)
         self._line_started = time.perf_counter()
         self._clock_stopped = self._line_started
         self._iterations_since_line = 0
         self._skipped_since_line = 0
+        self._flops_at_line = 0.0
 
     def begin(self, progress: Progress) -> None:
         """Begin to report training, or continue at ``progress`` with the history of the run."""
+        self._devices.start()
+        self._flops_at_line = progress.num_floating_point_operations_so_far
         if not self._speaks:
             return
         save, load = self._args.save, self._args.load
         if progress.iteration and save and load and Path(save).resolve() == Path(load).resolve():
-            with self._decorating(HISTORY):
+            with self._decorations.guard(HISTORY):
                 note = self._history.resume(progress.iteration)
                 if note is not None:
                     self.say(note)
@@ -82,21 +86,34 @@ class Report:
         else:
             print(line, flush=True)
 
+    def is_due(self, progress: Progress) -> bool:
+        """Return True if this step is reported, the same on every rank."""
+        args = self._args
+        writes = args.tensorboard_dir or args.wandb_project
+        return progress.is_multiple_of(args.log_interval) or (
+            bool(writes) and progress.is_multiple_of(args.tensorboard_log_interval)
+        )
+
     def step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
-        """Report one training step.
+        """Report one training step; a collective at every ``log_interval`` if phases are timed.
 
         Args:
             progress: with that step counted.
             values: ``lm loss`` (nats per token), ``learning-rate``, ``batch-size`` (sequences),
-                ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``; None for those
-                that are not known.
+                ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``, None for those
+                that are not known, and other losses by their names.
             skipped: the loss scaler skipped the optimizer step.
         """
-        if not self._speaks:
-            return
         self._iterations_since_line += 1
         self._skipped_since_line += skipped
-        shown = {name: value for name, value in values.items() if value is not None}
+        if self._speaks:
+            self._add_step(progress, values, skipped)
+        if progress.is_multiple_of(self._args.log_interval):
+            self._end_interval(progress, values)
+
+    def _add_step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
+        args = self._args
+        shown = _known(values)
         if not skipped:
             self._history.entries.append(
                 {"iteration": progress.iteration, "train": shown["lm loss"]}
@@ -104,17 +121,38 @@ class Report:
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {shown['lm loss']:.3f}", refresh=False)
             self._bar.update(1)
-        if self._writer and progress.is_multiple_of(self._args.tensorboard_log_interval):
-            with self._decorating(TENSORBOARD):
-                self._add_scalars(self._writer, progress, shown)
-        if progress.is_multiple_of(self._args.log_interval):
-            self.say(self._line(progress, shown))
-            self._line_started = time.perf_counter()
-            self._iterations_since_line = self._skipped_since_line = 0
+        if self._scalars and progress.is_multiple_of(args.tensorboard_log_interval):
+            by_samples = tuple(name for name in shown if not name.startswith(LAYERS))
+            self._scalars.add(scalars_of_step(args, shown), progress, by_samples)
+        if progress.is_multiple_of(args.log_memory_interval):
+            self.say(memory_line(progress.iteration))
 
-    def _line(self, progress: Progress, shown: dict[str, float]) -> str:
+    def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
+        """Report what took place since the last line."""
+        num_iterations = self._iterations_since_line
+        seconds = (time.perf_counter() - self._line_started) / num_iterations
+        flops = progress.num_floating_point_operations_so_far
+        energy = self._devices.end_interval(num_iterations, seconds, flops - self._flops_at_line)
+        numbers = dict(energy)
+        if self._speaks:
+            shown = _known(values)
+            self.say(self._line(progress, shown | energy, seconds))
+            if self.times.writes:
+                numbers["iteration-time"] = seconds
+                if self._args.log_throughput:
+                    batch_size = int(shown["batch-size"])
+                    numbers["throughput"] = throughput(self._args, batch_size, seconds)
+        self._scalars.add(numbers | self.times.report(num_iterations), progress)
+        self._line_started = time.perf_counter()
+        self._flops_at_line = flops
+        self._iterations_since_line = self._skipped_since_line = 0
+
+    def times_of(self, name: str, progress: Progress) -> None:
+        """Report the time of a checkpoint; a collective if phases are timed."""
+        self._scalars.add(self.times.report_once(name), progress)
+
+    def _line(self, progress: Progress, shown: dict[str, float], seconds: float) -> str:
         args = self._args
-        seconds = (time.perf_counter() - self._line_started) / self._iterations_since_line
         batch_size = int(shown["batch-size"])
         width = len(str(args.train_iters))
         parts = [
@@ -130,32 +168,24 @@ class Report:
             ("num-zeros", "num zeros", ".0f"),
             ("params-norm", "params norm", ".4f"),
             ("loss-scale", "loss scale", ".1f"),
+            ("iter-energy/gpu", "energy per device (J)", ".1f"),
+            ("power/gpu", "power per device (W)", ".1f"),
         ):
             if name in shown:
                 parts.append(f"{label}: {shown[name]:{form}}")
+        for name, value in shown.items():
+            if name.endswith("loss") and name != "lm loss":
+                parts.append(f"{name}: {value:.6E}")
         parts += [
             f"step: {seconds * 1000:.1f} ms",
             f"tokens/s: {batch_size * args.seq_length / seconds:.0f}",
             f"memory: {memory_in_use() / 2**20:.0f} MiB",
         ]
         if args.log_throughput:
-            flops_per_second = training_flops(args, batch_size) / seconds / args.world_size
-            parts.append(f"TFLOP/s per device: {flops_per_second / 1e12:.3f}")
+            parts.append(f"TFLOP/s per device: {throughput(args, batch_size, seconds):.3f}")
         if self._skipped_since_line:
             parts.append(f"skipped iterations: {self._skipped_since_line}")
         return " | ".join(parts)
-
-    def _add_scalars(
-        self, writer: SummaryWriter, progress: Progress, shown: dict[str, float]
-    ) -> None:
-        iteration, samples = progress.iteration, progress.consumed_train_samples
-        for name, value in shown.items():
-            writer.add_scalar(name, value, iteration)
-        for name in ("lm loss", "learning-rate", "grad-norm"):
-            if name in shown:
-                writer.add_scalar(f"{name} vs samples", shown[name], samples)
-        if self._args.log_memory_to_tensorboard:
-            writer.add_scalar("mem-allocated-bytes", memory_in_use(), iteration)
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
         """Report an evaluation: the mean loss of the split ``name``, in nats per token."""
@@ -168,25 +198,26 @@ class Report:
         )
         if name.startswith("validation"):  # validation-0 and so on for several sets
             self._history.entries.append({"iteration": iteration, name: loss})
-        if self._writer:
-            samples = progress.consumed_train_samples
-            with self._decorating(TENSORBOARD):
-                self._writer.add_scalar(f"lm loss {name}", loss, iteration)
-                self._writer.add_scalar(f"lm loss {name} vs samples", loss, samples)
-                if self._args.log_validation_ppl_to_tensorboard:
-                    self._writer.add_scalar(f"lm loss {name} ppl", perplexity, iteration)
+        loss_name = f"lm loss {name}"
+        numbers = {loss_name: loss}
+        if self._args.log_validation_ppl_to_tensorboard:
+            numbers[f"{loss_name} ppl"] = perplexity
+        self._scalars.add(numbers, progress, by_samples=(loss_name,))
 
     def stage(self, progress: Progress) -> None:
         """Write the history that belongs to the checkpoint which is saved next."""
         if self._speaks and self._args.save:
-            with self._decorating(HISTORY):
+            with self._decorations.guard(HISTORY):
                 self._history.stage(progress.iteration)
 
     def saved(self, progress: Progress) -> None:
         """Report that a checkpoint has been published: keep the history that belongs to it."""
         self.keep()
         if self._speaks and self._args.log_progress:
-            with self._decorating(PROGRESS), open(Path(self._args.save) / PROGRESS, "a") as file:
+            with (
+                self._decorations.guard(PROGRESS),
+                open(Path(self._args.save) / PROGRESS, "a") as file,
+            ):
                 file.write(
                     f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\t"
                     f"operations {progress.num_floating_point_operations_so_far:.4e}\n"
@@ -197,48 +228,79 @@ class Report:
         if not (self._speaks and self._args.save):
             return
         self.keep_history()
-        with self._decorating(PICTURE):
+        with self._decorations.guard(PICTURE):
             curves = self._history.curve("train"), self._history.curve("validation")
             draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
 
     def keep_history(self) -> None:
         """Write the history of losses, without its plot: drawing takes longer than a local save."""
         if self._speaks and self._args.save:
-            with self._decorating(HISTORY):
+            with self._decorations.guard(HISTORY):
                 self._history.keep()
-
-    @contextmanager
-    def _decorating(self, name: str) -> Iterator[None]:
-        """Go on with training where this file cannot be written, and say so once."""
-        try:
-            yield
-        except OSError as error:
-            if name not in self._unwritable:
-                self._unwritable.add(name)
-                self.say(f"{name} cannot be written, training goes on without: {error}")
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`restart_clock` out of the time that steps take."""
+        self.times.stop_interval()
+        self._devices.pause()
         self._clock_stopped = time.perf_counter()
 
     def restart_clock(self) -> None:
         """Count time as training time again."""
+        self.times.resume_interval()
+        self._devices.resume()
         self._line_started += time.perf_counter() - self._clock_stopped
 
     def end(self) -> None:
         """Close the progress bar and TensorBoard's file."""
         if self._bar is not None:
             self._bar.close()
-        if self._writer:
-            with self._decorating(TENSORBOARD):
-                self._writer.close()
+        self._scalars.close()
+        self._devices.end()
 
 
-def _open_tensorboard(directory: str, queue_size: int) -> SummaryWriter:
-    # Here, because TensorBoard is an optional dependency.
-    from torch.utils.tensorboard import SummaryWriter
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
 
-    return SummaryWriter(directory, max_queue=queue_size)
+
+def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[str, float]:
+    """Return the numbers of a step for TensorBoard, as the flags say."""
+    numbers = dict(shown)
+    if not args.log_loss_scale_to_tensorboard:
+        numbers.pop("loss-scale", None)
+    if args.log_world_size_to_tensorboard:
+        numbers["world-size"] = args.world_size
+    if args.log_memory_to_tensorboard:
+        numbers |= memory_numbers()
+    return numbers
+
+
+def throughput(args: argparse.Namespace, batch_size: int, seconds: float) -> float:
+    """Return the TFLOP/s of each device in a step that took ``seconds``."""
+    return training_flops(args, batch_size) / seconds / args.world_size / 1e12
+
+
+def memory_numbers() -> dict[str, float]:
+    """Return the bytes in use, by the names that Megatron-LM gives them."""
+    if not torch.cuda.is_available():
+        return {"mem-allocated-bytes": memory_in_use()}
+    statistics = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": statistics["reserved_bytes.all.current"],
+        "mem-allocated-bytes": statistics["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": statistics["allocated_bytes.all.peak"],
+        "mem-allocated-count": statistics["allocation.all.current"],
+    }
+
+
+def memory_line(iteration: int) -> str:
+    """Return the line of --log-memory-interval, of the first rank."""
+    numbers = ", ".join(
+        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')}"
+        f" {value / 2**20:.0f} MiB"
+        for name, value in memory_numbers().items()
+        if name.endswith("-bytes")
+    )
+    return f"memory of rank 0 after {iteration} iterations: {numbers}"
 
 
 def memory_in_use() -> int:

@@ -15,7 +15,9 @@ from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.recorder import REDUCE
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import Ranks
+from tests.fsdp.recorded_steps import record_step
+from tests.fsdp.reference import LEVELS, Ranks
+from tests.fsdp.test_communication import ORDER, collectives, order_of
 
 NUM_LAYERS = 5
 
@@ -156,3 +158,43 @@ def gathers_after_a_forward_without_backward() -> list[float]:
 
 def test_a_forward_uses_weights_changed_after_a_forward_without_backward(ranks: Ranks) -> None:
     assert ranks(2, gathers_after_a_forward_without_backward) == [[0.0]] * 2
+
+
+# ---- axes of one rank
+
+STRATEGIES = [*((level, 0) for level in LEVELS), (3, 1)]
+"""Levels, and whether the outer axis shards optimizer state."""
+
+
+@pytest.mark.parametrize("level, outer", STRATEGIES)
+def test_an_outer_axis_of_one_rank_costs_nothing(ranks: Ranks, level: int, outer: int) -> None:
+    entries = ranks(2, record_step, level, "outer1", outer_dp_sharding_strategy=outer)[0]
+    assert order_of(entries) == [line.strip() for line in ORDER[level].strip().splitlines()]
+    assert {each.ranks for each in collectives(entries)} == {(0, 1)}
+
+
+@pytest.mark.parametrize("mesh", ["flat", "outer1", "ep1"])
+@pytest.mark.parametrize("level, outer", STRATEGIES)
+def test_one_rank_has_no_collectives(ranks: Ranks, level: int, outer: int, mesh: str) -> None:
+    settings = {"outer_dp_sharding_strategy": outer} if mesh == "outer1" else {}
+    assert collectives(ranks(1, record_step, level, mesh, 2, **settings)[0]) == []
+
+
+OUTER_ORDER = {
+    0: """
+        backward all_reduce blocks.2 blocks.1 blocks.0 root
+    """,
+    1: """
+        forward all_gather root blocks.0 blocks.1 blocks.2
+        backward reduce_scatter blocks.2 blocks.1 blocks.0 root
+    """,
+}
+"""With one inner rank and two outer ranks, by the strategy of the outer axis, at every level."""
+
+
+@pytest.mark.parametrize("level, outer", STRATEGIES)
+def test_an_inner_axis_of_one_rank_costs_nothing(ranks: Ranks, level: int, outer: int) -> None:
+    """The outer axis is reduced at the last microbatch alone."""
+    entries = ranks(2, record_step, level, "outer2", 3, outer_dp_sharding_strategy=outer)[0]
+    assert order_of(entries) == [line.strip() for line in OUTER_ORDER[outer].strip().splitlines()]
+    assert {each.microbatch for each in collectives(entries) if each.track == REDUCE} == {2}

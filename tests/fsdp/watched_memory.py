@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import MegatronFSDP, fully_shard_model
+from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.engine import device
 from megatron.fsdp.engine.gradients import GroupGradients
 from tests.fsdp.meshes import shard_mesh
@@ -90,7 +90,8 @@ def look_at(model: MegatronFSDP) -> Sample:
 
 
 def local_gradients(group: Any) -> Tensor | None:
-    return group.gradients._local.flat if group.gradients._local is not None else None
+    buffer = group.gradients.local._buffer
+    return buffer.flat if buffer is not None else None
 
 
 @contextmanager
@@ -100,9 +101,9 @@ def watching(model: MegatronFSDP) -> Iterator[list[Sample]]:
     originals = device.allocate, device.free
     accumulate = GroupGradients.accumulate
 
-    def look_and_accumulate(gradients: GroupGradients) -> None:
+    def look_and_accumulate(gradients: GroupGradients, reduces_now: bool) -> None:
         samples.append(look_at(model))
-        accumulate(gradients)
+        accumulate(gradients, reduces_now)
 
     def watched(change: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def change_and_look(tensor: Tensor) -> None:
@@ -144,12 +145,28 @@ def peak_in_units(samples: list[Sample], what: str) -> int:
 
 
 def peak_bytes() -> list[int]:
-    """Return the peak at each level, in the steady state."""
+    """Return the peak at each level, in the steady state, with Adam's moments."""
     peaks = []
     for level in range(4):
-        model = build_deep(level)
+        module = Deep()
+        model, optimizer = fully_shard(
+            module,
+            torch.optim.Adam(module.parameters()),
+            shard_mesh(),
+            fsdp_unit_modules=[ResidualBlock],
+            zero_dp_strategy=level,
+        )
         train_deep(model)
         with watching(model) as samples:
             train_deep(model)
-        peaks.append(max(sample.bytes for sample in samples))
+        peaks.append(max(sample.bytes for sample in samples) + bytes_of_moments(optimizer))
     return peaks
+
+
+def bytes_of_moments(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the storages of Adam's moments, which live from its construction on."""
+    moments: list[Tensor] = []
+    for state in optimizer.state.values():
+        moments += [state[name].to_local() for name in ("exp_avg", "exp_avg_sq")]
+    storages = {each.untyped_storage().data_ptr(): stored(each) for each in moments}
+    return sum(storages.values())

@@ -3,6 +3,7 @@
 
     python -m tests.pretrain.parity                  every row
     python -m tests.pretrain.parity "tp2 pp2" cp     rows whose names contain one of the words
+    python -m tests.pretrain.parity --exactly "2 ranks, pp2, level 3, llama"    rows by their names
     python -m tests.pretrain.parity --write FILE     and the table as Markdown
 
 Both train ten steps on the same data. Losses and gradient norms agree within 1e-5 in fp32; in bf16
@@ -15,7 +16,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tests.pretrain.training_runs import DATA, NO_DROPOUT, Record, train
+from tests.pretrain.training_runs import DATA, NO_DROPOUT, Record, train, write_counting_corpus
 from tests.rank_pool import run_ranks
 
 STEPS = 10
@@ -296,8 +297,13 @@ def _largest(ours: Record, theirs: Record, name: str, steps: int) -> float:
 def main(words: list[str]) -> int:
     """Print every row with its differences; 1 if any of them is too large."""
     target = words.pop() if "--write" in words else None
-    words = [word for word in words if word != "--write"]
-    rows = [row for row in TABLE if not words or any(word in row.name for word in words)]
+    names = {word for word in words if not word.startswith("--")}
+    if "--exactly" in words:
+        rows = [row for row in TABLE if row.name in names]
+        assert len(rows) == len(names), names - {row.name for row in rows}
+    else:
+        rows = [row for row in TABLE if not names or any(word in row.name for word in names)]
+    write_counting_corpus()
     lines, failures = (
         ["| combination | loss | gradient norm | weight norm |", "|---|---|---|---|"],
         0,

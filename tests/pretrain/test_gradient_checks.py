@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from megatron.pretrain import loop
+from megatron.pretrain import loop, training_step
 from tests.pretrain.parity import LLAMA, SHORT, Combination
 from tests.pretrain.training_runs import Record, build, pretrain, tokenizer_of
 from tests.rank_pool import run_ranks
@@ -16,7 +17,7 @@ from tests.rank_pool import run_ranks
 
 def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
     """Job: train with one gradient element of `rank` set to `value` in the first step."""
-    step = loop.forward_backward
+    step = training_step.forward_backward
     spoiled = []
 
     def forward_backward(run: loop.TrainingRun, *args: Any, **kwargs: Any) -> Any:
@@ -26,7 +27,7 @@ def train_spoiled(command_line: str, rank: int, value: float) -> Record | str:
             spoiled[0].grad.to_local().view(-1)[0] = value
         return result
 
-    with patch.object(loop, "forward_backward", forward_backward):
+    with patch.object(training_step, "forward_backward", forward_backward):
         return pretrain(command_line)
 
 
@@ -47,7 +48,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
     """Job: return the error of a step in which one weight gradient of `rank` is NaN."""
     run = build(command_line)
     loop.connect(run)
-    loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
+    loop.init_num_microbatches(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
     data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     if dist.get_rank() == rank:
         weight = next(
@@ -58,7 +59,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
         weight.compute.register_hook(lambda gradient: gradient * math.nan)
     with loop.batches(run, data, 0) as batches:
         try:
-            loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)
+            loop.forward_backward(run, batches, get_num_microbatches(), forward_only=False)
         except RuntimeError as error:
             return str(error)
     return ""

@@ -5,6 +5,7 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -35,6 +36,21 @@ def namespace(**given: Any) -> argparse.Namespace:
         log_validation_ppl_to_tensorboard=False,
         log_interval=1,
         log_throughput=False,
+        log_memory_interval=None,
+        log_timers_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=True,
+        log_world_size_to_tensorboard=False,
+        timing_log_level=0,
+        timing_log_option="minmax",
+        barrier_with_L1_time=True,
+        use_megatron_fsdp=False,
+        log_energy=False,
+        log_straggler=False,
+        record_memory_history=False,
+        wandb_project=None,
+        wandb_exp_name=None,
+        wandb_entity=None,
+        wandb_save_dir=None,
         train_iters=10,
         global_batch_size=4,
         rampup_batch_size=None,
@@ -147,6 +163,8 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
         "lm loss vs samples",
         "learning-rate vs samples",
         "grad-norm vs samples",
+        "params-norm vs samples",
+        "batch-size vs samples",
         "lm loss validation",
         "lm loss validation vs samples",
         "lm loss validation ppl",
@@ -163,6 +181,34 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
         (8, 4.0),
     ]
     assert events.Scalars("lm loss validation ppl")[0].value == pytest.approx(7.389056)
+
+
+def test_flags_choose_what_tensorboard_gets_beside_the_losses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = namespace(
+        tensorboard_dir=str(tmp_path),
+        world_size=3,
+        log_world_size_to_tensorboard=True,
+        log_loss_scale_to_tensorboard=False,
+        log_timers_to_tensorboard=True,
+        log_throughput=True,
+        log_interval=2,
+        log_memory_interval=2,
+        num_layers=1,
+    )
+    with patch("megatron.pretrain.report.training_flops", return_value=3e12):
+        steps(args, [5.0, 4.0], **{"loss-scale": 1024.0, "z_loss": 0.5})[0].end()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert "loss-scale" not in tags and {"z_loss", "iteration-time", "throughput"} <= tags
+    assert [event.value for event in events.Scalars("world-size")] == [3.0, 3.0]
+    (seconds,), (speed,) = events.Scalars("iteration-time"), events.Scalars("throughput")
+    assert speed.value == pytest.approx(1 / seconds.value, rel=1e-3)
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("memory of rank 0 after 2 iterations: allocated ") for line in lines)
+    assert any("| z_loss: 5.000000E-01 |" in line for line in lines)
 
 
 def test_only_the_first_rank_reports(

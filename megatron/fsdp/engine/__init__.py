@@ -14,6 +14,7 @@
     buffer        flat buffers and running sums
     local_tensor  the local parts of parameters that are DTensors already
     partition     the shards of a group, and the shard of this rank
+    local_gradients  this rank's sum of gradients since the last reduction
     gradients     accumulating and reducing the gradients of a group
     param_group   unsharding and resharding the weights of a group
     unit          the groups of a module, and the calls that use them
@@ -23,5 +24,5 @@
     schedule      when units are unsharded, resharded and reduced
     hooks         the hooks on modules, tensors and parameters that drive the schedule
 
-The algorithm itself is in the last eight, from ``gradients`` on.
+The algorithm itself is in the last nine, from ``local_gradients`` on.
 """

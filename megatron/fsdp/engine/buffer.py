@@ -43,9 +43,11 @@ class FlatBuffer:
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
         recorder.storage("allocate", self.flat)
-        self._padding = self._between_parameters()
         # Created now, because a tensor without storage cannot be sliced.
-        self._views = [self.flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+        self.views = views_of(self.flat, layout)
+        """The views of whole parameters, in their logical shapes."""
+        self.padding = padding_of(self.flat, layout)
+        """The slices between parameters."""
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
         self.slot: MemorySlot | None = None
@@ -53,19 +55,6 @@ class FlatBuffer:
         self._on_move = on_move
         if slots is not None:
             slots.occupy(self)
-
-    def _between_parameters(self) -> list[torch.Tensor]:
-        """Return the slices of the flat tensor that belong to no parameter."""
-        slices = []
-        end = 0
-        for slot in sorted(self.layout.slots, key=lambda slot: slot.start):
-            if slot.numel:
-                if end < slot.start:
-                    slices.append(self.flat[end : slot.start])
-                end = slot.stop
-        if end < self.layout.numel:
-            slices.append(self.flat[end:])
-        return slices
 
     def allocate(self) -> None:
         """Allocate the storage if it is freed; new storage has undefined values."""
@@ -115,7 +104,7 @@ class FlatBuffer:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
         else:
             storage = slot_memory.untyped_storage()
-        for tensor in (self.flat, *self._views, *self._padding, *self._slices):
+        for tensor in (self.flat, *self.views, *self.padding, *self._slices):
             tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if slot_memory is None:
             storage.resize_(0)
@@ -124,12 +113,12 @@ class FlatBuffer:
 
     def zero_padding(self) -> None:
         """Set the padding to zero; sums over the flat tensor are then sums over parameters."""
-        if self._padding:
-            torch._foreach_zero_(self._padding)
+        if self.padding:
+            torch._foreach_zero_(self.padding)
 
     def view(self, index: int) -> torch.Tensor:
         """Return the view of the whole parameter ``index``, in its logical shape."""
-        return self._views[index]
+        return self.views[index]
 
     def slice(self, index: int, count: int) -> torch.Tensor:
         """Return number ``index`` of ``count`` equal slices of the flat tensor."""
@@ -158,40 +147,12 @@ class RunningSum:
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, or zeros if nothing was added; the same tensor until :meth:`free`."""
-        total = self._allocated()
+        """The sum, or zeros if nothing was added; always the same tensor."""
+        total = self.allocated()
         return total.zero_() if self.is_empty else total
 
-    def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor ``[numel]`` for the next addend.
-
-        For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
-        """
-        if self.is_empty and dtype == self.dtype:
-            return self._allocated()
-        return torch.empty(self._numel, dtype=dtype, device=self._device)
-
-    def add(self, addend: torch.Tensor) -> None:
-        """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
-        if addend is self._total:
-            pass  # it was computed in place
-        elif self.is_empty:
-            self._allocated().copy_(addend)
-        else:
-            self._allocated().add_(addend)
-        self.is_empty = False
-
-    def clear(self) -> None:
-        """Begin a new sum in the same tensor."""
-        self.is_empty = True
-
-    def free(self) -> None:
-        """Begin a new sum and free the storage."""
-        if self._total is not None:
-            recorder.storage("release", self._total)
-        self.is_empty, self._total = True, None
-
-    def _allocated(self) -> torch.Tensor:
+    def allocated(self) -> torch.Tensor:
+        """Return the tensor of the sum, with storage; the values of an empty one are undefined."""
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
             recorder.storage("allocate", self._total)
@@ -199,6 +160,55 @@ class RunningSum:
             memory.allocate(self._total)
             recorder.storage("allocate", self._total)
         return self._total
+
+    def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor ``[numel]`` for the next addend.
+
+        For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
+        """
+        if self.is_empty and dtype == self.dtype:
+            return self.allocated()
+        return torch.empty(self._numel, dtype=dtype, device=self._device)
+
+    def add(self, addend: torch.Tensor) -> None:
+        """Add ``addend`` ``[numel]``, which may be the result of :meth:`buffer_for`."""
+        if addend is self._total:
+            pass  # it was computed in place
+        elif self.is_empty:
+            self.allocated().copy_(addend)
+        else:
+            self.allocated().add_(addend)
+        self.is_empty = False
+
+    def clear(self) -> None:
+        """Begin a new sum; its storage remains."""
+        self.is_empty = True
+
+    def free(self) -> None:
+        """Begin a new sum and free the storage."""
+        self.is_empty = True
+        if self._total is not None and self._total.untyped_storage().nbytes():
+            recorder.storage("release", self._total)
+            memory.free(self._total)
+
+
+def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the views of whole parameters in a flat tensor, in their logical shapes."""
+    return [flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+
+
+def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
+    """Return the slices of a flat tensor that belong to no parameter."""
+    slices = []
+    end = 0
+    for slot in sorted(layout.slots, key=lambda slot: slot.start):
+        if slot.numel:
+            if end < slot.start:
+                slices.append(flat[end : slot.start])
+            end = slot.stop
+    if end < layout.numel:
+        slices.append(flat[end:])
+    return slices
 
 
 def shard_view(shard: torch.Tensor, layout: Layout, index: int, rank: int) -> torch.Tensor:

@@ -69,6 +69,21 @@ class Communicator:
         """Coordinate of this rank on the outer axis; 0 without one."""
         return dist.get_rank(self.outer) if self.outer is not None else 0
 
+    @property
+    def is_hybrid(self) -> bool:
+        """True if there are several ranks on the outer axis."""
+        return self.outer_size > 1
+
+    @property
+    def has_collectives(self) -> bool:
+        """True if there are several ranks on one of the axes."""
+        return self.inner_size * self.outer_size > 1
+
+    @property
+    def is_identity(self) -> bool:
+        """True if a reduction over both axes changes nothing."""
+        return not self.has_collectives and self.divisor == 1
+
     # ---- weights
 
     def all_gather(

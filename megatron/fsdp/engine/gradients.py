@@ -5,7 +5,7 @@
     parameter.grad   the gradient that autograd leaves on a compute parameter; it is set to None
                      when the unit's backward ends
     local gradient   the sum of this rank's gradients since the last reduction, for whole
-                     parameters, in one flat buffer
+                     parameters, in one flat tensor: see [Note: where local gradients accumulate]
     inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
                      axis and not yet over the outer one, summed over microbatches
     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
@@ -17,7 +17,10 @@
 At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
 large buffer of local gradients; below, it waits for the last microbatch. Without an outer axis its
 result is added to the gradient shard. With one it is added to the inner sum, and the reduction over
-the outer axis, whose links are slower, waits for the last microbatch.
+the outer axis, whose links are slower, waits for the last microbatch. If a rank's part of the inner
+axis is the whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait
+for the last microbatch and are then reduced over both axes. An axis of one rank has no collectives,
+and without collectives gradients remain in the main gradient dtype.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ from torch import nn
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine import recorder
-from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum
+from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_tensor import local_grad
+from megatron.fsdp.engine.local_gradients import LocalGradients
 from megatron.fsdp.engine.memory_slots import MemorySlots
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -71,24 +74,26 @@ class GroupGradients:
         self._parameters = parameters
         self._layout = layout
         self._partition = partition
-        self._reduces_every_backward = strategy.shards_gradients
         self._communicator = communicator
         self._device = device
         self._unit_name = unit_name
+        self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
+        self._frees_local = strategy.shards_gradients and not self._has_whole
         self._slots = slots
+        self._may_share_sum = partition.num_owned == 1 and slots is None
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
         """The dtype in which gradients are reduced; see :meth:`set_comm_dtype`."""
 
-        self._local: FlatBuffer | None = None  # made at the first backward
-        self._local_views: list[torch.Tensor] = []
-        self._has_local = False
+        self.local = LocalGradients(parameters, layout, device, unit_name, slots)
+        """The gradients of this rank that are not in any reduction yet."""
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device)
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device)
         self._optimizer_grad: torch.Tensor | None = None  # where its dtype is not the sum's
         self._is_moved = False  # the values are there, and not in the sum
+        self._is_shown = False  # the user may have tensors over the storage of the sum
         self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
         self._collective: Pending | None = None  # the one under way
 
@@ -96,12 +101,7 @@ class GroupGradients:
     def shard(self) -> torch.Tensor:
         """The gradient shard ``[shard_size]`` in the main gradient dtype; zeros at first."""
         self._move_back()
-        return self._grad_sum.total
-
-    @property
-    def has_local(self) -> bool:
-        """True if this rank has gradients that are not in any reduction yet."""
-        return self._has_local
+        return self._reduced()
 
     @property
     def has_inner_sum(self) -> bool:
@@ -109,59 +109,57 @@ class GroupGradients:
 
         The reduction over the inner axis may be under way; this waits for it.
         """
-        if self._communicator.outer is None:
+        if not self._communicator.is_hybrid or self._has_whole:
             return False
         self.wait_for_reduce()
         return not self._inner_sum.is_empty
 
     # ---- accumulation
 
-    def accumulate(self) -> None:
-        """Add the gradients that autograd left on the compute parameters to the local gradients."""
-        arrived = [
-            index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
-        ]
-        # Ranks that do not allocate the same buffers at the same time assign different slots. So a
-        # rank that has not used the group (an expert without tokens) accumulates zeros.
-        if not arrived and self._slots is None:
-            return
-        with named(self._unit_name, "accumulate gradients"):
-            self._open_local(covers_all=len(arrived) == len(self._parameters))
-            targets = [self._local_views[index] for index in arrived]
-            grads = [local_grad(self._parameters[index]) for index in arrived]
-            if arrived and self._has_local:
-                torch._foreach_add_(targets, grads)
-            elif arrived:
-                torch._foreach_copy_(targets, grads)
-        self._has_local = True
-        for index in arrived:
-            self._parameters[index].grad = None
-
-    def _open_local(self, covers_all: bool) -> FlatBuffer:
-        """Return the flat buffer of the local gradients, with storage.
-
-        A buffer that had no gradients is zeroed first.
+    def accumulate(self, reduces_now: bool) -> None:
+        """Add the gradients that autograd left on the compute parameters to the local gradients.
 
         Args:
-            covers_all: the caller writes the gradient of every parameter, so only the padding
-                between them has to be zeroed.
+            reduces_now: the caller reduces them over the inner axis next.
         """
-        # Between reductions gradients accumulate in the main dtype. If every backward is reduced,
-        # nothing accumulates here, and the buffer has the dtype of the reduction.
-        dtype = self.comm_dtype if self._reduces_every_backward else self._main_dtype
-        if self._local is None or (self._local.flat.dtype != dtype and not self._has_local):
-            if self._local is not None:
-                self._local.discard()
-            name = f"the local gradients of unit {self._unit_name!r}"
-            self._local = FlatBuffer(self._layout, dtype, self._device, name, self._slots)
-            self._local_views = [self._local.view(index) for index in range(len(self._parameters))]
-        if not self._has_local:
-            self._local.allocate()
-            if covers_all:
-                self._local.zero_padding()
-            else:
-                self._local.flat.zero_()
-        return self._local
+        if self._has_whole:
+            self.wait_for_reduce()  # it reduces the tensor of the local gradients
+        self.local.accumulate(*self._place(reduces_now))
+
+    @torch.no_grad()
+    def view_to_write(self, index: int) -> torch.Tensor | None:
+        """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
+
+        The layer then leaves an alias of it on ``parameter.grad``, which :meth:`accumulate` does
+        not copy. None: there are gradients to add to, or another dtype is wanted.
+        """
+        parameter = self._parameters[index]
+        dtype, gradient_sum = self._place(reduces_now=False)
+        if (
+            self._collective is not None  # it may reduce the same tensor
+            or self._slots is not None
+            or parameter.grad is not None
+            or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
+        ):
+            return None
+        return self.local.view_to_write(index, dtype, gradient_sum)
+
+    def _place(self, reduces_now: bool) -> tuple[torch.dtype, RunningSum | None]:
+        """Return where local gradients accumulate if there are none yet.
+
+        Returns:
+            The dtype of their buffer, and the sum in whose tensor they accumulate instead, or None.
+            Between reductions they accumulate in the main dtype. If every backward is reduced,
+            nothing accumulates in the buffer, and it has the dtype of the reduction.
+        """
+        dtype = self.comm_dtype if self._frees_local else self._main_dtype
+        if not self._may_share_sum:
+            return dtype, None
+        if reduces_now and self._communicator.is_identity:
+            self._move_back()
+            return dtype, self._grad_sum
+        has_reduced = self._is_moved or not self._grad_sum.is_empty
+        return dtype, None if has_reduced else self._grad_sum
 
     # ---- reduction
 
@@ -197,27 +195,49 @@ class GroupGradients:
 
     def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
         """Yield each collective when it has started; the code after a yield needs its result."""
-        is_hybrid = self._communicator.outer is not None
+        is_hybrid = self._communicator.is_hybrid
+        if self._has_whole:
+            if over_inner and (over_outer or not is_hybrid):
+                yield from self._reduce_whole()
+            return
         if over_inner:
             yield from self._reduce_inner(self._inner_sum if is_hybrid else self._grad_sum)
         if over_outer and is_hybrid:
             yield from self._reduce_outer()
 
     def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
-        """Add the local gradients, reduced over the inner axis, to ``target``; free them."""
-        local = self._local
-        if local is None or not self._has_local:
-            local = self._open_local(covers_all=False)
-        full = local.flat.to(self.comm_dtype)
-        self._has_local = False
-        if self._partition.num_inner > 1:
-            result = target.buffer_for(full.dtype)
-            yield self._communicator.reduce_scatter(full, result)
-        else:
-            result = full
-            yield self._communicator.all_reduce(full)
+        """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
+        self.local.open(*self._place(False), covers_all=False)  # zeros if there are none
+        full = self.local.take().to(self.comm_dtype)
+        result = target.buffer_for(full.dtype)
+        yield self._communicator.reduce_scatter(full, result)
         target.add(result)
-        local.free()
+        self.local.free()
+
+    def _reduce_whole(self) -> Iterator[Pending]:
+        """Add the local gradients, reduced over both axes, to the gradient shard."""
+        communicator = self._communicator
+        self.local.open(*self._place(reduces_now=True), covers_all=False)
+        is_in_sum = self.local.is_in_sum
+        local = self.local.take()
+        if is_in_sum:
+            self._grad_sum.add(local)  # in place: from here on these are the reduced gradients
+        result = full = local.to(self.comm_dtype) if communicator.has_collectives else local
+        inner = communicator.all_reduce(full)
+        if communicator.inner_size > 1:
+            yield inner
+        else:
+            inner.wait()
+        if self._partition.num_outer > 1:
+            result = self._grad_sum.buffer_for(full.dtype)
+            yield communicator.reduce_scatter_outer(full, result)
+        elif communicator.is_hybrid:
+            yield communicator.all_reduce_outer(full)
+        if not is_in_sum:
+            self._grad_sum.add(result)
+        elif result is not local:
+            local.copy_(result)
+        self.local.free()
 
     def _reduce_outer(self) -> Iterator[Pending]:
         """Add the inner sum, reduced over the outer axis, to the gradient shard."""
@@ -245,7 +265,8 @@ class GroupGradients:
             The same tensor in every step.
         """
         if self._grad_sum.dtype == self._main_param_dtype or not in_main_dtype:
-            return self._grad_sum.total
+            self._is_shown = True
+            return self._reduced()
         if self._optimizer_grad is None:
             self._optimizer_grad = torch.empty(
                 self._layout.shard_size, dtype=self._main_param_dtype, device=self._device
@@ -255,10 +276,18 @@ class GroupGradients:
             memory.allocate(self._optimizer_grad)
             recorder.storage("allocate", self._optimizer_grad)
         if not self._is_moved:
-            self._optimizer_grad.copy_(self._grad_sum.total)
+            self._optimizer_grad.copy_(self._reduced())
             self._grad_sum.free()
             self._is_moved = True
         return self._optimizer_grad
+
+    def _reduced(self) -> torch.Tensor:
+        """Return the sum; local gradients do not appear in it before they are reduced."""
+        self.local.move_to_buffer()
+        total = self._grad_sum.total
+        if self._may_share_sum:
+            self._grad_sum.add(total)  # in place: even zeros are reduced gradients now
+        return total
 
     def _move_back(self) -> None:
         """Let the sum go on from the final gradient, which the user may have changed."""
@@ -273,8 +302,7 @@ class GroupGradients:
         for running_sum in (self._grad_sum, self._inner_sum):
             if not running_sum.is_empty:
                 running_sum.total.mul_(factor)
-        if self._local is not None and self._has_local:
-            self._local.flat.mul_(factor)
+        self.local.scale(factor)
         if self._is_moved and self._optimizer_grad is not None:
             self._optimizer_grad.mul_(factor)
 
@@ -282,7 +310,7 @@ class GroupGradients:
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
         self._is_moved = False
-        if self._optimizer_grad is None:
+        if self._is_shown:
             self._grad_sum.clear()
         else:
             self._grad_sum.free()
@@ -291,9 +319,7 @@ class GroupGradients:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
         self.forget_reduced()
         self._inner_sum.free()
-        if self._local is not None:
-            self._local.free()
-        self._has_local = False
+        self.local.free()
         for parameter in self._parameters:
             parameter.grad = None
 

@@ -143,10 +143,11 @@ class Schedule:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
         if unit.has_grads:
             self._reductions.advance()
-            for group in unit.trainable_groups:
-                group.gradients.accumulate()
             is_complete = self._microbatches.are_synchronised
-            if self._strategy.shards_gradients or is_complete:
+            reduces_now = self._strategy.shards_gradients or is_complete
+            for group in unit.trainable_groups:
+                group.gradients.accumulate(reduces_now)
+            if reduces_now:
                 self._reduce(unit, over_inner=True, over_outer=is_complete)
         unit.reset_backward()
         if not unit.users:
@@ -183,7 +184,7 @@ class Schedule:
     def reduce_pending(self) -> None:
         """Start to reduce all gradients that have accumulated."""
         for unit in reversed(self.units):
-            has_local = any(group.gradients.has_local for group in unit.trainable_groups)
+            has_local = any(not group.gradients.local.is_empty for group in unit.trainable_groups)
             if has_local or any(group.gradients.has_inner_sum for group in unit.trainable_groups):
                 self._reduce(unit, over_inner=has_local, over_outer=True)
 

@@ -26,9 +26,6 @@ EXPERT_OVERLAP = (
 )
 HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
-RERUN = "repeating iterations to find hardware faults is not built yet"
-WANDB = "Weights & Biases is not supported; use --tensorboard-dir"
-TIMERS = "timers are not built yet; --log-throughput and --profile measure"
 OTHER_TOKENIZERS: dict[Any, str] = {
     "BertWordPieceLowerCase": "is for BERT",
     "BertWordPieceCase": "is for BERT",
@@ -88,15 +85,6 @@ _REFUSED: dict[str, str] = {
     ),
     "legacy tests during training are not built": "test_mode",
     MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
-    "losses of the router are not logged yet": "moe_per_layer_logging",
-    RERUN: "rerun_mode error_injection_rate check_for_spiky_loss",
-    "comparing the weights of replicas is not built yet": (
-        "check_weight_hash_across_dp_replicas_interval"
-    ),
-    TIMERS: "log_timers_to_tensorboard timing_log_level timing_log_option",
-    "use --log-memory-to-tensorboard": "log_memory_interval",
-    WANDB: "wandb_project wandb_exp_name wandb_entity wandb_save_dir",
-    "recording GPU allocations is not built yet": "record_memory_history memory_snapshot_path",
     "external loggers are not built": "one_logger_project",
 }
 """Reason -> destinations, separated by blanks."""
@@ -185,8 +173,8 @@ NEEDS: tuple[Needs, ...] = (
         "needs --use-nccl-ub",
     ),
     Needs(
-        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw check_for_large_grads "
-        "ddp_reduce_scatter_with_fp32_accumulation",
+        "ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw"
+        " ddp_reduce_scatter_with_fp32_accumulation",
         "use_megatron_fsdp",
         (False,),
         "does nothing with --use-megatron-fsdp",
@@ -333,9 +321,33 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs(
         "log_validation_ppl_to_tensorboard log_memory_to_tensorboard tensorboard_log_interval"
-        " tensorboard_queue_size",
+        " log_timers_to_tensorboard log_loss_scale_to_tensorboard log_world_size_to_tensorboard"
+        " moe_per_layer_logging",
         "tensorboard_dir",
         (),
-        "needs --tensorboard-dir",
+        "needs --tensorboard-dir or --wandb-project",
+        unless="wandb_project",
+    ),
+    Needs("tensorboard_queue_size", "tensorboard_dir", (), "needs --tensorboard-dir"),
+    Needs(
+        "memory_snapshot_path", "record_memory_history", (True,), "needs --record-memory-history"
+    ),
+    Needs(
+        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
+        "log_straggler",
+        (True,),
+        "needs --log-straggler",
+    ),
+    Needs(
+        "wandb_exp_name wandb_entity wandb_save_dir",
+        "wandb_project",
+        (),
+        "needs --wandb-project",
+    ),
+    Needs(
+        "error_injection_rate error_injection_type result_rejected_tracker_filename",
+        "rerun_mode",
+        ("validate_results",),
+        "needs --rerun-mode validate_results",
     ),
 )

@@ -35,6 +35,9 @@ POSITIVE = (
         "lr_wsd_decay_samples",
         "distributed_timeout_minutes",
         "tensorboard_log_interval",
+        "log_memory_interval",
+        "check_weight_hash_across_dp_replicas_interval",
+        "straggler_minmax_count",
         "num_experts",
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
@@ -77,6 +80,7 @@ NOT_NEGATIVE = [
     "adam_eps",
     "decoupled_lr",
     "decoupled_min_lr",
+    "error_injection_rate",
 ]
 """Destinations whose values are at least 0, if they are given."""
 PROBABILITIES = ("attention_dropout", "hidden_dropout")

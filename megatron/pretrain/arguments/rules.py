@@ -21,6 +21,7 @@ from megatron.pretrain.arguments.machine_rules import fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model
 from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
 from megatron.pretrain.arguments.number_rules import check_numbers
+from megatron.pretrain.arguments.observing_rules import check_observing
 from megatron.pretrain.arguments.parallel_rules import check_microbatches, complete_parallelism
 from megatron.pretrain.arguments.precision_rules import choose_precision
 from megatron.pretrain.arguments.run_length_rules import complete_batch_and_length
@@ -123,6 +124,7 @@ RULES: tuple[Callable[[Check], None], ...] = (
     check_data,
     check_checkpoints_and_logging,
     check_saves,
+    check_observing,
     fit_to_machine,
     check_needs,
     note_flags_without_effect,

@@ -59,6 +59,7 @@ NUMBERS = {
 PIPELINE = "--pipeline-model-parallel-size 2"
 
 COMPANIONS = {
+    "moe_per_layer_logging": "--tensorboard-dir logs",
     "num_query_groups": "--group-query-attention",
     "overlap_param_gather": "--overlap-grad-reduce --use-distributed-optimizer",
     "sgd_momentum": "--optimizer sgd",

@@ -182,7 +182,8 @@ def test_gradients_of_stages_are_reduced_together_unless_told_otherwise(
     config = SimpleNamespace(grad_sync_func=None)
     chunk = SimpleNamespace(no_sync=object(), start_grad_sync=object())
     with patch.object(loop, "get_model_config", lambda model: config):
-        loop.connect(SimpleNamespace(args=args, model=[chunk], optimizer=None))
+        report = SimpleNamespace(times=SimpleNamespace(connect=lambda model, optimizer: None))
+        loop.connect(SimpleNamespace(args=args, model=[chunk], optimizer=None, report=report))
     assert config.grad_sync_func is (chunk.start_grad_sync if aligned else None)
     assert config.no_sync_func is chunk.no_sync
 
@@ -194,7 +195,8 @@ READ_BY = {
         """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
             enable_experimental deprecated_use_mcore_models group_query_attention
-            legacy_tokenizer data_args_path per_split_data_args_path"""
+            legacy_tokenizer data_args_path per_split_data_args_path
+            log_batch_size_to_tensorboard log_learning_rate_to_tensorboard"""
     ),
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
@@ -212,8 +214,21 @@ READ_BY = {
         """make_vocab_size_divisible_by
             padded_vocab_size micro_batch_size
             global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
-            exit_signal_handler skip_train eval_interval empty_unused_memory_level manual_gc
-            manual_gc_interval log_params_norm"""
+            exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
+            check_weight_hash_across_dp_replicas_interval"""
+    ),
+    "training_step": "empty_unused_memory_level log_params_norm",
+    "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
+    "scalars": (
+        """tensorboard_queue_size wandb_project wandb_exp_name wandb_entity wandb_save_dir"""
+    ),
+    "rerun": (
+        """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
+            result_rejected_tracker_filename"""
+    ),
+    "device_records": (
+        """log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
+            record_memory_history memory_snapshot_path log_energy"""
     ),
     "microbatches": "dataloader_type num_workers",
     "fill_in_the_middle": (
@@ -226,7 +241,8 @@ READ_BY = {
     "ranks": "seed",
     "report": (
         """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
-            tensorboard_dir tensorboard_log_interval tensorboard_queue_size log_progress"""
+            tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
+            log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
     ),
     "../../pretrain_gpt": "logging_level",
 }

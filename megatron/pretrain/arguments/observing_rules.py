@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about what a run needs of its machine to be observed."""
+
+import importlib.util
+
+from megatron.pretrain.arguments.check import Check
+
+WITHOUT_CUDA = {
+    "log_straggler": (
+        "needs CUDA: Megatron-Core's detector compares the times of CUDA events; give"
+        " --timing-log-level 2 --timing-log-option all"
+    ),
+    "record_memory_history": "needs CUDA: the recorder is that of its allocator; give --profile",
+    "log_energy": "needs an NVIDIA GPU, whose NVML measures energy; leave it out",
+}
+"""Destination -> the reason why it is refused on a CPU."""
+PACKAGES = {"wandb_project": "wandb", "log_energy": "pynvml"}
+"""Destination -> the optional package that it needs."""
+
+
+def check_observing(check: Check) -> None:
+    """Refuse what this machine cannot observe, with the reason."""
+    missing_devices = [] if check.machine.cuda else list(WITHOUT_CUDA)
+    for dest in missing_devices:
+        check.require(not getattr(check.args, dest), f"{check.flag(dest)} {WITHOUT_CUDA[dest]}")
+    for dest, package in PACKAGES.items():
+        check.require(
+            not getattr(check.args, dest)
+            or dest in missing_devices
+            or importlib.util.find_spec(package) is not None,
+            f"{check.flag(dest)} needs the package {package}: pip install {package}",
+        )
+    check_replicas_to_compare(check)
+    note_what_is_always_logged(check)
+
+
+def check_replicas_to_compare(check: Check) -> None:
+    """Refuse to compare replicas where every weight is on one rank only."""
+    args = check.args
+    is_sharded = (
+        args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
+    )
+    instances = args.num_distributed_optimizer_instances
+    check.require(
+        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded)
+        or (instances > 1 and args.outer_dp_sharding_strategy == "no_shard"),
+        "--check-weight-hash-across-dp-replicas-interval needs replicas, and"
+        " --data-parallel-sharding-strategy optim_grads_params has them only with"
+        " --num-distributed-optimizer-instances above 1 and --outer-dp-sharding-strategy no_shard",
+    )
+
+
+def note_what_is_always_logged(check: Check) -> None:
+    """Say of deprecated flags that they change nothing."""
+    if check.args.log_batch_size_to_tensorboard:
+        check.notes.append("--log-batch-size-to-tensorboard: deprecated, is the default")
+    if check.args.log_learning_rate_to_tensorboard:
+        check.notes.append("--log-learning-rate-to-tensorboard: deprecated, is the default")

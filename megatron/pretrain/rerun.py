@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Repeated steps, to tell errors of the hardware from those of the run.
+
+Megatron-Core's rerun machine decides which steps are repeated and which runs end; this module gives
+it the state of a run that a step changes, and the results to validate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.rerun_state_machine import (
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION,
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE,
+    Call,
+    Caller,
+    RerunDataIterator,
+    RerunDiagnostic,
+    RerunErrorInjector,
+    RerunMode,
+    RerunState,
+    RerunStateMachine,
+    destroy_rerun_state_machine,
+    get_rerun_state_machine,
+    initialize_rerun_state_machine,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.module import MegatronModule
+from torch.distributed.tensor import DTensor
+
+MODES = {
+    "disabled": RerunMode.DISABLED,
+    "validate_results": RerunMode.VALIDATE_RESULTS,
+    "report_stats": RerunMode.REPORT_DETERMINISM_STATS,
+}
+INJECTED = tuple(each.value for each in RerunDiagnostic)
+"""Values of --error-injection-type."""
+SPIKE = 10
+"""A loss or gradient this many times as large as all of the first 100 is reported."""
+ENDINGS = {
+    EXIT_CODE_RESUME_TO_DISAMBIGUATE: (
+        "a result was rejected and came out the same again: resume from the checkpoint, on other"
+        " devices, to find out whether this one is at fault"
+    ),
+    EXIT_CODE_FAILED_ON_RESULT_VALIDATION: (
+        "a result was rejected, and the diagnosis is in the log above: do not go on from it"
+    ),
+}
+"""Exit code of Megatron-Core's machine -> its meaning."""
+
+
+class RerunExitError(Exception):
+    """The end of a run that the rerun machine asks for, on every rank.
+
+    Attributes:
+        code: the exit code of the program, 16 or 17 as that of Megatron-LM.
+    """
+
+    def __init__(self, code: int):
+        super().__init__(
+            f"{ENDINGS.get(code, 'the rerun machine ends this run')} (exit code {code})"
+        )
+        self.code = code
+
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return type(self), (self.code,)
+
+
+def is_repeating(args: argparse.Namespace) -> bool:
+    """Return True if steps of this run may be repeated."""
+    return args.rerun_mode != "disabled"
+
+
+@contextmanager
+def machine(
+    args: argparse.Namespace, model: list[MegatronModule], say: Callable[[str], None]
+) -> Iterator[None]:
+    """Have a rerun machine inside the context.
+
+    Args:
+        args: of the run.
+        model: the chunks of this rank, whose buffers are restored before a step is repeated.
+        say: prints a line.
+    """
+    destroy_rerun_state_machine()  # one that Megatron-Core has made because there was none
+    with _quiet() if not is_repeating(args) else nullcontext():
+        initialize_rerun_state_machine(
+            state_save_func=partial(_saved_state, model),
+            state_restore_func=partial(_restore_state, model),
+            mode=MODES[args.rerun_mode],
+            error_injector=RerunErrorInjector(
+                args.error_injection_rate, RerunDiagnostic(args.error_injection_type)
+            ),
+            result_rejected_tracker_filename=args.result_rejected_tracker_filename,
+        )
+    results = get_rerun_state_machine()
+    # Megatron-Core's own reads fields that its callers no longer have.
+    results._maybe_report_stats = partial(_report_statistics, results, args.log_interval, say)
+    try:
+        yield
+    finally:
+        destroy_rerun_state_machine()
+
+
+def _report_statistics(
+    results: RerunStateMachine, interval: int, say: Callable[[str], None]
+) -> None:
+    """Say how much the results of repeated steps differ, over all ranks; a collective.
+
+    Args:
+        results: the machine.
+        interval: iterations between reports.
+        say: prints a line on the first rank.
+    """
+    if results.current_iteration % interval:
+        return
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dict(results.stats))
+    for caller, own in everyone[0].items():
+        own.combine([others[caller] for others in everyone[1:] if caller in others])
+        say(f"repeated steps, {caller.message}: {own.print_stats()}")
+    for each in results.stats.values():
+        each.reset()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the machine from warning that it is there, though it does nothing."""
+    logger = logging.getLogger("megatron.core.rerun_state_machine")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def replayable(data: Any) -> Any:
+    """Return the iterator of each model chunk with a memory for the microbatches of a step."""
+    if isinstance(data, list):
+        return [RerunDataIterator(each) for each in data]
+    return RerunDataIterator(data)
+
+
+def _saved_state(model: list[MegatronModule]) -> dict[str, Any]:
+    """Return what forward and backward change besides the generators that the machine saves.
+
+    Routers count tokens in buffers, and gradients that are finished move their biases.
+    """
+    buffers = [{name: each.clone() for name, each in chunk.named_buffers()} for chunk in model]
+    return {"tracker": get_cuda_rng_tracker().get_states(), "buffers": buffers}
+
+
+def _restore_state(model: list[MegatronModule], state: dict[str, Any]) -> None:
+    # A copy: the tracker changes the dict, and before a checkpoint the state is restored again.
+    get_cuda_rng_tracker().set_states(dict(state["tracker"]))
+    for chunk, saved in zip(model, state["buffers"]):
+        for name, buffer in chunk.named_buffers():
+            buffer.copy_(saved[name])
+
+
+# ---- across a restart
+
+
+def pending_state() -> str:
+    """Return the state of a machine that waits for a restart, of all ranks; empty if none does.
+
+    A collective if it does. The text is JSON, so that a checkpoint with it needs no class of
+    Megatron-Core to be read. It has no microbatches: a run that resumes reads them again.
+    """
+    results = get_rerun_state_machine()
+    if results.state is not RerunState.WILL_RERUN_FROM_CHECKPOINT:
+        return ""
+    state = results.state_dict(None, "torch_dist", force=True)
+    mine = dict(state["sharded"].data)
+    call = mine["failed_validation_call"]
+    mine["failed_validation_call"] = call and (*call.caller, call.sequence)
+    result = mine["initial_result"]
+    mine["initial_result"] = None if result is None else float(result)
+    device = mine["suspicious_device"]
+    mine["suspicious_device"] = device if isinstance(device, int) else device and str(device)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    iteration = state["current_iteration"]
+    return json.dumps({"mode": state["mode"], "iteration": iteration, "ranks": ranks})
+
+
+def resume(text: str, say: Callable[[str], None]) -> None:
+    """Let the machine repeat the step for which :func:`pending_state` was saved.
+
+    Args:
+        text: what it returned.
+        say: prints a line.
+    """
+    state = json.loads(text)
+    if len(state["ranks"]) != dist.get_world_size():
+        say(
+            f"a step of {len(state['ranks'])} ranks waits to be repeated, which"
+            f" {dist.get_world_size()} ranks cannot: training goes on"
+        )
+        return
+    mine = state["ranks"][dist.get_rank()]
+    if mine["failed_validation_call"] is not None:
+        message, rank, sequence = mine["failed_validation_call"]
+        mine["failed_validation_call"] = Call(Caller(message, rank), sequence)
+    if mine["initial_result"] is not None:
+        mine["initial_result"] = torch.tensor(mine["initial_result"])
+    if isinstance(mine["suspicious_device"], str):
+        mine["suspicious_device"] = torch.device(mine["suspicious_device"])
+    injector = mine["error_injector_checkpoint"]
+    for name in ("error_injection_type", "injected_error_type"):
+        injector[name] = injector[name] and RerunDiagnostic(injector[name])
+    get_rerun_state_machine().load_state_dict(
+        {
+            "mode": RerunMode(state["mode"]),
+            "current_iteration": state["iteration"],
+            "state": RerunState.WILL_RERUN_FROM_CHECKPOINT,
+            "sharded": mine,
+        }
+    )
+
+
+# ---- results
+
+
+def validate_loss(args: argparse.Namespace, loss: torch.Tensor) -> None:
+    """Let the machine check the sum of losses of a microbatch, a scalar tensor.
+
+    Without reruns, NaN and Inf are the business of the caller.
+    """
+    results = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad and is_repeating(args):
+        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            results.validate_result(
+                result=loss,
+                rejection_func=rejects,
+                message=f"found {name} in local forward loss calculation",
+            )
+    if args.check_for_spiky_loss:
+        results.validate_result(
+            result=loss,
+            rejection_func=partial(results.is_unexpectedly_large, threshold=SPIKE, context="loss"),
+            message="spiky loss",
+            fatal=False,
+        )
+
+
+def validate_gradients(args: argparse.Namespace, model: list[MegatronModule]) -> None:
+    """Let the machine check the norm of this rank's reduced gradients, with --use-megatron-fsdp.
+
+    Megatron-Core's own wrapper does so by itself. Without reruns, the engine looks for NaN and Inf.
+    """
+    finite = args.check_for_nan_in_loss_and_grad and is_repeating(args)
+    if not args.use_megatron_fsdp or not (finite or args.check_for_large_grads):
+        return
+    results = get_rerun_state_machine()
+    norm = _local_norm(model)
+    # Backward passes of some attention kernels differ by this much from one another.
+    tolerance = 0.001
+    if finite:
+        for rejects, name in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            results.validate_result(
+                result=norm,
+                rejection_func=rejects,
+                message=f"found {name} in the norm of this rank's gradients",
+                tolerance=tolerance,
+            )
+    if args.check_for_large_grads:
+        results.validate_result(
+            result=norm,
+            rejection_func=partial(results.is_unexpectedly_large, threshold=SPIKE, context="grads"),
+            message="found unexpectedly large gradients",
+            tolerance=tolerance,
+            fatal=False,
+        )
+
+
+def _local_norm(model: list[MegatronModule]) -> torch.Tensor:
+    parameters = chain.from_iterable(chunk.parameters() for chunk in model)
+    gradients = [
+        parameter.grad.to_local().float()
+        for parameter in parameters
+        if isinstance(parameter.grad, DTensor)
+    ]
+    return torch.nn.utils.get_total_norm(gradients)

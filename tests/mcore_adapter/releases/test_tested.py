@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A release that cannot be used is refused in one line that names the files."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+import megatron
+from megatron.mcore_adapter.releases import tested
+from megatron.mcore_adapter.releases.tested import ReleaseError
+from tests.warm_programs import ROOT
+
+
+def checkout(folder: Path, release: str, loop: bool = False) -> Path:
+    """Write what is read of a checkout of a release."""
+    core = folder / "megatron" / "core"
+    core.mkdir(parents=True)
+    names = zip(("MAJOR", "MINOR", "PATCH"), release.split("."))
+    lines = "".join(f"{name} = {number}\n" for name, number in names)
+    (core / "package_info.py").write_text(lines)
+    if loop:
+        (folder / "megatron" / "training").mkdir()
+        (folder / "megatron" / "training" / "__init__.py").touch()
+    return folder
+
+
+def path_of(*folders: Path) -> AbstractContextManager[object]:
+    """Let `import megatron` look into folders only."""
+    return patch.object(megatron, "__path__", [str(folder / "megatron") for folder in folders])
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> Iterator[None]:
+    with patch.object(tested, "_said", set()):
+        yield
+
+
+def test_the_installed_release_is_tested() -> None:
+    assert str(tested.check()) in tested.TESTED or "MEGATRON" in os.environ
+
+
+@pytest.mark.parametrize("release", tested.TESTED)
+def test_a_tested_release_is_used_without_a_word(
+    release: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with path_of(checkout(tmp_path, release)):
+        assert str(tested.check()) == release
+    assert not caplog.records
+
+
+def test_a_newer_release_is_used_and_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with path_of(checkout(tmp_path, "0.21.3")), caplog.at_level(logging.WARNING):
+        tested.check()
+        tested.check()
+    (record,) = caplog.records
+    assert "Megatron-Core 0.21.3" in record.message
+    assert f"newer than {tested.TESTED[-1]}" in record.message
+    assert str(tmp_path) in record.message and "\n" not in record.message
+
+
+def test_only_the_first_rank_names_a_newer_release(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with path_of(checkout(tmp_path, "1.0.0")):
+        tested.check()
+    assert not caplog.records
+
+
+def refusal() -> str:
+    with pytest.raises(ReleaseError) as caught:
+        tested.check()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_an_older_release_is_refused(tmp_path: Path) -> None:
+    with path_of(checkout(tmp_path, "0.15.4")):
+        message = refusal()
+    assert "0.15.4" in message and "older than 0.16.0" in message
+    assert str(tmp_path / "megatron" / "core" / "package_info.py") in message
+
+
+def test_no_release_is_refused(tmp_path: Path) -> None:
+    with path_of(tmp_path):
+        assert "Megatron-Core is not installed" in refusal()
+
+
+def test_a_folder_of_the_path_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    absent = tmp_path / "Megatron-LM"
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{absent}")
+    with path_of(checkout(tmp_path, "0.19.0")):
+        assert f"PYTHONPATH names {absent}, which does not exist" in refusal()
+        absent.mkdir()
+        tested.check()
+
+
+def test_two_checkouts_of_different_releases_are_both_named(tmp_path: Path) -> None:
+    first, second = checkout(tmp_path / "a", "0.18.2"), checkout(tmp_path / "b", "0.19.0")
+    with path_of(first, second):
+        message = refusal()
+    for folder, release in ((first, "0.18.2"), (second, "0.19.0")):
+        assert f"{release} ({folder / 'megatron' / 'core' / 'package_info.py'})" in message
+
+
+def test_a_checkout_before_what_is_installed_is_used(tmp_path: Path) -> None:
+    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    front = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    with path_of(front, installed):
+        assert str(tested.check()) == "0.19.0"
+
+
+def test_the_loop_of_another_release_than_the_wheel_is_refused(tmp_path: Path) -> None:
+    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    behind = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    with path_of(installed, behind):
+        message = refusal()
+    assert str(installed / "megatron" / "core" / "package_info.py") in message
+    assert str(behind / "megatron" / "training" / "__init__.py") in message
+    assert "pip install" not in message and "0.19.0" in message
+
+
+def test_the_loop_of_the_same_release_as_the_wheel_is_used(tmp_path: Path) -> None:
+    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    behind = checkout(tmp_path / "checkout", "0.16.1", loop=True)
+    with path_of(installed, behind):
+        assert str(tested.check()) == "0.16.1"
+
+
+def test_the_program_ends_with_one_line(tmp_path: Path) -> None:
+    first, second = checkout(tmp_path / "a", "0.18.2"), checkout(tmp_path / "b", "0.19.0")
+    path = os.pathsep.join(map(str, (ROOT, first, second)))
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "pretrain_gpt.py")],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1
+    assert re.fullmatch(r"error: two releases of Megatron-Core are on sys.path: .*\n", run.stderr)
+
+
+def test_setup_allows_the_tested_releases_and_those_between() -> None:
+    minor = int(tested.TESTED[-1].split(".")[1])
+    bound = f'"megatron-core>={tested.TESTED[0]},<0.{minor + 1}"'
+    assert bound in (ROOT / "setup.py").read_text()

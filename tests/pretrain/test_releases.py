@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program trains, saves and loads on every release of Megatron-Core, with the same numbers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.megatron_release import RELEASES
+from tests.pretrain.release_runs import train_on
+from tests.pretrain.training_runs import SMALL, assert_same_run, train
+from tests.rank_pool import run_ranks
+
+RUN = f"{SMALL} --train-iters 3 --log-params-norm"
+LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FSDP = "--use-megatron-fsdp"
+MODES = {
+    "ddp": "",
+    **{level: f"{FSDP} --data-parallel-sharding-strategy {level}" for level in LEVELS},
+}
+
+NEWEST = RELEASES[-1]
+ON_EACH = [
+    pytest.param(each, marks=[] if each == NEWEST else pytest.mark.exhaustive) for each in RELEASES
+]
+
+
+@pytest.mark.parametrize("release", ON_EACH)
+def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
+    release: str, tmp_path: Path
+) -> None:
+    mine, theirs = tmp_path / "installed", tmp_path / release
+    first = f"{RUN} {FSDP} --exit-interval 2 --save-interval 2"
+    installed = run_ranks(2, train, f"{first} --save {mine}", RUN)[0]
+    modes = ["no_shard", "optim_grads_params"] if release == NEWEST else [*MODES]
+    lines = [f"{RUN} {MODES[mode]}" for mode in modes]
+    # It goes on from the file of the installed release, and writes one for it.
+    lines += [f"{RUN} {FSDP} --load {mine}", f"{first} --save {theirs}"]
+    *records, resumed, saved = train_on(release, tmp_path, 2, *lines)
+    reference = installed[1]
+    for record in records:
+        assert_same_run(record, reference, loss=1e-6, norm=1e-5)
+    assert saved.losses == pytest.approx(reference.losses[:2], rel=1e-6)
+    assert resumed.losses == pytest.approx(reference.losses[2:], rel=1e-6)
+    (back,) = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}")[0]
+    assert back.losses == pytest.approx(reference.losses[2:], rel=1e-6)
+
+
+@pytest.mark.exhaustive
+def test_the_newest_release_trains_at_every_level_and_with_ddp(tmp_path: Path) -> None:
+    (reference,) = run_ranks(2, train, RUN)[0]
+    others = [mode for mode in MODES if mode not in ("no_shard", "optim_grads_params")]
+    for record in train_on(NEWEST, tmp_path, 2, *(f"{RUN} {MODES[mode]}" for mode in others)):
+        assert_same_run(record, reference, loss=1e-6, norm=1e-5)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_growing_batch_is_the_same(release: str, tmp_path: Path) -> None:
+    run = RUN.replace("--train-iters 20", "").replace("--train-iters 3", "")
+    line = f"{run} {FSDP} --train-samples 64 --rampup-batch-size 4 4 24 --lr-warmup-samples 0"
+    line = line.replace("--lr-warmup-iters 2", "")
+    (record,) = train_on(release, tmp_path, 2, line)
+    (reference,) = run_ranks(2, train, line)[0]
+    assert record.column("batch-size") == reference.column("batch-size")
+    assert record.column("batch-size")[0] == 4
+    assert_same_run(record, reference, loss=1e-6, norm=1e-5)
