@@ -48,13 +48,13 @@ def zero_twice(command_line: str) -> list[float]:
     data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     norms = []
     for abandoned in (False, True, False):
-        with loop.batches(run, data, 0) as batches:
+        with loop.batches(run.args, data, 0) as batches:
             if abandoned:
                 with run.model[0].no_sync():
                     forward_step = loop.ForwardStep(run.device, 0, check_for_nan=True)
                     output, _ = forward_step(batches, run.model[0])
                     output.sum().backward()
-        with loop.batches(run, data, 0) as batches:
+        with loop.batches(run.args, data, 0) as batches:
             for _ in range(2):  # the training loop does, and then the optimizer
                 run.model[0].zero_grad_buffer()
             loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)

@@ -411,11 +411,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
             choices=("max", "minmax", "all"),
         ),
         Flag(
-            ("--barrier-with-L1-time",),
-            "barrier_with_L1_time",
-            "switch",
-            default=True,
-            help="the default of the next flag",
+            ("--barrier-with-L1-time",), "barrier_with_L1_time", "switch", default=True, help="on"
         ),
         row(
             "--no-barrier-with-level-1-timing",
