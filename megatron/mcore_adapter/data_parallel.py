@@ -28,6 +28,7 @@ from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.gradient_statistics import count_over_all_instances, count_over_instance
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
+from megatron.mcore_adapter.other_optimizers import follow_torch_optimizers, refuse_stale_weights
 from megatron.mcore_adapter.parameter_attributes import set_attributes
 from megatron.mcore_adapter.releases import precision_fields
 
@@ -108,9 +109,10 @@ class CoreEngine(MegatronFSDP):
 class FullyShardedDataParallel(_BaseDataParallel):
     """A Megatron-Core model that is sharded over its data-parallel ranks.
 
-    Megatron-Core's optimizer and schedules drive it unmodified. ``named_parameters()`` yields the
-    main weights as DTensors. The optimizer steps them in its branch for
-    ``ddp_config.use_megatron_fsdp``, which needs ``use_distributed_optimizer`` too.
+    Megatron-Core's DistributedOptimizer and schedules drive it unmodified. ``named_parameters()``
+    yields the main weights as DTensors. Without ``ddp_config.use_distributed_optimizer`` an
+    optimizer of torch may step them too; it reduces gradients first, and its new weights are those
+    of the next forward. Megatron-Core's other optimizers raise a ValueError for them.
 
     Args:
         config: of the model.
@@ -168,12 +170,16 @@ class FullyShardedDataParallel(_BaseDataParallel):
         )
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]
         if config.gradient_accumulation_fusion:
-            accept_fused_gradients(each.compute for each in trainable)
+            for each in trainable:
+                accept_fused_gradients(each.compute, each.group.gradients, each.index)
         super().__init__(config=config, module=engine)
         if index.hsdp_outer_dp_shard:
             count_over_all_instances(self)
         elif not strategy.shards_optimizer:
             count_over_instance(self, pg_collection)
+        refuse_stale_weights()
+        if not ddp_config.use_distributed_optimizer:
+            follow_torch_optimizers(self)
         self.ddp_config = ddp_config
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
@@ -238,6 +244,10 @@ class FullyShardedDataParallel(_BaseDataParallel):
             force_dispatch: gather all units at level 3 too.
         """
         self.module.start_param_sync(force_sync=force_sync, force_dispatch=force_dispatch)
+
+    def synchronize_param_gather(self) -> None:
+        """Wait for all-gathers of weights; schedules call this after an evaluation."""
+        self.module.synchronize_param_gather()
 
     def broadcast_params(self) -> None:
         """Broadcast the weights of the first data-parallel rank to the others."""
@@ -322,11 +332,10 @@ def _in_bytes(
 def _check_configs(
     ddp_config: DistributedDataParallelConfig, pg_collection: ProcessGroupCollection | None
 ) -> None:
-    if not (ddp_config.use_megatron_fsdp and ddp_config.use_distributed_optimizer):
+    if not ddp_config.use_megatron_fsdp:
         raise ValueError(
-            "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp and"
-            " ddp_config.use_distributed_optimizer (and the latter in OptimizerConfig):"
-            " Megatron-Core would build an optimizer that trains on stale weights"
+            "FullyShardedDataParallel needs ddp_config.use_megatron_fsdp: Megatron-Core would build"
+            " an optimizer that trains on stale weights"
         )
     instances = ddp_config.num_distributed_optimizer_instances
     groups = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)

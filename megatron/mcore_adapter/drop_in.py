@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine in a Megatron-LM checkout (core_v0.16.x), and in other Megatron-Core programs.
+"""The engine in a Megatron-LM checkout, and in other Megatron-Core programs.
 
     import megatron.mcore_adapter.drop_in as drop_in
 
@@ -7,7 +7,8 @@
 
 From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. Names
 that were imported before are replaced too, in every module. References elsewhere (in a default
-argument or a list) are not.
+argument or a list) are not. ``torchrun -m megatron.mcore_adapter pretrain_gpt.py ...`` does the
+same without a change of the program.
 
 [Note: replacements] The loop knows Megatron-Core's class and some functions on its state dicts by
 name. Each of them is replaced, in every loaded module, by an object that exists for this purpose
@@ -32,8 +33,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from megatron.fsdp.dtensor import uneven_dtensor
 from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
+from megatron.mcore_adapter.loop_program import LoopProgram
 
-RELEASE = "0.16"
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor"
 ENTRIES = "megatron.core.transformer.fsdp_dtensor_checkpoint"
@@ -49,45 +50,51 @@ _installation: Installation | None = None
 def install() -> AbstractContextManager[object]:
     """Replace Megatron-Core's classes by those of this project; a second call changes nothing.
 
+    If ``sys.argv`` is a command line of Megatron-LM's training loop, it is completed, and the
+    process is prepared for it: see :class:`LoopProgram`. One line on the first rank says that the
+    replacements are active, and what was set.
+
     Returns:
         A context manager that undoes the changes of this call on exit. Using it is optional.
 
     Raises:
-        RuntimeError: for another release of Megatron-Core, and if a loaded program uses parts of
-            the replaced files that this module does not know. Nothing is changed then.
+        LoopFlagError: if the command line contradicts itself or the machine.
+        RuntimeError: if something is not installed that the loop needs, for a release of
+            Megatron-Core without the objects to replace, and if a loaded program uses parts of the
+            replaced files that this module does not know. Nothing is changed then.
     """
     global _installation
     if _installation is not None:
         return nullcontext()
-    _check_release()
-    installation = Installation()
+    program = LoopProgram()
+    installation = Installation(program)
     installation.replace_names()
     installation.replace_methods()
+    program.prepare()
     _installation = installation
+    program.say(
+        f"the drop-in is active on Megatron-Core {megatron.core.__version__}"
+        f" in {megatron.core.__path__[0]}"
+    )
     return installation
 
 
 def uninstall() -> None:
-    """Restore everything, also in modules that have been imported since."""
+    """Restore everything, also in modules that have been imported since.
+
+    Only what :func:`megatron.mcore_adapter.cpu.install` did to a process without CUDA remains.
+    """
     global _installation
     if _installation is not None:
         _installation.restore()
         _installation = None
 
 
-def _check_release() -> None:
-    found = megatron.core.__version__
-    if found.split(".")[:2] != RELEASE.split("."):
-        raise RuntimeError(
-            f"the drop-in is made for Megatron-Core {RELEASE}.x but found {found}: install"
-            f" megatron-core=={RELEASE}.1, or check out core_v0.16.1 of Megatron-LM"
-        )
-
-
 class Installation:
     """The replacements while the drop-in is active; a context that undoes them when it is left."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: LoopProgram) -> None:
+        self._program = program
         self._pairs = _pairs_of_names()
         replacements: list[tuple[type, str, Callable[..., Any]]] = [
             (DistributedOptimizer, "sharded_state_dict", loop_optimizer.replace_sharded_state_dict),
@@ -112,9 +119,8 @@ class Installation:
         if unknown:
             raise RuntimeError(
                 "the program uses parts of Megatron-Core's own FSDP that the drop-in does not"
-                f" know, and that would not work on its models: {', '.join(unknown)}. The drop-in"
-                f" is made for Megatron-LM core_v{RELEASE}.x; keep these imports out of the"
-                " program, or load them after drop_in.uninstall()"
+                f" know, and that would not work on its models: {', '.join(unknown)}. Keep these"
+                " imports out of the program, or load them after drop_in.uninstall()"
             )
         _exchange(self._pairs)
 
@@ -128,6 +134,7 @@ class Installation:
         _exchange([(ours, theirs) for theirs, ours in self._pairs])
         for owner, name, original, _ in self._methods:
             setattr(owner, name, original)
+        self._program.restore()
 
     def __enter__(self) -> Installation:
         return self
@@ -181,8 +188,8 @@ def _pairs_of_names() -> list[tuple[object, object]]:
                 absent.append(f"{path}.{name}")
     if absent:
         raise RuntimeError(
-            f"Megatron-Core {megatron.core.__version__} does not have {', '.join(absent)}: use"
-            f" {RELEASE}.1"
+            f"Megatron-Core {megatron.core.__version__} in {megatron.core.__path__[0]} does not"
+            f" have {', '.join(absent)}, which its training loop calls: use 0.16 or a newer release"
         )
     theirs = vars(sys.modules[UNEVEN])
     pairs += [(theirs[name], _forwarder(name)) for name in _PUBLISHED_FUNCTIONS if name in theirs]

@@ -3,52 +3,85 @@
 
 A layer gets a buffer from the weight by ``get_main_grad()``, writes its product there or adds it,
 and sets ``grad_added_to_main_grad``. To autograd it returns a dummy gradient of the right shape.
-Here every call gets a buffer of its own, so a weight that is used twice in one backward (tied
-embeddings, multi-token prediction) keeps both products.
+The buffer of the first call is the weight's part of the flat tensor in which local gradients
+accumulate, as long as there are none in it and the dtype is the weight's: such a product is never
+copied. Every other call gets a buffer of its own, so a weight that is used twice in one backward
+(tied embeddings, multi-token prediction) keeps both products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
-
 import torch
 from torch import nn
 
+from megatron.fsdp.engine.device import current_pass
+from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 
-def accept_fused_gradients(parameters: Iterable[nn.Parameter]) -> None:
+class FusedGradient:
+    """The products that layers have written for a weight and autograd has not brought yet.
+
+    Args:
+        parameter: the weight.
+        gradients: of the weight's group, in whose flat tensor the first product is written; None:
+            every product has a buffer of its own.
+        index: of the weight in its group.
+    """
+
+    def __init__(self, parameter: nn.Parameter, gradients: GroupGradients | None, index: int):
+        self._parameter = parameter
+        self._gradients = gradients
+        self._index = index
+        # By backward pass: recomputation runs passes inside of others, and a pass may fail. None
+        # stands for a product in the flat tensor.
+        self._products: dict[int, list[torch.Tensor | None]] = {}
+
+    def new_product(self) -> torch.Tensor:
+        """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
+        products = self._products.setdefault(current_pass(), [])
+        if self._gradients is not None and not products:
+            view = self._gradients.view_to_write(self._index)
+            if view is not None:
+                products.append(None)
+                return view
+        product = torch.zeros_like(self._parameter, requires_grad=False)
+        products.append(product)
+        return product
+
+    def real_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient that autograd accumulates instead of ``gradient``."""
+        products = self._products.pop(current_pass(), None)
+        if products is None:
+            return gradient
+        total, *others = products
+        if total is None:
+            assert self._gradients is not None
+            total = self._gradients.local.written(self._index)
+        if getattr(self._parameter, "zero_out_wgrad", False):
+            # With this mark the layer's gradient is zeros, and others may have added theirs.
+            # Without it the gradient is uninitialised memory.
+            others.append(gradient)
+        # The layer has left its buffer in `main_grad`, which would keep it alive.
+        set_attributes(self._parameter, grad_added_to_main_grad=False, main_grad=None)
+        with torch.no_grad():
+            for other in others:
+                assert other is not None  # only the first product is in the flat tensor
+                total.add_(other)
+        # Autograd keeps a tensor that nobody else has, and copies any other.
+        return total.detach()
+
+
+def accept_fused_gradients(
+    parameter: nn.Parameter, gradients: GroupGradients | None = None, index: int = 0
+) -> None:
     """Set the attributes that fused kernels look for, and pass their products to autograd.
 
     Args:
-        parameters: the compute parameters of the layers.
+        parameter: the compute parameter of a layer.
+        gradients: see :class:`FusedGradient`.
+        index: likewise.
     """
-    for parameter in parameters:
-        products: list[torch.Tensor] = []
-        new_product = partial(_new_product, parameter, products)
-        set_attributes(parameter, get_main_grad=new_product, grad_added_to_main_grad=False)
-        parameter.register_hook(partial(_real_gradient, parameter, products))
-
-
-def _new_product(parameter: nn.Parameter, products: list[torch.Tensor]) -> torch.Tensor:
-    """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
-    products.append(torch.zeros_like(parameter, requires_grad=False))
-    return products[-1]
-
-
-def _real_gradient(
-    parameter: nn.Parameter, products: list[torch.Tensor], gradient: torch.Tensor
-) -> torch.Tensor:
-    """Return the gradient that autograd accumulates instead of ``gradient``."""
-    if not products:
-        return gradient
-    summands = list(products)
-    if getattr(parameter, "zero_out_wgrad", False):
-        # With this mark the layer's gradient is zeros, and others may have added theirs. Without it
-        # the gradient is uninitialised memory.
-        summands.append(gradient)
-    products.clear()
-    # The layer has left its buffer in `main_grad`, which would keep it alive.
-    set_attributes(parameter, grad_added_to_main_grad=False, main_grad=None)
-    return sum(summands[1:], summands[0])
+    fused = FusedGradient(parameter, gradients, index)
+    set_attributes(parameter, get_main_grad=fused.new_product, grad_added_to_main_grad=False)
+    parameter.register_hook(fused.real_gradient)

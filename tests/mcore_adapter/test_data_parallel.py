@@ -198,7 +198,6 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("ddp", "config", "words"),
     [
-        ({"use_distributed_optimizer": False}, {}, "ValueError: FullyShardedDataParallel needs"),
         ({"use_megatron_fsdp": False}, {}, "ValueError: FullyShardedDataParallel needs"),
         (
             {"num_distributed_optimizer_instances": 2},
@@ -208,7 +207,7 @@ def refusal(ddp_changes: dict[str, Any], config_changes: dict[str, Any]) -> str:
         ({"outer_dp_sharding_strategy": "optim"}, {}, "outer_dp_sharding_strategy"),
         ({"data_parallel_sharding_strategy": "zero4"}, {}, "data_parallel_sharding_strategy"),
     ],
-    ids=["no_distributed_optimizer", "no_fsdp", "instances", "outer", "strategy"],
+    ids=["no_fsdp", "instances", "outer", "strategy"],
 )
 def test_configurations_that_would_train_wrongly_are_refused(
     ddp: dict[str, Any], config: dict[str, Any], words: str

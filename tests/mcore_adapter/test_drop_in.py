@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in: Megatron-LM's loop trains with our class; every name is replaced and restored."""
 
+import os
 import sys
+import typing
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
-import megatron.core
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import distributed as core_distributed
 from megatron.core.optimizer import DistributedOptimizer
@@ -112,6 +114,38 @@ def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_rest
     ]
 
 
+def states_of_the_process() -> list[Any]:
+    """Job: command line, environment and torch before installing, then, and after uninstalling."""
+    cpu.install()
+    words = ["pretrain_gpt.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
+    states = []
+    connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with patch.object(sys, "argv", words.copy()), patch.dict(os.environ, connections):
+
+        def state() -> list[Any]:
+            functions = [id(value) for value in vars(torch.cuda).values() if callable(value)]
+            return [
+                list(sys.argv),
+                os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+                [*functions, id(torch.rand), id(getattr(typing, "override", None))],
+            ]
+
+        states.append(state())
+        with drop_in.install():
+            states.append(state())
+        states.append(state())
+    return states
+
+
+def test_the_command_line_the_environment_and_torch_are_restored() -> None:
+    (((before, during, after)),) = run_ranks(1, states_of_the_process)
+    assert after == before
+    assert during[0][:4] == before[0]
+    assert "--use-distributed-optimizer" in during[0]
+    assert during[1] is None
+    assert during[2] != before[2]
+
+
 def install_beside_strangers() -> tuple[list[str], bool]:
     """Job: return the errors for names that the drop-in does not know, at install and at use."""
     messages = []
@@ -124,8 +158,12 @@ def install_beside_strangers() -> tuple[list[str], bool]:
         kept = loop.megatron_FSDP is theirs
         with drop_in.install(), patch.object(loop, "stranger", stranger, create=True):
             messages.append(message_of(lambda: LoopRun(loop)))
-        with patch.object(megatron.core, "__version__", "0.17.0"):
+        with patch.object(
+            sys.modules[drop_in.ENTRIES], "handle_swiglu_in_state_dict", None
+        ) as gone:
+            del sys.modules[drop_in.ENTRIES].handle_swiglu_in_state_dict
             messages.append(message_of(drop_in.install))
+            sys.modules[drop_in.ENTRIES].handle_swiglu_in_state_dict = gone
     return messages, kept
 
 
@@ -137,7 +175,7 @@ def message_of(call: Any) -> str:
     return "accepted"
 
 
-def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused() -> None:
+def test_a_release_without_the_objects_and_unknown_parts_of_the_files_are_refused() -> None:
     (((now, derived, later, release), kept),) = run_ranks(1, install_beside_strangers)
     assert (
         "megatron.training.training.stranger (megatron.core.distributed.fsdp.src.new.Stranger)"
@@ -146,7 +184,7 @@ def test_an_unknown_release_and_unknown_parts_of_the_replaced_files_are_refused(
     assert "megatron.training.training.stranger (a class made of" in derived
     assert later == now
     assert kept  # nothing was replaced
-    assert "Megatron-Core 0.16.x but found 0.17.0" in release
+    assert f"does not have {drop_in.ENTRIES}.handle_swiglu_in_state_dict" in release
 
 
 def test_experts_beyond_their_number_are_refused() -> None:

@@ -11,10 +11,14 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import embedding, linear
 
-from megatron.mcore_adapter import cpu, fused_gradients
-from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from benchmarks.comparison.measures import StepCounter
+from megatron.fsdp import fully_shard_model
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
 from tests.pretrain import training_runs
 from tests.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
 from tests.pretrain.training_runs import Record, assert_same_run, pretrain, train
@@ -30,21 +34,21 @@ def train_fused(command_line: str) -> tuple[Record, int]:
     The command line would switch the flag off without its kernel.
     """
     products = []
-    prepare, new_product = training_runs.prepare, fused_gradients._new_product
+    prepare, new_product = training_runs.prepare, FusedGradient.new_product
 
     def prepared(line: str) -> tuple[Any, torch.device]:
         args, device = prepare(line)
         args.gradient_accumulation_fusion = True
         return args, device
 
-    def counted(*args: Any) -> torch.Tensor:
+    def counted(gradient: FusedGradient) -> torch.Tensor:
         products.append(1)
-        return new_product(*args)
+        return new_product(gradient)
 
     with (
         patch.object(training_runs, "prepare", prepared),
         patch.object(layers, "_grad_accum_fusion_available", True),
-        patch.object(fused_gradients, "_new_product", counted),
+        patch.object(FusedGradient, "new_product", counted),
     ):
         return pretrain(command_line), len(products)
 
@@ -72,6 +76,77 @@ def test_fused_gradient_accumulation_gives_the_numbers_of_autograd(run: str) -> 
     assert products >= 3 * 2 * 4  # at least the linear layers of two layers, in every step
     assert_same_run(fused, plain, loss=1e-6, norm=1e-6)
     assert_same_run(fused, ddp, loss=1e-2 if low else 1e-5, norm=2e-2 if low else 1e-5)
+
+
+class WritingLayer(nn.Module):
+    """A layer that writes its weight gradient itself; the bias is used on demand."""
+
+    def __init__(self, fuses: bool) -> None:
+        super().__init__()
+        self.weight, self.bias = make_weight(), nn.Parameter(torch.ones(4))
+        self.weight = nn.Parameter(self.weight[:4].detach().clone())
+        self.fuses = fuses
+
+    def forward(self, x: torch.Tensor, with_bias: bool = True) -> torch.Tensor:
+        y = AddingLinear.apply(x, self.weight) if self.fuses else linear(x, self.weight)
+        return torch.tanh(y + self.bias if with_bias else y)
+
+
+class WritingChain(nn.Module):
+    """Two layers, the first of which is called twice: its unit ends a backward between the calls.
+
+    The bias has its gradient by then. That of the weight waits for the other call.
+    """
+
+    def __init__(self, fuses: bool) -> None:
+        super().__init__()
+        self.first, self.last = WritingLayer(fuses), WritingLayer(fuses)
+        self.calls = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(self.calls):
+            x = self.first(x, with_bias=number == self.calls - 1)
+        y: torch.Tensor = self.last(x)
+        return y
+
+
+def write_into_flat_tensors(level: int, calls: int, num_ranks: int) -> tuple[int, int]:
+    """Job: compare three steps of three microbatches; return the bytes copied, and of biases."""
+    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+    plain = WritingChain(False)
+    model = fully_shard_model(
+        WritingChain(True), mesh, fsdp_unit_modules=[WritingLayer], zero_dp_strategy=level
+    )
+    for sharded in model.sharded_params:
+        accept_fused_gradients(sharded.compute, sharded.group.gradients, sharded.index)
+    model.module.calls = plain.calls = calls
+    for _ in range(3):
+        with StepCounter() as counter:
+            for number in range(3):
+                model.is_last_microbatch = number == 2
+                model(inputs(number)).square().sum().backward()
+        for number in range(3):
+            plain(inputs(number)).square().sum().backward()
+        for ours, parameter in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(full_tensor(ours.grad), parameter.grad)
+        model.zero_grad()
+        plain.zero_grad()
+    return counter.copied_bytes, 2 * plain.first.bias.nbytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_what_layers_write_themselves_is_not_copied(level: int, num_ranks: int) -> None:
+    for copied, biases in run_ranks(num_ranks, write_into_flat_tensors, level, 1, num_ranks):
+        # Gradients of biases are added to zeros. An all-gather on a CPU may copy a rank's shard.
+        own = 3 * 2 * 80 if level == 3 and num_ranks == 2 else 0
+        assert copied <= 3 * biases + own
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("level", [0, 1, 2, 3])
+def test_a_product_that_waits_for_another_use_counts_once(level: int, num_ranks: int) -> None:
+    run_ranks(num_ranks, write_into_flat_tensors, level, 2, num_ranks)
 
 
 TOKENS = torch.tensor([[0, 3], [1, 3]])
@@ -133,7 +208,7 @@ def compare(loss: str, layer: str) -> None:
     expected, weight = make_weight(), make_weight()
     weight.__fsdp_param__ = True  # the layer's sign to ask for a buffer
     weight.zero_out_wgrad = loss == "tied"
-    accept_fused_gradients([weight])
+    accept_fused_gradients(weight)
     for _ in range(2):
         LOSSES[loss](linear, expected).backward()
         LOSSES[loss](fused if layer == "overwrites" else AddingLinear.apply, weight).backward()
@@ -154,7 +229,7 @@ def test_a_tied_embedding_adds_its_part() -> None:
 
 def compare_plain_use() -> None:
     expected, weight = make_weight(), make_weight()
-    accept_fused_gradients([weight])
+    accept_fused_gradients(weight)
     for parameter in (expected, weight):
         linear(inputs(1), parameter).sum().backward()
     assert torch.equal(weight.grad, expected.grad)
@@ -167,7 +242,7 @@ def test_gradients_of_layers_that_write_nothing_stay_as_they_are() -> None:
 def keep_dtype() -> None:
     weight = nn.Parameter(make_weight().bfloat16())
     weight.__fsdp_param__ = True
-    accept_fused_gradients([weight])
+    accept_fused_gradients(weight)
     once(lambda x, weight: fused(x.bfloat16(), weight), weight).backward()
     assert weight.grad.dtype == torch.bfloat16
     expected = nn.Parameter(make_weight().bfloat16())

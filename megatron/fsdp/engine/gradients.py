@@ -79,6 +79,7 @@ class GroupGradients:
         self._unit_name = unit_name
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
+        self._slots = slots
         self._may_share_sum = partition.num_owned == 1 and slots is None
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
@@ -123,26 +124,42 @@ class GroupGradients:
         """
         if self._has_whole:
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
-        self.local.accumulate(self._local_dtype, self._sum_to_join(reduces_now))
+        self.local.accumulate(*self._place(reduces_now))
 
-    @property
-    def _local_dtype(self) -> torch.dtype:
-        """The dtype of a buffer of local gradients.
+    @torch.no_grad()
+    def view_to_write(self, index: int) -> torch.Tensor | None:
+        """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
 
-        Between reductions they accumulate in the main dtype. If every backward is reduced, nothing
-        accumulates there, and the buffer has the dtype of the reduction.
+        The layer then leaves an alias of it on ``parameter.grad``, which :meth:`accumulate` does
+        not copy. None: there are gradients to add to, or another dtype is wanted.
         """
-        return self.comm_dtype if self._frees_local else self._main_dtype
-
-    def _sum_to_join(self, reduces_now: bool) -> RunningSum | None:
-        """Return the sum if local gradients may accumulate in it; None: in a buffer."""
-        if not self._may_share_sum:
+        parameter = self._parameters[index]
+        dtype, gradient_sum = self._place(reduces_now=False)
+        if (
+            self._collective is not None  # it may reduce the same tensor
+            or self._slots is not None
+            or parameter.grad is not None
+            or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
+        ):
             return None
+        return self.local.view_to_write(index, dtype, gradient_sum)
+
+    def _place(self, reduces_now: bool) -> tuple[torch.dtype, RunningSum | None]:
+        """Return where local gradients accumulate if there are none yet.
+
+        Returns:
+            The dtype of their buffer, and the sum in whose tensor they accumulate instead, or None.
+            Between reductions they accumulate in the main dtype. If every backward is reduced,
+            nothing accumulates in the buffer, and it has the dtype of the reduction.
+        """
+        dtype = self.comm_dtype if self._frees_local else self._main_dtype
+        if not self._may_share_sum:
+            return dtype, None
         if reduces_now and self._communicator.is_identity:
             self._move_back()
-            return self._grad_sum
+            return dtype, self._grad_sum
         has_reduced = self._is_moved or not self._grad_sum.is_empty
-        return None if has_reduced else self._grad_sum
+        return dtype, None if has_reduced else self._grad_sum
 
     # ---- reduction
 
@@ -190,7 +207,7 @@ class GroupGradients:
 
     def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
-        self.local.open(self._local_dtype, None, covers_all=False)  # zeros if there are none
+        self.local.open(*self._place(False), covers_all=False)  # zeros if there are none
         full = self.local.take().to(self.comm_dtype)
         result = target.buffer_for(full.dtype)
         yield self._communicator.reduce_scatter(full, result)
@@ -200,7 +217,7 @@ class GroupGradients:
     def _reduce_whole(self) -> Iterator[Pending]:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
-        self.local.open(self._local_dtype, self._sum_to_join(True), covers_all=False)
+        self.local.open(*self._place(reduces_now=True), covers_all=False)
         is_in_sum = self.local.is_in_sum
         local = self.local.take()
         if is_in_sum:

@@ -10,6 +10,7 @@ shard has no reduced gradients, local ones accumulate in its tensor and are redu
                                ones accumulate in the buffer, are all-reduced there, and added
     data axes of one rank      a reduction neither sends nor divides, so gradients that are reduced
                                at once are added to the reduced ones
+A layer may also write its gradient into the flat tensor itself, which saves the copy too.
 Memory slots have fixed addresses, which gradient shards have not: with slots there is always a
 buffer.
 """
@@ -63,6 +64,9 @@ class LocalGradients:
         self._views: list[torch.Tensor] = []  # of the tensor that is in use
         self._sum_views: list[torch.Tensor] = []
         self._sum_padding: list[torch.Tensor] = []
+        self._may_write = False  # nothing was accumulated since the flat tensor was opened
+        self._written: set[int] = set()  # parameters whose gradient a layer has written here
+        self._early: dict[int, torch.Tensor] = {}  # what was written long before it arrives
 
     @property
     def flat(self) -> torch.Tensor:
@@ -91,11 +95,13 @@ class LocalGradients:
         ]
         # Ranks that do not allocate the same buffers at the same time assign different slots. So a
         # rank that has not used the group (an expert without tokens) accumulates zeros.
-        if not arrived and self._slots is None:
+        if not (arrived or self._written) and self._slots is None:
             return
+        self._may_write = False
         with named(self._unit_name, "accumulate gradients"):
             covers_all = len(arrived) == len(self._parameters)
             has_values = self.open(dtype, gradient_sum, covers_all)
+            arrived = self._take_written(arrived) if self._written else arrived
             targets = [self._views[index] for index in arrived]
             grads = [local_grad(self._parameters[index]) for index in arrived]
             if arrived and has_values:
@@ -104,6 +110,48 @@ class LocalGradients:
                 torch._foreach_copy_(targets, grads)
         for index in arrived:
             self._parameters[index].grad = None
+
+    def view_to_write(
+        self, index: int, dtype: torch.dtype, gradient_sum: RunningSum | None
+    ) -> torch.Tensor | None:
+        """Return zeros in the flat tensor for the gradient of parameter ``index``.
+
+        None: there may be gradients of the parameter already.
+
+        Args:
+            index: number of the parameter.
+            dtype: see :meth:`accumulate`.
+            gradient_sum: see :meth:`accumulate`; it is empty.
+        """
+        if self.is_empty:
+            self.open(dtype, gradient_sum, covers_all=False)
+            self._may_write = True
+        if not self._may_write or index in self._written:
+            return None
+        self._written.add(index)
+        return self._views[index]
+
+    def written(self, index: int) -> torch.Tensor:
+        """Return the gradient of parameter ``index`` that a layer has written, when it arrives."""
+        early = self._early.pop(index, None)
+        return self._views[index] if early is None else early
+
+    def _take_written(self, arrived: list[int]) -> list[int]:
+        """Finish gradients that layers have written; return the other parameters of ``arrived``."""
+        for index in self._written:
+            parameter, view = self._parameters[index], self._views[index]
+            if index not in arrived:
+                # Autograd waits for another use of the parameter, and then brings the sum.
+                self._early[index] = view.clone()
+                view.zero_()
+            elif parameter.grad is not None:
+                # Autograd has kept the alias and added to it, or has made a tensor of the sum.
+                if parameter.grad.data_ptr() != view.data_ptr():
+                    view.copy_(parameter.grad)
+                parameter.grad = None
+        others = [index for index in arrived if index not in self._written]
+        self._written.clear()
+        return others
 
     def open(self, dtype: torch.dtype, gradient_sum: RunningSum | None, covers_all: bool) -> bool:
         """Allocate the flat tensor, unless it has gradients already.
@@ -163,6 +211,8 @@ class LocalGradients:
         """Drop the gradients, and free the storage of the buffer."""
         self.is_empty = True
         self.is_in_sum = False
+        self._may_write = False
+        self._written.clear()
         if self._buffer is not None:
             self._buffer.free()
 

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line of Megatron-LM's training loop: the settings that ``--use-megatron-fsdp`` needs.
+
+The loop stops at an assertion where one of them is missing, and says so one at a time. Here they
+are added where the user says nothing, and everything that contradicts is refused at once. A machine
+without CUDA needs settings of its own, with any data-parallel class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+FSDP = "--use-megatron-fsdp"
+EVERY_RUN_HAS = "--micro-batch-size"
+"""A flag that the loop requires: command lines without it are those of other programs."""
+
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+FSDP_VALUES = {
+    "--ckpt-format": (
+        "fsdp_dtensor",
+        "checkpoints of this run have the format fsdp_dtensor (python -m megatron.checkpoint"
+        " converts others)",
+    ),
+    "--data-parallel-sharding-strategy": ("optim_grads_params", ""),
+}
+"""Flag -> value, and why no other one works; any other one does where the reason is empty."""
+
+FSDP_SWITCHES = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
+
+FSDP_REFUSED = {
+    "--use-torch-fsdp2": "it is another implementation of the same",
+    "--overlap-moe-expert-parallel-comm": "its schedule runs parts of layers, which are not units",
+    "--yaml-cfg": "the loop would take the flags from that file only",
+}
+"""Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
+
+CPU_VALUES = {
+    "--distributed-backend": ("gloo", "NCCL needs CUDA"),
+    "--transformer-impl": ("local", "Transformer Engine needs CUDA"),
+}
+CPU_SWITCHES = (
+    "--no-persist-layer-norm",
+    "--no-masked-softmax-fusion",
+    "--no-gradient-accumulation-fusion",
+    "--no-rope-fusion",
+)
+KERNELS = (
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-enable-deepep",
+    "--tp-comm-overlap",
+    "--fp8-format",
+    "--fp4-format",
+    "--use-precision-aware-optimizer",
+    "--optimizer-cpu-offload",
+    "--nccl-ub",
+)
+"""Flags that need kernels or memory of a GPU."""
+
+
+class LoopFlagError(ValueError):
+    """A command line that contradicts itself or the machine; the message lists everything."""
+
+
+@dataclass
+class LoopCommandLine:
+    """A command line of the loop, and what has been added to it.
+
+    Args:
+        words: as in ``sys.argv``, without the program.
+        environment: variables of the process; not changed.
+        has_cuda: whether the machine has CUDA.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    has_cuda: bool
+    added: list[str] = field(default_factory=list)
+    """Words to append."""
+    unset: list[str] = field(default_factory=list)
+    """Environment variables to remove."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def is_of_the_loop(self) -> bool:
+        """True for a command line of Megatron-LM's loop."""
+        return self._has(EVERY_RUN_HAS)
+
+    def complete(self) -> LoopCommandLine:
+        """Fill ``added`` and ``unset``; command lines of other programs are left as they are.
+
+        Raises:
+            LoopFlagError: lists every contradiction with its fix.
+        """
+        if self.is_of_the_loop:
+            if self._has(FSDP):
+                self._complete_for_fsdp()
+            if not self.has_cuda:
+                self._complete_for_cpu()
+        if self.problems:
+            raise LoopFlagError("; ".join(self.problems))
+        return self
+
+    def notes(self) -> list[str]:
+        """Return what was changed, as parts of one line."""
+        notes = [f"set {' '.join(self.added)}"] if self.added else []
+        return notes + [f"removed {name} from the environment" for name in self.unset]
+
+    def _complete_for_fsdp(self) -> None:
+        self._set_values(FSDP_VALUES, f"with {FSDP}")
+        self._set_switches(FSDP_SWITCHES)
+        for flag, reason in FSDP_REFUSED.items():
+            if self._has(flag):
+                self.problems.append(f"{flag} with {FSDP}: {reason}; leave one of them out")
+        interval = "--check-weight-hash-across-dp-replicas-interval"
+        if self._has(interval) and self._value("--data-parallel-sharding-strategy") in (
+            None,
+            "optim_grads_params",
+        ):
+            self.problems.append(
+                f"{interval} with {FSDP}: sharded weights have no replicas; leave it out"
+            )
+        if self.environment.get(CONNECTIONS) == "1":
+            # Scripts set it for tensor parallelism, and the loop refuses it here: with a single
+            # queue, communication and compute could not overlap.
+            self.unset.append(CONNECTIONS)
+
+    def _complete_for_cpu(self) -> None:
+        self._set_values(CPU_VALUES, "without CUDA")
+        self._set_switches(CPU_SWITCHES)
+        for flag in KERNELS:
+            if self._has(flag):
+                self.problems.append(f"{flag} needs a GPU, and there is none: leave it out")
+
+    def _set_values(self, values: Mapping[str, tuple[str, str]], where: str) -> None:
+        for flag, (value, reason) in values.items():
+            given = self._value(flag)
+            if given is None:
+                self.added += [flag, value]
+            elif given != value and reason:
+                self.problems.append(
+                    f"{flag} {given} {where}: {reason}; write {flag} {value} or leave it out"
+                )
+
+    def _set_switches(self, switches: Sequence[str]) -> None:
+        self.added += [flag for flag in switches if not self._has(flag)]
+
+    def _has(self, flag: str) -> bool:
+        words = [*self.words, *self.added]
+        return any(word == flag or word.startswith(flag + "=") for word in words)
+
+    def _value(self, flag: str) -> str | None:
+        """Return the last value of a flag, which is the one that counts; None without the flag."""
+        value = None
+        for number, word in enumerate(self.words):
+            if word == flag and number + 1 < len(self.words):
+                value = self.words[number + 1]
+            elif word.startswith(flag + "="):
+                value = word.partition("=")[2]
+        return value

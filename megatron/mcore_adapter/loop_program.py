@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preparation of a process for Megatron-LM's training loop, and its way back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import typing
+from pathlib import Path
+
+import megatron.core
+import torch
+import typing_extensions
+
+from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.loop_environment import check_installed
+from megatron.mcore_adapter.loop_flags import LoopCommandLine
+from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+
+
+class LoopProgram:
+    """The process that runs the program in ``sys.argv``.
+
+    The constructor checks, and changes nothing. :meth:`prepare` completes the command line,
+    installs what a machine without CUDA needs, and provides ``typing.override``: the loop of
+    Megatron-LM 0.18 and newer imports it, and Python has it since 3.12.
+
+    Raises:
+        LoopFlagError: if the command line contradicts itself or the machine.
+        RuntimeError: names everything that is not installed and that the loop needs.
+    """
+
+    def __init__(self) -> None:
+        self._has_cuda = torch.cuda.is_available()
+        self._command_line = LoopCommandLine(sys.argv[1:], os.environ, self._has_cuda).complete()
+        if self._command_line.is_of_the_loop:
+            check_installed(Path(megatron.core.__path__[0]))
+        self._given = list(sys.argv)
+        self._completed = [*sys.argv, *self._command_line.added]
+        self._environment: dict[str, str] = {}
+        self._on_cpu: LoopOnCpu | None = None
+        self._provides_override = False
+
+    def prepare(self) -> None:
+        """Change ``sys.argv``, the environment, and on a machine without CUDA torch."""
+        sys.argv[:] = self._completed
+        for name in self._command_line.unset:
+            self._environment[name] = os.environ.pop(name)
+        if not self._has_cuda:
+            cpu.install()
+            self._on_cpu = LoopOnCpu()
+        if not hasattr(typing, "override"):
+            vars(typing)["override"] = typing_extensions.override
+            self._provides_override = True
+
+    def restore(self) -> None:
+        """Undo what :meth:`prepare` did, where nobody else has changed it since."""
+        if sys.argv == self._completed:
+            sys.argv[:] = self._given
+        for name, value in self._environment.items():
+            os.environ.setdefault(name, value)
+        if self._on_cpu is not None:
+            self._on_cpu.restore()
+        if self._provides_override:
+            del vars(typing)["override"]
+
+    def say(self, message: str) -> None:
+        """Print one line on the first rank, with what was changed."""
+        if os.environ.get("RANK", "0") == "0":
+            line = "; ".join([message, *self._command_line.notes()])
+            print(f"megatron.mcore_adapter: {line}", flush=True)

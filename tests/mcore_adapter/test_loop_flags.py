@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of Megatron-LM's loop: what is added, and what is refused."""
+
+import pytest
+
+from megatron.mcore_adapter.loop_flags import LoopCommandLine, LoopFlagError
+
+RUN = ["--micro-batch-size", "2"]
+FSDP = [*RUN, "--use-megatron-fsdp"]
+
+
+def completed(words: list[str], has_cuda: bool = True, **environment: str) -> LoopCommandLine:
+    return LoopCommandLine(words, environment, has_cuda).complete()
+
+
+def test_the_one_flag_brings_what_the_loop_requires() -> None:
+    assert completed(FSDP).notes() == [
+        "set --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
+        " --use-distributed-optimizer --no-gradient-accumulation-fusion"
+    ]
+
+
+def test_what_the_user_says_stays() -> None:
+    words = [
+        *FSDP,
+        "--data-parallel-sharding-strategy=optim",
+        "--ckpt-format",
+        "fsdp_dtensor",
+        "--use-distributed-optimizer",
+    ]
+    assert completed(words).added == ["--no-gradient-accumulation-fusion"]
+
+
+def test_ddp_on_a_gpu_and_other_programs_are_left_alone() -> None:
+    assert completed(RUN).added == []
+    assert completed(["--use-megatron-fsdp"], has_cuda=False).notes() == []
+
+
+def test_a_cpu_brings_its_own_settings_for_any_data_parallel_class() -> None:
+    added = completed(RUN, has_cuda=False).added
+    assert added[:4] == ["--distributed-backend", "gloo", "--transformer-impl", "local"]
+    assert "--ckpt-format" not in added
+    both = completed(FSDP, has_cuda=False).added
+    assert sorted(both) == sorted(set(both))
+
+
+def test_the_single_queue_of_scripts_for_tensor_parallelism_is_removed() -> None:
+    line = completed(FSDP, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert line.unset == ["CUDA_DEVICE_MAX_CONNECTIONS"]
+    assert line.notes()[-1] == "removed CUDA_DEVICE_MAX_CONNECTIONS from the environment"
+    assert completed(FSDP, CUDA_DEVICE_MAX_CONNECTIONS="8").unset == []
+    assert completed(RUN, CUDA_DEVICE_MAX_CONNECTIONS="1").unset == []
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--ckpt-format", "torch_dist"], "--ckpt-format torch_dist with --use-megatron-fsdp"),
+        (["--ckpt-format=fsdp_dtensor", "--ckpt-format=torch"], "--ckpt-format torch with"),
+        (["--use-torch-fsdp2"], "leave one of them out"),
+        (["--overlap-moe-expert-parallel-comm"], "parts of layers"),
+        (["--check-weight-hash-across-dp-replicas-interval", "5"], "have no replicas"),
+    ],
+)
+def test_contradictions_of_the_flag_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(LoopFlagError, match=message):
+        completed([*FSDP, *words])
+
+
+def test_weight_hashes_work_where_weights_are_replicated() -> None:
+    interval = ["--check-weight-hash-across-dp-replicas-interval", "5"]
+    completed([*FSDP, *interval, "--data-parallel-sharding-strategy", "optim"])
+
+
+def test_everything_that_needs_a_gpu_is_refused_at_once() -> None:
+    words = [*RUN, "--distributed-backend", "nccl", "--moe-grouped-gemm", "--fp8-format=hybrid"]
+    with pytest.raises(LoopFlagError) as caught:
+        completed(words, has_cuda=False)
+    for part in ("write --distributed-backend gloo", "--moe-grouped-gemm needs", "--fp8-format"):
+        assert part in str(caught.value)
+    completed(words)

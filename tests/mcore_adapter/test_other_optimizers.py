@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of torch train FullyShardedDataParallel; Megatron-Core's others are refused."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.pretrain.arguments.configs import ddp_config
+from tests.mcore_adapter.wrapped_models import assert_same, backward, make_module
+from tests.rank_pool import run_ranks
+
+STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+def wrapped(strategy: str) -> tuple[FullyShardedDataParallel, torch.nn.Module]:
+    """Return a wrapper without use_distributed_optimizer, and an equal model without one."""
+    args, config, module = make_module(f"--data-parallel-sharding-strategy {strategy}")
+    _, _, plain = make_module()
+    plain.load_state_dict(module.state_dict())
+    settings = ddp_config(args, num_parameters=1)
+    settings.use_distributed_optimizer = False
+    return FullyShardedDataParallel(config=config, ddp_config=settings, module=module), plain
+
+
+def train_with_torch(strategy: str) -> list[dict[str, torch.Tensor]]:
+    """Job: weights after three steps of torch's Adam, sharded and on a plain copy."""
+    model, plain = wrapped(strategy)
+    ours = torch.optim.Adam(model.parameters(), lr=1e-2)
+    theirs = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    for step in range(3):
+        model.zero_grad_buffer()
+        backward(model, step)
+        ours.step()
+        theirs.zero_grad()
+        backward(plain, step)
+        for parameter in plain.parameters():
+            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+        theirs.step()
+    found = {name: full_tensor(each) for name, each in model.named_parameters()}
+    return [
+        found,
+        {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()},
+    ]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_of_torch_trains_like_an_unsharded_model(strategy: str) -> None:
+    for found, expected in run_ranks(2, train_with_torch, strategy):
+        # Adam divides by the root of small squares, so differences of gradients grow.
+        assert_same(found, expected, relative=1e-4)
+
+
+def build_other_optimizer(precision: dict[str, Any]) -> str:
+    """Job: the error of building Megatron-Core's optimizer without sharding."""
+    model, _ = wrapped("optim_grads_params")
+    try:
+        get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam", lr=1e-3, use_distributed_optimizer=False, **precision
+            ),
+            [model],
+        )
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}], ids=["fp32", "bf16"])
+def test_optimizers_that_would_train_on_stale_weights_are_refused(
+    precision: dict[str, Any],
+) -> None:
+    for message in run_ranks(2, build_other_optimizer, precision):
+        assert "stale weights" in message
+        assert "set use_distributed_optimizer in OptimizerConfig" in message
+
+
+def hooks_after_a_model() -> tuple[int, bool]:
+    """Job: hooks that torch keeps after a model is gone."""
+    before = len(torch_optimizer._global_optimizer_post_hooks)
+    model, _ = wrapped("optim_grads_params")
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    return len(torch_optimizer._global_optimizer_post_hooks) - before, reference() is None
+
+
+def test_a_model_that_is_gone_is_not_followed() -> None:
+    assert run_ranks(1, hooks_after_a_model) == [(0, True)]
