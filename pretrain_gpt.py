@@ -34,7 +34,12 @@ if not torch.cuda.is_available():
 from megatron.checkpoint.core.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
 from megatron.pretrain import ranks  # noqa: E402
-from megatron.pretrain.arguments import CommandLineError, parse_arguments  # noqa: E402
+from megatron.pretrain.arguments import (  # noqa: E402
+    CommandLineError,
+    dry_run_ranks,
+    parse_arguments,
+)
+from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
 from megatron.pretrain.rerun import RerunExitError  # noqa: E402
@@ -49,7 +54,7 @@ def main() -> int:
     try:
         args, notes = parse_arguments(
             sys.argv[1:],
-            world_size=ranks.environment_world_size(),
+            world_size=dry_run_ranks(sys.argv[1:]) or ranks.environment_world_size(),
             cuda=torch.cuda.is_available(),
             transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
         )
@@ -59,6 +64,9 @@ def main() -> int:
     set_up_logging(args.logging_level)
     for note in notes:
         ranks.say(note)
+    if args.dry_run:
+        print_dry_run(args)
+        return 0
     with Watch(args) as watch:
         try:
             device = ranks.start(args)

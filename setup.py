@@ -62,6 +62,7 @@ setup(
         "tqdm",
         "tensorboard",
         "psutil",
+        "pyyaml",
         "einops",  # Megatron-Core does not declare it, and needs it for several optimizer instances
     ],
     entry_points={

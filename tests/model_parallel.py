@@ -17,6 +17,7 @@ ONE_AXIS = Namespace(
     pipeline_model_parallel_size=1,
     virtual_pipeline_model_parallel_size=None,
     context_parallel_size=1,
+    hierarchical_context_parallel_sizes=None,
     expert_model_parallel_size=1,
     expert_tensor_parallel_size=1,
     num_distributed_optimizer_instances=1,

@@ -28,7 +28,8 @@ ROOMS = {
     ],
     "": [
         *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
-        *("settings", "agreement", "sharding"),
+        *("settings", "agreement", "sharding", "memory_estimate"),
+        "memory_estimate",
         *("gradient_sync", "model_state", "sharded_module", "model"),
         *("elementwise", "optimizer_state", "flat_segments", "flat_update", "optimizer"),
         "fully_shard",

@@ -35,6 +35,29 @@ class GroupKey(NamedTuple):
     alone: str | None  # name of a parameter that must be the only one of its group
 
 
+def names_of_groups(
+    parameters: dict[str, nn.Parameter], has_expert_mesh: bool
+) -> dict[GroupKey, list[str]]:
+    """Return the names of the parameters of each group.
+
+    Args:
+        parameters: of a unit, by name.
+        has_expert_mesh: expert parameters are sharded over other ranks than the rest.
+    """
+    names: dict[GroupKey, list[str]] = defaultdict(list)
+    for name, parameter in parameters.items():
+        key = GroupKey(
+            parameter.dtype,
+            parameter.requires_grad,
+            has_expert_mesh and is_expert_parameter(name, parameter),
+            # A weight that pipeline stages share must be sharded alike on all of them, whatever
+            # else is in their units.
+            name if getattr(parameter, "shared_embedding", False) else None,
+        )
+        names[key].append(name)
+    return names
+
+
 class Sharder:
     """Shards the parameters of units over the ranks of the mesh.
 
@@ -65,8 +88,9 @@ class Sharder:
             A sharded parameter for each of them.
         """
         sharded_params: ShardedParams = {}
+        has_expert_mesh = self._settings.mesh.expert is not None
         for unit, parameters in parameters_of.items():
-            for key, names in self._names_of_groups(parameters).items():
+            for key, names in names_of_groups(parameters, has_expert_mesh).items():
                 members = {name: parameters[name] for name in names}
                 group = self._make_group(key, members, unit.shown_name)
                 unit.groups.append(group)
@@ -94,22 +118,6 @@ class Sharder:
             for parameter in on_meta:
                 sharded_param = sharded_params[parameter]
                 sharded_param.group.shard_parameter(sharded_param.index)
-
-    def _names_of_groups(self, parameters: dict[str, nn.Parameter]) -> dict[GroupKey, list[str]]:
-        """Return the names of the parameters of each group."""
-        names: dict[GroupKey, list[str]] = defaultdict(list)
-        has_expert_mesh = self._settings.mesh.expert is not None
-        for name, parameter in parameters.items():
-            key = GroupKey(
-                parameter.dtype,
-                parameter.requires_grad,
-                has_expert_mesh and is_expert_parameter(name, parameter),
-                # A weight that pipeline stages share must be sharded alike on all of them,
-                # whatever else is in their units.
-                name if getattr(parameter, "shared_embedding", False) else None,
-            )
-            names[key].append(name)
-        return names
 
     def _make_group(
         self, key: GroupKey, parameters: dict[str, nn.Parameter], unit_name: str

@@ -59,7 +59,7 @@ def build_chunk(
 
     With --init-model-with-meta-device they have no values yet, and are on no device.
     """
-    spec = layer_spec(config, vp_stage)
+    spec = layer_spec(config, vp_stage, args.spec)
     with on_meta(config) if args.init_model_with_meta_device else nullcontext():
         model: MegatronModule = GPTModel(
             config,
@@ -72,6 +72,7 @@ def build_chunk(
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
             rotary_base=args.rotary_base,
+            seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
             mtp_block_spec=mtp_block_spec(config, spec, vp_stage),

@@ -17,6 +17,7 @@ from megatron.checkpoint.core.url_staging import with_urls
 from megatron.fsdp.engine import rendezvous
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.releases import process_groups
+from megatron.pretrain import user_buffers
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
@@ -60,6 +61,8 @@ def start(args: argparse.Namespace) -> torch.device:
         device_id=device if device.type == "cuda" else None,
     )
     initialize_model_parallel(args)
+    if args.tp_comm_overlap:
+        user_buffers.start(args)
     seed(args.seed, args.data_parallel_random_init, args.te_rng_tracker)
     return device
 
@@ -71,6 +74,7 @@ def initialize_model_parallel(args: argparse.Namespace) -> None:
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         context_parallel_size=args.context_parallel_size,
+        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,

@@ -9,6 +9,11 @@ from the result, which is read-only during a run (`frozen`).
 """
 
 from megatron.pretrain.arguments.check import CommandLineError
-from megatron.pretrain.arguments.parser import all_flags, build_parser, parse_arguments
+from megatron.pretrain.arguments.parser import (
+    all_flags,
+    build_parser,
+    dry_run_ranks,
+    parse_arguments,
+)
 
-__all__ = ["CommandLineError", "all_flags", "build_parser", "parse_arguments"]
+__all__ = ["CommandLineError", "all_flags", "build_parser", "dry_run_ranks", "parse_arguments"]

@@ -32,6 +32,8 @@ class Machine:
     """Transformer Engine is installed."""
     fused_weight_gradient: bool
     """The kernel of --gradient-accumulation-fusion is installed."""
+    expert_dispatch: bool
+    """The kernels of --moe-token-dispatcher-type flex, package deep_ep, are installed."""
     environment: Mapping[str, str]
     """The environment variables."""
 
@@ -50,6 +52,8 @@ class Check:
     """Destination -> the flag as it is written."""
     defaults: dict[str, Any]
     machine: Machine
+    further: frozenset[str] = frozenset()
+    """Destinations of flags that a config field brings without a line of ours."""
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -104,6 +104,12 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row("--ckpt-step", int, "iteration to load instead of the newest"),
     row("--exit-on-missing-checkpoint", "switch", "stop where --load holds no checkpoint"),
     row("--use-checkpoint-args", "switch", "arguments of the model from the checkpoint"),
+    row(
+        "--no-use-tokenizer-model-from-checkpoint-args",
+        "off",
+        "the tokenizer is that of the command line",
+        dest="use_tokenizer_model_from_checkpoint_args",
+    ),
     row("--no-check-checkpoint-args", "switch", "load the weights of another model too"),
     row("--pretrained-checkpoint", str, "load these weights where --load has no checkpoint"),
     row(

@@ -7,6 +7,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron.pretrain.arguments.flags import ConfigFields, Flag, frequency, integer_pair, one_of
+from megatron.pretrain.arguments.further_fields import absent_further_flags
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLOATS_OR_AUTO = FLOATS | {"auto": None}
@@ -88,7 +89,7 @@ MODEL = ConfigFields(
         "multi_latent_attention",
     ),
     {
-        "num_layers": {"default": None},
+        "num_layers": {"default": None, "names": ("--num-layers", "--encoder-num-layers")},
         "hidden_size": {"default": None},
         "num_attention_heads": {"default": None},
         "num_query_groups": {"default": 1},
@@ -356,4 +357,12 @@ def config_flags() -> dict[str, list[Flag]]:
 
 def absent_flags() -> set[str]:
     """Return the flags of fields that this release of Megatron-Core lacks, as they are written."""
-    return set().union(*(source.absent() for source in CONFIG_GROUPS.values()))
+    return absent_further_flags().union(*(source.absent() for source in CONFIG_GROUPS.values()))
+
+
+def absent_values() -> dict[str, set[str]]:
+    """Return the choices that this release of Megatron-Core lacks, by destination."""
+    lacking: dict[str, set[str]] = {}
+    for source in CONFIG_GROUPS.values():
+        lacking |= source.absent_choices()
+    return lacking

@@ -18,6 +18,8 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch.nn.functional import gelu, silu
 
+from megatron.pretrain.arguments.flags import default_of
+
 Config = TypeVar("Config")
 
 ENGINE_SETTINGS = (
@@ -44,9 +46,7 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     return from_destinations(
         MLATransformerConfig if args.multi_latent_attention else TransformerConfig,
         args,
-        activation_func=activation(
-            gated=args.swiglu, squared=args.squared_relu, tanh=args.openai_gelu
-        ),
+        activation_func=activation(args),
         gated_linear_unit=args.swiglu,
         bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
         num_moe_experts=args.num_experts,
@@ -64,20 +64,14 @@ def transformer_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def activation(*, gated: bool, squared: bool, tanh: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the MLP's activation: GELU, unless a flag asks for another one.
-
-    Args:
-        gated: SiLU, the gate of SwiGLU.
-        squared: the square of ReLU.
-        tanh: GELU by its tanh formula.
-    """
-    if gated:
+def activation(args: argparse.Namespace) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the MLP's activation: GELU, unless a flag asks for another one."""
+    if args.swiglu:
         return silu
-    if squared:
+    if args.squared_relu:
         return squared_relu
     # The tanh formula, which Megatron-Core's fused GELU computes too.
-    return partial(gelu, approximate="tanh") if tanh else gelu
+    return partial(gelu, approximate="tanh") if args.openai_gelu else gelu
 
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
@@ -131,8 +125,12 @@ def from_destinations(
 ) -> Config:
     """Make a config from `exceptions` and, for other fields, destinations of the same name.
 
-    Fields without either keep their defaults.
+    Fields without either keep their defaults, which are not given: some releases warn of every
+    value that is given for a deprecated field.
     """
-    names = {f.name for f in fields(config)}  # type: ignore[arg-type]
-    values = {name: value for name, value in vars(args).items() if name in names}
+    values = {
+        f.name: getattr(args, f.name)
+        for f in fields(config)  # type: ignore[arg-type]
+        if hasattr(args, f.name) and getattr(args, f.name) != default_of(f)
+    }
     return config(**(values | exceptions))

@@ -3,6 +3,10 @@
 
 from megatron.pretrain.arguments.check import Check
 
+STRICT = ("raise_all", "raise_unexpected")
+LENIENT = ("log_all", "ignore_all")
+"""Values of --dist-ckpt-strictness that loads of fsdp_dtensor can follow."""
+
 
 def choose_data_parallelism(check: Check) -> None:
     """Choose fully sharded or Megatron-Core's own data parallelism, and check the flags of both."""
@@ -61,11 +65,32 @@ def imply_fsdp(check: Check) -> None:
             name = dest.replace("_", "-")
             words.append(name if value is True else f"{name} {value}")
         check.notes.append(f"--use-megatron-fsdp sets {', '.join(words)}")
+    choose_strictness(check)
     check_outer_axis(check)
     if args.init_model_with_meta_device and args.data_parallel_sharding_strategy == "no_shard":
         check.problems.append(
             "--init-model-with-meta-device does not go with --data-parallel-sharding-strategy"
             " no_shard, where every rank has all weights anyway: leave it out"
+        )
+
+
+def choose_strictness(check: Check) -> None:
+    """Let --dist-ckpt-strictness say how strict loads of fsdp_dtensor are, where it fits."""
+    args, flag = check.args, check.flag("dist_ckpt_strictness")
+    if not check.changed("dist_ckpt_strictness"):
+        return
+    choice = args.dist_ckpt_strictness
+    check.require(
+        choice in STRICT or choice in LENIENT,
+        f"{flag} {choice}: loads with --use-megatron-fsdp are strict about missing and unexpected"
+        f" keys alike: give one of {', '.join((*STRICT, *LENIENT))}",
+    )
+    if choice in LENIENT:
+        args.strict_fsdp_dtensor_load = False
+        check.notes.append(f"{flag} {choice} sets {check.flag('strict_fsdp_dtensor_load')}")
+    elif not args.strict_fsdp_dtensor_load:
+        check.problems.append(
+            f"{flag} {choice} contradicts {check.flag('strict_fsdp_dtensor_load')}: leave one out"
         )
 
 

@@ -12,7 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -74,15 +74,26 @@ class ConfigFields:
         for name in self.names:
             if name not in declared:
                 continue
-            default = declared[name].default
-            settings = from_annotation(hints[name], None if default is MISSING else default)
-            settings |= {"help": helps.get(name, "")} | self.changes.get(name, {})
+            settings = from_annotation(hints[name], default_of(declared[name]))
+            settings |= {"help": helps.get(name, "")} | from_metadata(declared[name])
+            settings = with_changes(settings, self.changes.get(name, {}))
             settings.setdefault("dest", name)
             if "names" not in settings:
-                prefix = "no-" if settings["kind"] == "off" else ""
-                settings["names"] = (spelled(prefix + name),)
+                prefixes = ("no-", "disable-") if settings["kind"] == "off" else ("",)
+                settings["names"] = tuple(spelled(prefix + name) for prefix in prefixes)
             made.append(Flag(**settings))
         return made
+
+    def absent_choices(self) -> dict[str, set[str]]:
+        """Return choices of other releases that this release's fields lack, by destination."""
+        hints = typing.get_type_hints(self.config)
+        lacking: dict[str, set[str]] = {}
+        for name, change in self.changes.items():
+            annotation = without_none(hints.get(name))
+            if "choices" in change and typing.get_origin(annotation) is Literal:
+                here = set(typing.get_args(annotation))
+                lacking[change.get("dest", name)] = set(change["choices"]) - here
+        return lacking
 
     def absent(self) -> list[str]:
         """Return the flags of `names` that are fields of other releases, as they are written."""
@@ -94,9 +105,32 @@ class ConfigFields:
         return written
 
 
+def with_changes(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the changes, and with the choices of both."""
+    choices = (*changes.get("choices", ()), *(settings.get("choices") or ()))
+    both = settings | changes
+    return both | {"choices": tuple(dict.fromkeys(choices))} if choices else both
+
+
 def spelled(name: str) -> str:
     """Return a field's name as a flag is written."""
     return f"--{name.replace('_', '-')}"
+
+
+def default_of(declared: Field[Any]) -> Any:
+    """Return a field's default, None for a field that must be given."""
+    if declared.default is not MISSING:
+        return declared.default
+    return None if declared.default_factory is MISSING else declared.default_factory()
+
+
+def from_metadata(declared: Field[Any]) -> dict[str, Any]:
+    """Return the `Flag` settings that a release of Megatron-Core adds to one of its fields."""
+    given = declared.metadata.get("argparse_meta", {})
+    settings = {name: given[name] for name in ("dest", "type", "choices", "nargs") if name in given}
+    if "arg_names" in given:
+        settings["names"] = tuple(given["arg_names"])
+    return settings
 
 
 def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
@@ -107,7 +141,10 @@ def from_annotation(annotation: Any, default: Any) -> dict[str, Any]:
         return {"kind": "off" if default else "switch", "default": bool(default)}
     settings: dict[str, Any] = {"kind": "value", "default": default}
     if origin is Literal:
-        return settings | {"choices": typing.get_args(annotation)}
+        choices = typing.get_args(annotation)
+        return settings | {"choices": choices, "type": type(choices[0])}
+    if is_list_or_item(annotation):
+        return settings | {"type": frequency}
     if origin in (list, tuple):
         return settings | {"nargs": "+", "type": typing.get_args(annotation)[0]}
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
@@ -124,6 +161,13 @@ def without_none(annotation: Any) -> Any:
         if len(rest) == 1:
             return rest[0]
     return annotation
+
+
+def is_list_or_item(annotation: Any) -> bool:
+    """Return True for ``int | list[int]``, with or without None."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    lists = [part for part in parts if typing.get_origin(part) is list]
+    return len(parts) == 2 and int in parts and [typing.get_args(x) for x in lists] == [(int,)]
 
 
 def enum_member(members: type[enum.Enum]) -> Callable[[str], enum.Enum]:

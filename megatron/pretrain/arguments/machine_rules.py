@@ -56,6 +56,7 @@ def fit_to_machine(check: Check) -> None:
         replace(check, "no Transformer Engine", PLAIN_LAYERS)
     elif args.transformer_impl == "local":
         replace(check, "local layers", PLAIN_LAYERS)
+    check_kernels(check)
     if args.transformer_impl == "local":
         fit_local_layers(check)
     if not machine.fused_weight_gradient:
@@ -68,6 +69,21 @@ def fit_to_machine(check: Check) -> None:
             "Transformer Engine's layers under --use-megatron-fsdp",
             {"gradient_accumulation_fusion": False},
         )
+
+
+def check_kernels(check: Check) -> None:
+    """Refuse what would change more than speed where its kernels are not installed."""
+    args, machine = check.args, check.machine
+    check.require(
+        args.moe_token_dispatcher_type != "flex" or machine.expert_dispatch,
+        "--moe-token-dispatcher-type flex needs GPUs and the package deep_ep, which is not"
+        " installed; use alltoall, results are the same",
+    )
+    check.require(
+        args.transformer_impl == "transformer_engine" or "a2a+p2p" not in args.cp_comm_type,
+        "--cp-comm-type a2a+p2p needs Transformer Engine on GPUs; use another, results are the"
+        " same",
+    )
 
 
 def replace(check: Check, cause: str, values: dict[str, Any]) -> None:

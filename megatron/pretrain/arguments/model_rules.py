@@ -3,6 +3,7 @@
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.layer_specs import named_spec
 
 
 def complete_model(check: Check) -> None:
@@ -29,12 +30,27 @@ def complete_model(check: Check) -> None:
         complete_latent_attention(check)
     if args.squared_relu or args.openai_gelu or not args.add_bias_linear:
         args.bias_gelu_fusion = False
+    check.require(
+        not args.test_mode or args.normalization == "LayerNorm",
+        "--test-mode compares weights and biases of norms: it needs --normalization LayerNorm",
+    )
     if args.apply_query_key_layer_scaling:
         args.attention_softmax_in_fp32 = True
     complete_sizes(check)
     complete_experts(check)
     check_tensor_parallel_sizes(check)
     check_token_prediction(check)
+    check_named_spec(check)
+
+
+def check_named_spec(check: Check) -> None:
+    """Check that --spec names a specification of layers."""
+    if check.args.spec is None:
+        return
+    try:
+        named_spec(check.args.spec)
+    except ValueError as error:
+        check.problems.append(f"--spec {' '.join(check.args.spec)}: {error}")
 
 
 def complete_latent_attention(check: Check) -> None:
@@ -170,7 +186,10 @@ def complete_experts(check: Check) -> None:
         if args.expert_model_parallel_size > 1:
             without.append(check.flag("expert_model_parallel_size"))
         if args.expert_tensor_parallel_size not in (1, args.tensor_model_parallel_size):
-            without.append(check.flag("expert_tensor_parallel_size"))
+            check.notes.append(
+                "--expert-tensor-parallel-size: without --num-experts there is nothing to divide"
+            )
+            args.expert_tensor_parallel_size = args.tensor_model_parallel_size
         check.require(not without, f"without --num-experts these do nothing: {', '.join(without)}")
         return
     if args.moe_ffn_hidden_size is None:

@@ -24,7 +24,6 @@ EXPERT_OVERLAP = (
     "hiding expert communication behind other work is not built yet; leave it out, results are the"
     " same"
 )
-HIERARCHICAL = "context parallelism on two levels is not built yet; use p2p, a2a or all_gather"
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 OTHER_TOKENIZERS: dict[Any, str] = {
     "BertWordPieceLowerCase": "is for BERT",
@@ -49,7 +48,6 @@ _REFUSED: dict[str, str] = {
     OFFLOAD: "optimizer_cpu_offload optimizer_offload_fraction",
     LATE_OUTPUT: "defer_embedding_wgrad_compute wgrad_deferral_limit",
     EXPERT_OVERLAP: "overlap_moe_expert_parallel_comm delay_wgrad_compute",
-    HIERARCHICAL: "hierarchical_context_parallel_sizes",
     "two optimizers on a rank are not built yet; use --overlap-param-gather": (
         "overlap_param_gather_with_optimizer_step"
     ),
@@ -79,13 +77,10 @@ _REFUSED: dict[str, str] = {
     ),
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
-    "custom layer specifications are not built yet": "spec",
     "no layer of this release of Megatron-Core reads it": (
         "apply_residual_connection_post_layernorm"
     ),
-    "legacy tests during training are not built": "test_mode",
-    MOE_KERNELS: "moe_use_legacy_grouped_gemm moe_enable_deepep moe_flex_dispatcher_backend",
-    "external loggers are not built": "one_logger_project",
+    MOE_KERNELS: "moe_use_legacy_grouped_gemm",
 }
 """Reason -> destinations, separated by blanks."""
 
@@ -122,9 +117,6 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "attention_backend": {
         AttnBackend.local: "needs a custom layer specification, not built yet; use auto"
     },
-    "cp_comm_type": {"a2a+p2p": HIERARCHICAL},
-    "moe_token_dispatcher_type": {"flex": f"{MOE_KERNELS}; use alltoall"},
-    "moe_router_score_function": {"sqrtsoftplus": "not part of this release of Megatron-Core"},
     "dataloader_type": {"external": "this program reads its own data; use single or cyclic"},
     "tokenizer_type": OTHER_TOKENIZERS,
 }
@@ -193,12 +185,6 @@ NEEDS: tuple[Needs, ...] = (
         "needs --use-distributed-optimizer",
     ),
     Needs(
-        "dist_ckpt_strictness",
-        "use_megatron_fsdp",
-        (False,),
-        "is for runs without --use-megatron-fsdp; see --no-strict-fsdp-dtensor-load",
-    ),
-    Needs(
         "q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type"
         " rotary_scaling_factor mscale mscale_all_dim",
         "multi_latent_attention",
@@ -231,6 +217,13 @@ NEEDS: tuple[Needs, ...] = (
         "needs --recompute-granularity selective",
     ),
     Needs("align_grad_reduce", "overlap_grad_reduce", (True,), "needs --overlap-grad-reduce"),
+    Needs("test_mode", "qk_layernorm", (True,), "needs --qk-layernorm, whose weights it compares"),
+    Needs(
+        "moe_enable_deepep moe_flex_dispatcher_backend",
+        "moe_token_dispatcher_type",
+        ("flex",),
+        "needs --moe-token-dispatcher-type flex",
+    ),
     Needs("apply_wd_to_qk_layernorm", "qk_layernorm", (True,), "needs --qk-layernorm"),
     Needs("num_query_groups", "group_query_attention", (True,), "needs --group-query-attention"),
     Needs(
@@ -265,6 +258,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("sgd_momentum", "optimizer", ("sgd",), "needs --optimizer sgd"),
     Needs("adam_beta1 adam_beta2 adam_eps", "optimizer", ("adam",), "needs --optimizer adam"),
+    Needs("dry_run_ranks", "dry_run", (True,), "needs --dry-run"),
     Needs("manual_gc_interval", "manual_gc", (True,), "needs --manual-gc"),
     Needs(
         "profile_step_start profile_step_end profile_ranks use_pytorch_profiler",

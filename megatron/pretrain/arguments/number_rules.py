@@ -16,6 +16,7 @@ POSITIVE = (
         "max_position_embeddings",
         "global_batch_size",
         "train_iters",
+        "dry_run_ranks",
         "train_samples",
         "save_interval",
         "save_retain_interval",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of parallelism: the division of ranks, layers, sequences and batches over the axes."""
 
+import math
+
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from megatron.pretrain.arguments.check import Check
@@ -14,6 +16,8 @@ AXES = (
     "num_distributed_optimizer_instances",
 )
 UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+ACCOUNTED = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+"""Switches that count the embedding, or the output layer, as a layer of its stage."""
 INTERLEAVED = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 
 
@@ -99,6 +103,7 @@ def complete_sequence_parallelism(check: Check) -> None:
         context > 1 or not check.changed("cp_comm_type"),
         "--cp-comm-type needs --context-parallel-size above 1",
     )
+    check_two_levels(check)
     if args.sequence_parallel and tensor == 1:
         args.sequence_parallel = False
         check.notes.append("--sequence-parallel: off, it needs tensor parallelism")
@@ -123,11 +128,26 @@ def complete_sequence_parallelism(check: Check) -> None:
         )
 
 
+def check_two_levels(check: Check) -> None:
+    """Check context parallelism on two levels, all-to-all inside and point to point outside."""
+    args = check.args
+    sizes = args.hierarchical_context_parallel_sizes
+    check.require(
+        ("a2a+p2p" in args.cp_comm_type) == bool(sizes),
+        "--cp-comm-type a2a+p2p and --hierarchical-context-parallel-sizes need each other",
+    )
+    check.require(
+        not sizes or math.prod(sizes) == args.context_parallel_size,
+        f"--hierarchical-context-parallel-sizes {' '.join(map(str, sizes or ()))} must multiply to"
+        f" --context-parallel-size {args.context_parallel_size}",
+    )
+
+
 def complete_pipeline(check: Check) -> None:
     """Divide the layers over pipeline stages, and check the settings of pipeline schedules."""
     args = check.args
     if args.pipeline_model_parallel_size == 1:
-        for dest in (*INTERLEAVED, *UNEVEN, "pipeline_model_parallel_layout"):
+        for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED, "pipeline_model_parallel_layout"):
             check.require(
                 not getattr(args, dest),
                 f"{check.flag(dest)} needs --pipeline-model-parallel-size of at least 2",
@@ -167,7 +187,7 @@ def follow_layout(check: Check) -> None:
     """Take the stages from --pipeline-model-parallel-layout."""
     args = check.args
     others = [
-        check.flag(dest) for dest in (*INTERLEAVED, *UNEVEN) if getattr(args, dest) is not None
+        check.flag(dest) for dest in (*INTERLEAVED, *UNEVEN, *ACCOUNTED) if getattr(args, dest)
     ]
     check.require(
         not others, f"--pipeline-model-parallel-layout says it all: leave out {', '.join(others)}"
@@ -197,21 +217,12 @@ def divide_layers(check: Check) -> None:
     args = check.args
     check.at_most_one(*INTERLEAVED)
     ends = [getattr(args, dest) for dest in UNEVEN if getattr(args, dest)]
-    stages, layers = args.pipeline_model_parallel_size - len(ends), args.num_layers - sum(ends)
-    if (stages == 0 and layers != 0) or (stages and (layers <= 0 or layers % stages)):
-        named = ", ".join(
-            f"{check.flag(dest)} {getattr(args, dest)}" for dest in UNEVEN if getattr(args, dest)
-        )
-        check.problems.append(
-            f"{named}: {layers} layers are left for {stages} other pipeline stages, each of which"
-            " must get the same number"
-            if ends
-            else (
-                f"--num-layers {layers} must be a multiple of --pipeline-model-parallel-size"
-                f" {stages}, or give --decoder-first-pipeline-num-layers,"
-                " --decoder-last-pipeline-num-layers or --pipeline-model-parallel-layout"
-            )
-        )
+    accounted = [check.flag(dest) for dest in ACCOUNTED if getattr(args, dest)]
+    stages = args.pipeline_model_parallel_size - len(ends)
+    layers = args.num_layers - sum(ends) + len(accounted)
+    problem = uneven_division(check, stages, layers, accounted)
+    if problem:
+        check.problems.append(problem)
         return
     virtual = args.num_virtual_stages_per_pipeline_rank or 1
     if args.num_layers_per_virtual_pipeline_stage:
@@ -238,6 +249,36 @@ def divide_layers(check: Check) -> None:
     args.virtual_pipeline_model_parallel_size = virtual if virtual > 1 else None
 
 
+def uneven_division(check: Check, stages: int, layers: int, accounted: list[str]) -> str:
+    """Return why layers cannot be divided over stages, or nothing.
+
+    Args:
+        check: the arguments.
+        stages: number of stages whose number of layers is not given.
+        layers: number of layers that are left for them, with those of `accounted`.
+        accounted: flags that count the embedding or the output layer as a layer.
+    """
+    args = check.args
+    named = [f"{check.flag(dest)} {getattr(args, dest)}" for dest in UNEVEN if getattr(args, dest)]
+    if named and accounted:
+        return f"{', '.join(accounted)} divide layers evenly: leave out {', '.join(named)}"
+    if (stages == 0 and layers == 0) or (stages and layers > 0 and layers % stages == 0):
+        return ""
+    if named:
+        return (
+            f"{', '.join(named)}: {layers} layers are left for {stages} other pipeline stages, each"
+            " of which must get the same number"
+        )
+    counted = f"--num-layers {args.num_layers}"
+    if accounted:
+        counted += f" and {', '.join(accounted)}: {layers} layers"
+    return (
+        f"{counted} must be a multiple of --pipeline-model-parallel-size {stages}, or give"
+        " --decoder-first-pipeline-num-layers, --decoder-last-pipeline-num-layers or"
+        " --pipeline-model-parallel-layout"
+    )
+
+
 def check_microbatches(check: Check) -> None:
     """Check that the microbatches of an interleaved schedule are a multiple of the stages."""
     args = check.args
@@ -246,6 +287,9 @@ def check_microbatches(check: Check) -> None:
         or not args.micro_batch_size
         or args.micro_batch_size < 1
     ):
+        return
+    if args.microbatch_group_size_per_vp_stage:
+        check_microbatch_groups(check)
         return
     stages = args.pipeline_model_parallel_size
     step = args.micro_batch_size * args.data_parallel_size * stages
@@ -261,3 +305,23 @@ def check_microbatches(check: Check) -> None:
             f"--rampup-batch-size: start {start} and increment {increment} must be multiples of"
             f" {step}: {why}",
         )
+
+
+def check_microbatch_groups(check: Check) -> None:
+    """Check the microbatches that a virtual stage works on in a row."""
+    args = check.args
+    stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
+    batch = args.global_batch_size if args.rampup_batch_size is None else args.rampup_batch_size[0]
+    microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
+    flag = check.flag("microbatch_group_size_per_vp_stage")
+    check.require(
+        stages <= group <= microbatches,
+        f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"
+        " microbatches of a step)",
+    )
+    left = microbatches % group if group > 0 else 0
+    check.require(
+        left == 0 or left >= stages,
+        f"{flag} {group} leaves a group of {left} of {microbatches} microbatches, less than"
+        f" {stages} pipeline stages: choose a divisor",
+    )

@@ -7,17 +7,21 @@ import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import megatron.core
 
 from megatron.pretrain.arguments.check import Check, CommandLineError, Machine
-from megatron.pretrain.arguments.config_flags import absent_flags, config_flags
+from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags, config_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import Flag
+from megatron.pretrain.arguments.further_fields import CONFIGS, further_flags, refusal
 from megatron.pretrain.arguments.not_built import NOT_BUILT
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.arguments.rules import RULES
+
+FURTHER_TITLES = tuple(CONFIGS)
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -31,6 +35,13 @@ class CommandLineParser(argparse.ArgumentParser):
         raise CommandLineError([message])
 
 
+def further_destinations() -> frozenset[str]:
+    """Return the destinations of flags that a config field brings without a line of ours."""
+    groups = all_flags()
+    further = chain.from_iterable(groups[title] for title in FURTHER_TITLES)
+    return frozenset(flag.dest for flag in further)
+
+
 def all_flags() -> dict[str, list[Flag]]:
     """Return all flags by the title of their group in --help.
 
@@ -39,7 +50,10 @@ def all_flags() -> dict[str, list[Flag]]:
     groups = config_flags()
     for title, flags in PROGRAM_GROUPS.items():
         groups.setdefault(title, []).extend(flags)
-    return groups
+    taken = {flag.dest for flag in chain.from_iterable(groups.values())}
+    for source in CONFIG_GROUPS.values():
+        taken.update(source.names)
+    return groups | further_flags(taken)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,9 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
         group = parser.add_argument_group(title)
         for flag in flags:
             flag.add_to(group)
-            if flag.dest in NOT_BUILT:
+            further = refusal(flag.dest) if title in FURTHER_TITLES else None
+            reason = NOT_BUILT.get(flag.dest) or further
+            if reason:
                 action = group._group_actions[-1]
-                action.help = f"[only the default: {NOT_BUILT[flag.dest]}]".replace("%", "%%")
+                action.help = f"[only the default: {reason}]".replace("%", "%%")
     return parser
 
 
@@ -66,6 +82,7 @@ def parse_arguments(
     cuda: bool,
     transformer_engine: bool,
     fused_weight_gradient: bool | None = None,
+    expert_dispatch: bool | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse, complete and check the command line of a run.
@@ -77,6 +94,8 @@ def parse_arguments(
         transformer_engine: Transformer Engine is installed.
         fused_weight_gradient: the kernel of --gradient-accumulation-fusion is installed; None to
             look for it.
+        expert_dispatch: the kernels of --moe-token-dispatcher-type flex are installed; None to look
+            for them.
         environment: the environment variables; None for `os.environ`.
 
     Returns:
@@ -92,12 +111,15 @@ def parse_arguments(
     given, problems = parse_given(parser, list(argv))
     args = argparse.Namespace(**(defaults | given))
     if fused_weight_gradient is None:
-        fused_weight_gradient = (
-            importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
-        )
+        fused_weight_gradient = has_package("fused_weight_gradient_mlp_cuda")
+    if expert_dispatch is None:
+        expert_dispatch = cuda and has_package("deep_ep")
     environment = os.environ if environment is None else environment
-    machine = Machine(world_size, cuda, transformer_engine, fused_weight_gradient, environment)
-    check = Check(args, given, names, defaults, machine, problems)
+    machine = Machine(
+        world_size, cuda, transformer_engine, fused_weight_gradient, expert_dispatch, environment
+    )
+    further = further_destinations()
+    check = Check(args, given, names, defaults, machine, further, problems)
     for rule in RULES:
         rule(check)
     if not check.problems:
@@ -105,6 +127,20 @@ def parse_arguments(
     if check.problems:
         raise CommandLineError(check.problems)
     return args, check.notes
+
+
+def dry_run_ranks(argv: Sequence[str]) -> int | None:
+    """Return the number of ranks that --dry-run-ranks gives, which the rules need first."""
+    for words in one_flag_each(list(argv)):
+        name, _, value = " ".join(words).replace("=", " ").partition(" ")
+        if name == "--dry-run-ranks" and value.isdecimal() and int(value) > 0:
+            return int(value)
+    return None
+
+
+def has_package(name: str) -> bool:
+    """Return True if a package is installed."""
+    return importlib.util.find_spec(name) is not None
 
 
 def parse_given(

@@ -3,12 +3,10 @@
 
 from megatron.pretrain.arguments.checkpoint_flags import CHECKPOINT_FLAGS
 from megatron.pretrain.arguments.config_flags import FLOATS_OR_AUTO
+from megatron.pretrain.arguments.data_flags import DATA_FLAGS
 from megatron.pretrain.arguments.flags import Flag, one_of, row
-from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
-from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES
+from megatron.pretrain.arguments.observing_flags import OBSERVING_FLAGS
 
-PATTERNS = ("v1", "v2")
-TOKENIZERS = (*TOKENIZER_TYPES, *OTHER_TOKENIZERS)
 float_dtype = one_of(FLOATS_OR_AUTO)["type"]
 
 PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -87,6 +85,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--local-rank", int, "device number on this node", 0),
         row("--lazy-mpu-init", "switch", "delay the set-up of model parallelism"),
+        row("--tp-comm-overlap-cfg", str, "YAML file of Transformer Engine's user buffers"),
         row("--use-tp-pp-dp-mapping", "switch", "order of ranks: tensor, pipeline, data"),
         row("--num-layers-per-virtual-pipeline-stage", int, "interleaved schedule"),
         row(
@@ -142,7 +141,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "checkpoints": CHECKPOINT_FLAGS,
     "model": (
-        row("--seq-length", int, "tokens per sequence"),
+        row("--seq-length --encoder-seq-length", int, "tokens per sequence"),
         row(
             "--max-position-embeddings",
             int,
@@ -167,6 +166,11 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--rotary-base", int, "base of the rotary frequencies", 10000),
         row("--rotary-percent", float, "part of each head that is rotated", 1.0),
+        row(
+            "--rotary-seq-len-interpolation-factor",
+            int,
+            "divide positions by this, to stretch a model to longer sequences",
+        ),
         row("--use-rope-scaling", "switch", "stretch rotary frequencies as Llama 3 does"),
         row("--rope-scaling-factor", float, "factor of --use-rope-scaling", 8.0),
         row("--no-position-embedding", "off", "deprecated", dest="add_position_embedding"),
@@ -210,6 +214,8 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         row("--enable-experimental", "switch", "allow what Megatron-Core marks as experimental"),
     ),
     "length of the run and numerics": (
+        row("--dry-run", "switch", "check the command line, print what follows from it, and stop"),
+        row("--dry-run-ranks", int, "ranks of the run that is checked; default: WORLD_SIZE"),
         row("--micro-batch-size", int, "sequences per rank and microbatch"),
         row(
             "--global-batch-size",
@@ -262,186 +268,6 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--result-rejected-tracker-filename", str, "file that rejected results are added to"),
     ),
-    "data and tokenizer": (
-        row("--mock-data", "switch", "synthetic sequences"),
-        row(
-            "--data-path",
-            str,
-            "prefix of an indexed data set, several, or weight prefix pairs",
-            nargs="*",
-        ),
-        row("--train-data-path", str, "the same, training only", nargs="*"),
-        row("--valid-data-path", str, "the same, validation only", nargs="*"),
-        row("--test-data-path", str, "the same, test only", nargs="*"),
-        row("--split", str, "shares of training, validation and test; default 969,30,1"),
-        row("--data-cache-path", str, "directory for index files"),
-        row("--data-args-path", str, "file that holds the value of --data-path"),
-        row(
-            "--per-split-data-args-path",
-            str,
-            "JSON file with the values of the three above under train, valid, test",
-        ),
-        row("--num-dataset-builder-threads", int, "threads that index the data sets of a blend", 1),
-        row(
-            "--mid-level-dataset-surplus",
-            float,
-            "part of samples that a weighted data set is given beyond its share",
-            0.005,
-        ),
-        row(
-            "--allow-ambiguous-pad-tokens",
-            "switch",
-            "mask padding out of the loss also where its id is another special token's",
-        ),
-        row(
-            "--tokenizer-type",
-            str,
-            "default: GPT2BPETokenizer with --vocab-file, NullTokenizer with --mock-data, else"
-            " ByteTokenizer",
-            choices=TOKENIZERS,
-        ),
-        row(
-            "--tokenizer-model",
-            str,
-            "folder of a HuggingFaceTokenizer, file of a SentencePiece type or a TikTokenizer",
-        ),
-        row(
-            "--vocab-size",
-            int,
-            "tokens of NullTokenizer, without its end of document, or ids of TikTokenizer",
-        ),
-        row("--vocab-file", str, "vocab.json of GPT2BPETokenizer"),
-        row("--merge-file", str, "merges.txt of GPT2BPETokenizer"),
-        row("--tiktoken-pattern", str, "how TikTokenizer cuts text; default v2", choices=PATTERNS),
-        row("--tiktoken-num-special-tokens", int, "special ids of TikTokenizer", 1000),
-        row(
-            "--tokenizer-special-tokens --tiktoken-special-tokens",
-            str,
-            "special tokens of TikTokenizer or a SentencePiece type",
-            nargs="+",
-        ),
-        row(
-            "--tokenizer-sentencepiece-legacy",
-            "switch",
-            "special tokens may be added to a model file of sentencepiece",
-        ),
-        row(
-            "--tokenizer-hf-include-special-tokens",
-            "switch",
-            "HuggingFaceTokenizer puts its special tokens around texts",
-        ),
-        row("--trust-remote-code", "switch", "run code in the folder of a HuggingFaceTokenizer"),
-        row("--num-workers", int, "loader processes per rank", 2),
-        row(
-            "--no-mmap-bin-files",
-            "off",
-            "read data files instead of mapping them",
-            dest="mmap_bin_files",
-        ),
-        row(
-            "--no-create-attention-mask-in-dataloader",
-            "off",
-            "attention makes its own mask",
-            dest="create_attention_mask_in_dataloader",
-        ),
-        row("--reset-position-ids", "switch", "positions restart at every document"),
-        row("--reset-attention-mask", "switch", "no attention across documents"),
-        row("--eod-mask-loss", "switch", "no loss on end-of-document tokens"),
-        row(
-            "--dataloader-type",
-            str,
-            "single: one pass in order; cyclic: shuffled passes",
-            choices=("single", "cyclic", "external"),
-        ),
-        row("--fim-data", "switch", "fill-in-the-middle data"),
-        row("--fim-rate", float, "probability that a document is rearranged", 0.5),
-        row("--fim-spm-rate", float, "part of these that begin with their suffix", 0.5),
-        row("--fim-split-sample", str, "token that cuts documents into fragments"),
-        row("--fim-fragment-rate", float, "probability that a fragment is rearranged"),
-        row("--fim-no-prefix", str, "text at the beginning of what is never rearranged"),
-        row("--fim-prefix-token", str, "token before the prefix", "<fim_prefix>"),
-        row("--fim-middle-token", str, "token before the middle", "<fim_middle>"),
-        row("--fim-suffix-token", str, "token before the suffix", "<fim_suffix>"),
-        row("--fim-pad-token", str, "token of padding, without loss", "<fim_pad>"),
-        row("--fim-eod-token", str, "token between documents", "<|endoftext|>"),
-        row(
-            "--legacy-tokenizer",
-            "switch",
-            "tokenizers of older releases; their ids are the same but for SentencePieceTokenizer",
-        ),
-    ),
-    "logging and profiling": (
-        row("--log-interval", int, "iterations per line", 100),
-        row("--log-throughput", "switch", "TFLOP/s per device"),
-        row("--log-params-norm", "switch", "norm of all weights"),
-        row("--log-energy", "switch", "joules and watts per device, by NVML"),
-        row(
-            "--log-timers-to-tensorboard",
-            "switch",
-            "time of an iteration, throughput and timers in TensorBoard",
-        ),
-        row(
-            "--log-validation-ppl-to-tensorboard", "switch", "validation perplexity in TensorBoard"
-        ),
-        row("--log-memory-to-tensorboard", "switch", "memory use in TensorBoard"),
-        row(
-            "--no-log-loss-scale-to-tensorboard",
-            "off",
-            "no loss scale in TensorBoard",
-            dest="log_loss_scale_to_tensorboard",
-        ),
-        row("--log-world-size-to-tensorboard", "switch", "number of ranks in TensorBoard"),
-        row("--log-batch-size-to-tensorboard", "switch", "deprecated: is always there"),
-        row("--log-learning-rate-to-tensorboard", "switch", "deprecated: is always there"),
-        row("--log-memory-interval", int, "iterations between lines about the memory of rank 0"),
-        row("--log-progress", "switch", "append to progress.txt in the --save directory"),
-        row("--logging-level", int, "level of Python's logging, e.g. 20 for INFO"),
-        row(
-            "--timing-log-level",
-            int,
-            "what is timed: 0 iterations, 1 their phases, 2 every microbatch",
-            0,
-            choices=(0, 1, 2),
-        ),
-        row(
-            "--timing-log-option",
-            str,
-            "how times of ranks are shown",
-            "minmax",
-            choices=("max", "minmax", "all"),
-        ),
-        Flag(
-            ("--barrier-with-L1-time",), "barrier_with_L1_time", "switch", default=True, help="on"
-        ),
-        row(
-            "--no-barrier-with-level-1-timing",
-            "off",
-            "ranks do not wait for each other before a phase of level 1",
-            dest="barrier_with_L1_time",
-        ),
-        row("--tensorboard-dir", str, "directory of TensorBoard files"),
-        row("--tensorboard-log-interval", int, "iterations between TensorBoard points", 1),
-        row("--tensorboard-queue-size", int, "points that may wait to be written", 1000),
-        row("--wandb-project", str, "project in Weights & Biases, which gets all numbers too"),
-        row("--wandb-exp-name", str, "name of the run there"),
-        row("--wandb-entity", str, "owner of the project there"),
-        row("--wandb-save-dir", str, "directory of its files; default: wandb in --save"),
-        row("--profile", "switch", "write traces of steps to --tensorboard-dir, or to profile/"),
-        row("--profile-step-start", int, "first of them, counted from 0 in this run", 10),
-        row("--profile-step-end", int, "step before which the profile ends", 12),
-        row("--profile-ranks", int, "ranks that write traces", [0], nargs="+"),
-        row("--use-pytorch-profiler", "switch", "write those of torch.profiler too"),
-        row("--record-memory-history", "switch", "record GPU allocations"),
-        row("--memory-snapshot-path", str, "file for them", "snapshot.pickle"),
-        row("--log-straggler", "switch", "slowest and fastest ranks at every --log-interval"),
-        row("--disable-straggler-on-startup", "switch", "only from a request on"),
-        row(
-            "--straggler-ctrlr-port",
-            int,
-            "port of rank 0; a request there turns it on or off",
-            65535,
-        ),
-        row("--straggler-minmax-count", int, "number of ranks that are named at either end", 1),
-        row("--one-logger-project", str, "project of an external logger", "megatron-lm"),
-    ),
+    "data and tokenizer": DATA_FLAGS,
+    "logging and profiling": OBSERVING_FLAGS,
 }

@@ -17,6 +17,7 @@ from megatron.pretrain.arguments.checkpoint_rules import (
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.data_parallel_rules import choose_data_parallelism
 from megatron.pretrain.arguments.data_rules import check_data
+from megatron.pretrain.arguments.further_rules import check_further_fields
 from megatron.pretrain.arguments.machine_rules import fit_to_machine
 from megatron.pretrain.arguments.model_rules import complete_model
 from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
@@ -25,6 +26,7 @@ from megatron.pretrain.arguments.observing_rules import check_observing
 from megatron.pretrain.arguments.parallel_rules import check_microbatches, complete_parallelism
 from megatron.pretrain.arguments.precision_rules import choose_precision
 from megatron.pretrain.arguments.run_length_rules import complete_batch_and_length
+from megatron.pretrain.arguments.same_here import note_what_is_the_same
 from megatron.pretrain.arguments.schedule_rules import complete_schedule
 
 
@@ -43,14 +45,6 @@ def refuse_not_built(check: Check) -> None:
         for item in values:
             if item in NOT_BUILT_VALUES.get(dest, {}):
                 check.problems.append(f"{name} {shown}: {NOT_BUILT_VALUES[dest][item]}")
-    if check.args.deprecated_use_mcore_models:
-        check.notes.append("--use-mcore-models: deprecated, is the default")
-    if check.args.ckpt_fully_parallel_save_deprecated:
-        check.notes.append("--ckpt-fully-parallel-save: deprecated, is the default")
-    if check.args.verify_integrity:
-        check.notes.append("--verify-integrity: is the default")
-    if check.args.auto_detect_ckpt_format:
-        check.notes.append("--auto-detect-ckpt-format: is the default")
 
 
 def as_written(value: Any) -> str:
@@ -113,6 +107,7 @@ RULES: tuple[Callable[[Check], None], ...] = (
     replace_urls,
     take_checkpoint_arguments,
     refuse_not_built,
+    note_what_is_the_same,
     check_numbers,
     choose_data_parallelism,
     choose_precision,
@@ -127,5 +122,6 @@ RULES: tuple[Callable[[Check], None], ...] = (
     check_observing,
     fit_to_machine,
     check_needs,
+    check_further_fields,
     note_flags_without_effect,
 )

@@ -300,10 +300,6 @@ PARALLELISM = (
         "--context-parallel-size 2", model__context_parallel_size=2, groups__context_parallel_size=2
     ),
     changes("--cp-comm-type a2a", "--context-parallel-size 2", model__cp_comm_type="a2a", gpu=True),
-    refused(
-        "--hierarchical-context-parallel-sizes 2 2",
-        "context parallelism on two levels is not built yet",
-    ),
     changes(
         "--expert-model-parallel-size 2",
         EXPERTS,

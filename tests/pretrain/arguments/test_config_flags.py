@@ -79,6 +79,7 @@ COMPANIONS = {
     ),
     "moe_router_num_groups": "--moe-router-group-topk 1",
     "moe_router_group_topk": "--moe-router-num-groups 2",
+    "test_mode": "--qk-layernorm",
     "init_method_std": "--embedding-init-method-std 0.5",
     "initial_loss_scale": "--fp16",
     "min_loss_scale": "--fp16",
@@ -121,14 +122,16 @@ NEEDS_GPU = {
     "cross_entropy_fusion_impl",
 }
 
-# These have tests of their own: the first four go with pipelines or context parallelism only, and
-# Megatron-Core refuses the last where its kernel is not installed.
+# These have tests of their own: they go with pipelines, context parallelism or kernels only.
 NOT_SEEN_ALONE = {
     "align_param_gather",
     "overlap_p2p_comm",
     "pipeline_model_parallel_layout",
     "cp_comm_type",
     "moe_permute_fusion",
+    "moe_enable_deepep",
+    "moe_flex_dispatcher_backend",
+    "hierarchical_context_parallel_sizes",
 }
 
 

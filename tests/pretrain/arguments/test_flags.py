@@ -22,6 +22,8 @@ from megatron.pretrain.arguments import CommandLineError, build_parser, parse_ar
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.parser import further_destinations
+from megatron.pretrain.arguments.same_here import SAME_HERE
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
 from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.pretrain.arguments.flag_tables import ROWS
@@ -194,13 +196,14 @@ READ_BY = {
     "arguments": (
         """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
-            enable_experimental deprecated_use_mcore_models group_query_attention
+            enable_experimental group_query_attention
             legacy_tokenizer data_args_path per_split_data_args_path
             log_batch_size_to_tensorboard log_learning_rate_to_tensorboard"""
     ),
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
-        max_position_embeddings untie_embeddings_and_output_weights"""
+        rotary_seq_len_interpolation_factor spec max_position_embeddings
+        untie_embeddings_and_output_weights"""
     ),
     "data": (
         """seq_length mock_data data_path train_data_path valid_data_path
@@ -239,12 +242,13 @@ READ_BY = {
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
     "ranks": "seed",
+    "user_buffers": "tp_comm_overlap_cfg",
+    "../../pretrain_gpt": "logging_level dry_run",
     "report": (
         """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
             tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
             log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
     ),
-    "../../pretrain_gpt": "logging_level",
 }
 
 
@@ -275,7 +279,10 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     # Each setting is tested in test_tokenizer_choice.py.
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     known = {action.dest for action in actions}
-    assert known == in_tables | fields | read | set(NOT_BUILT)
+    # Each further field has a test in test_further_fields.py.
+    further = set(further_destinations())
+    shown = in_tables | fields | read | further | {"dry_run_ranks"}
+    assert known == shown | set(NOT_BUILT) | set(SAME_HERE)
     assert read.isdisjoint(in_tables | fields | set(NOT_BUILT)), "listed twice"
 
 

@@ -163,10 +163,6 @@ from tests.pretrain.arguments.command_lines import (
             "without --num-experts these do nothing: --expert-model-parallel-size",
         ),
         (
-            "--expert-tensor-parallel-size 2",
-            "without --num-experts these do nothing: --expert-tensor-parallel-size",
-        ),
-        (
             "--num-experts 4 --moe-router-topk 5",
             "--moe-router-topk 5 must be at most --num-experts 4",
         ),

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a rank, from a model on the meta device and the sizes of its mesh axes.
+
+Units, groups and layouts are those of the engine: the functions that make them are called, without
+process groups. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from torch import nn
+
+from megatron.fsdp.engine.layout import plan
+from megatron.fsdp.engine.local_tensor import local_tensor
+from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
+from megatron.fsdp.engine.units import (
+    assign_parameters,
+    find_units,
+    is_expert_parameter,
+    merge_small_units,
+)
+from megatron.fsdp.sharding import names_of_groups
+
+
+@dataclass(frozen=True)
+class AxisSizes:
+    """Ranks over which some parameters are sharded, and which hold copies of the shards."""
+
+    inner: int
+    outer: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The settings of a sharded model, for :func:`estimate_memory`.
+
+    Args:
+        unit_modules: modules, classes or import paths of units.
+        strategy: the ZeRO level.
+        precision: of main weights and gradients.
+        dense: the axes of parameters that are no experts'.
+        expert: the axes of expert parameters; None: those of the others.
+        shards_outer: the outer axis shards optimizer state.
+        states: tensors of optimizer state for each weight, such as 2 for Adam.
+        fine_grained: make units inside units too.
+        prefetch_bytes: see ``OverlapPolicy``; it bounds the root's unit too.
+    """
+
+    unit_modules: Sequence[type | nn.Module | str]
+    strategy: ShardingStrategy
+    precision: MixedPrecisionPolicy
+    dense: AxisSizes
+    expert: AxisSizes | None = None
+    shards_outer: bool = False
+    states: int = 2
+    fine_grained: bool = False
+    prefetch_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one rank, by part.
+
+    ``weights``, ``gradients`` and ``optimizer_state`` exist between steps. ``gathered`` is what two
+    units have gathered at once, one in use and one ahead, and ``local_gradients`` what gradients
+    need before they are reduced; both are peaks within a step.
+    """
+
+    weights: int = 0
+    gradients: int = 0
+    optimizer_state: int = 0
+    gathered: int = 0
+    local_gradients: int = 0
+
+    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        return MemoryEstimate(**sums)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all parts."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate:
+    """Return the bytes of a model's weights, gradients and optimizer state on one rank.
+
+    Args:
+        model: the part of the model that this rank has, on any device.
+        memory_plan: how it is sharded.
+    """
+    units = find_units(model, memory_plan.unit_modules, fine_grained=memory_plan.fine_grained)
+    parameters_of = assign_parameters(units)
+    if not memory_plan.fine_grained:
+        merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
+    of_units = []
+    for parameters in parameters_of.values():
+        of_unit = MemoryEstimate()
+        for key, names in names_of_groups(parameters, memory_plan.expert is not None).items():
+            axes = memory_plan.expert if key.is_expert and memory_plan.expert else memory_plan.dense
+            precision = memory_plan.precision.resolve(key.dtype, key.trainable)
+            shapes = [tuple(local_tensor(parameters[name]).shape) for name in names]
+            of_unit += _of_group(shapes, axes, precision, key.trainable, memory_plan)
+        of_units.append(of_unit)
+    return _at_once(of_units, memory_plan.strategy)
+
+
+def experts_in(model: nn.Module) -> bool:
+    """Return True if a model has expert parameters, which have a mesh of their own."""
+    return any(is_expert_parameter(*named) for named in model.named_parameters())
+
+
+def _of_group(
+    shapes: list[tuple[int, ...]],
+    axes: AxisSizes,
+    precision: Precision,
+    trainable: bool,
+    memory_plan: MemoryPlan,
+) -> MemoryEstimate:
+    """Return the bytes of one group; see [Note: the weights of a group] for its tensors."""
+    strategy = memory_plan.strategy
+    num_inner = axes.inner if strategy.shards_optimizer else 1
+    num_outer = axes.outer if memory_plan.shards_outer else 1
+    layout = plan(shapes, num_inner * num_outer)
+    whole, inner_shard, owned = layout.numel, layout.numel // num_inner, layout.shard_size
+    compute, main = precision.compute.itemsize, precision.main_param.itemsize
+    is_freed = strategy.shards_parameters and num_inner > 1
+    has_main = precision.main_param != precision.compute
+    weights = owned * main if has_main else 0
+    if not is_freed:
+        weights += whole * compute
+    elif not has_main or num_outer > 1:
+        weights += inner_shard * compute  # else the compute shard is cast at each all-gather
+    gathered = whole * compute if is_freed else 0
+    if not trainable:
+        return MemoryEstimate(weights, gathered=gathered)
+    dtype = precision.grad_comm if strategy.shards_gradients else precision.main_grad
+    local = whole * dtype.itemsize
+    if axes.outer > 1:
+        local += inner_shard * precision.main_grad.itemsize  # the inner sum
+    # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
+    gradients = owned * main
+    return MemoryEstimate(weights, gradients, gradients * memory_plan.states, gathered, local)
+
+
+def _at_once(of_units: list[MemoryEstimate], strategy: ShardingStrategy) -> MemoryEstimate:
+    """Add the parts of units; of what is freed after its use, add the two largest."""
+
+    def largest(sizes: list[int]) -> int:
+        return sum(sorted(sizes)[-2:])
+
+    local = [unit.local_gradients for unit in of_units]
+    return MemoryEstimate(
+        sum(unit.weights for unit in of_units),
+        sum(unit.gradients for unit in of_units),
+        sum(unit.optimizer_state for unit in of_units),
+        largest([unit.gathered for unit in of_units]),
+        largest(local) if strategy.shards_gradients else sum(local),
+    )

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run: a command line is checked as the run would, and what follows from it is printed.
+
+No rank is contacted, and no GPU is needed: the model is built on the meta device for one rank of
+each pipeline stage, with process groups that pretend.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+# torch has no public process group that pretends. If this module goes away, torch's own
+# `init_process_group("fake")` still needs a store, which may be any.
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.fsdp import ShardingStrategy
+from megatron.fsdp.memory_estimate import (
+    AxisSizes,
+    MemoryEstimate,
+    MemoryPlan,
+    estimate_memory,
+    experts_in,
+)
+from megatron.mcore_adapter import cpu
+from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
+from megatron.pretrain import ranks
+from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.gpt_model import build_chunk
+from megatron.pretrain.tokenizer import padded_vocab_size
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+
+MIB = 2**20
+ACTIVATION_BYTES = 34
+"""Bytes of activations for each token, unit of hidden size and layer, in bf16, with attention that
+keeps no scores. Source: Korthikanti et al., arXiv:2205.05198."""
+
+
+@dataclass(frozen=True)
+class StageEstimate:
+    """Parameters and memory of a rank of one pipeline stage."""
+
+    stage: int
+    num_parameters: int
+    memory: MemoryEstimate
+    activations: int
+
+
+def print_dry_run(args: argparse.Namespace, say: Callable[[str], object] = print) -> None:
+    """Print what follows from completed arguments: ranks, batches, parameters and memory."""
+    tokenizer = build_tokenizer(TokenizerChoice.of(args))
+    rows = padded_vocab_size(
+        tokenizer,
+        padded_size=args.padded_vocab_size,
+        vocab_size=args.vocab_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        tensor_size=args.tensor_model_parallel_size,
+    )
+    stages = [estimate_stage(args, rows, s) for s in range(args.pipeline_model_parallel_size)]
+    for line in (*mesh_lines(args), *batch_lines(args), *model_lines(args, stages)):
+        say(line)
+
+
+def mesh_lines(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines about ranks."""
+    instances = args.num_distributed_optimizer_instances
+    yield (
+        f"ranks: {args.world_size} = {args.tensor_model_parallel_size} tensor x"
+        f" {args.pipeline_model_parallel_size} pipeline x {args.context_parallel_size} context x"
+        f" {args.data_parallel_size} data" + (f" ({instances} outer)" if instances > 1 else "")
+    )
+    if args.num_experts:
+        yield (
+            f"ranks of experts: {args.expert_tensor_parallel_size} tensor x"
+            f" {args.expert_model_parallel_size} expert x"
+            f" {args.pipeline_model_parallel_size} pipeline x {expert_data_ranks(args)} data"
+        )
+
+
+def batch_lines(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the lines about batches and the length of the run."""
+    tokens = args.global_batch_size * args.seq_length
+    per_rank = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    grows = (
+        f", growing from {args.rampup_batch_size[0]} sequences" if args.rampup_batch_size else ""
+    )
+    yield f"a step: {tokens:,} tokens, {args.global_batch_size} sequences{grows}"
+    yield f"microbatches of a rank and step: {per_rank} of {args.micro_batch_size} sequences"
+    yield f"steps: {args.train_iters:,}"
+
+
+def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterator[str]:
+    """Yield the lines about parameters and memory."""
+    for each in stages:
+        memory = each.memory
+        stage = f" of stage {each.stage}" if len(stages) > 1 else ""
+        yield f"parameters of a rank{stage}, before data ranks divide them: {each.num_parameters:,}"
+        parts = {
+            "weights": memory.weights,
+            "gradients": memory.gradients,
+            "optimizer state": memory.optimizer_state,
+            "gathered weights": memory.gathered,
+            "local gradients": memory.local_gradients,
+            "activations": each.activations,
+        }
+        named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
+        total = sum(parts.values())
+        yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
+    yield (
+        f"activations assume {ACTIVATION_BYTES} bytes a token, hidden unit and layer"
+        f" ({'the input of each layer' if args.recompute_granularity == 'full' else 'no'}"
+        f" {'alone is kept' if args.recompute_granularity == 'full' else 'recomputation of layers'}"
+        "), without logits, experts beyond a dense MLP, and what libraries reserve"
+    )
+
+
+def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEstimate:
+    """Return parameters and memory of the first rank of a pipeline stage.
+
+    Args:
+        args: the completed arguments.
+        rows: of the embedding.
+        stage: the pipeline stage.
+    """
+    with pretending(args, stage):
+        virtual = args.virtual_pipeline_model_parallel_size
+        on_meta = argparse.Namespace(**vars(args) | {"init_model_with_meta_device": True})
+        config = transformer_config(on_meta)
+        chunks = [
+            build_chunk(on_meta, config, rows, torch.device("meta"), number)
+            for number in (range(virtual) if virtual else [None])
+        ]
+        memory = MemoryEstimate()
+        for chunk in chunks:
+            memory += estimate_memory(chunk, memory_plan(args, chunk))
+        parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
+        num_parameters = sum(each.numel() for each in parameters)
+        num_layers = sum(len(layers_of(chunk)) for chunk in chunks)
+    return StageEstimate(stage, num_parameters, memory, activation_bytes(args, num_layers, stage))
+
+
+def layers_of(chunk: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the transformer layers of a chunk."""
+    layer = default_unit_modules(chunk)[0]
+    assert isinstance(layer, type)
+    return [module for module in chunk.modules() if isinstance(module, layer)]
+
+
+def memory_plan(args: argparse.Namespace, chunk: torch.nn.Module) -> MemoryPlan:
+    """Return how a chunk is sharded.
+
+    Megatron-Core's own wrapper is level 0, or 1 with a distributed optimizer; its padding differs.
+    """
+    settings = ddp_config(args, num_parameters=1)
+    level = args.data_parallel_sharding_strategy
+    if not args.use_megatron_fsdp:
+        level = "optim" if args.use_distributed_optimizer else "no_shard"
+    outer = args.num_distributed_optimizer_instances
+    has_experts = experts_in(chunk) and args.expert_model_parallel_size > 1
+    return MemoryPlan(
+        unit_modules=default_unit_modules(chunk),
+        strategy=ShardingStrategy.parse(level, "data_parallel_sharding_strategy"),
+        precision=precision_policy(settings),
+        dense=AxisSizes(args.data_parallel_size * args.context_parallel_size // outer, outer),
+        expert=AxisSizes(expert_data_ranks(args) // outer, outer) if has_experts else None,
+        shards_outer=args.outer_dp_sharding_strategy == "optim",
+        states=1 if args.optimizer == "sgd" else 2,
+        fine_grained=args.megatron_fsdp_enable_fine_grained_param_gather,
+    )
+
+
+def expert_data_ranks(args: argparse.Namespace) -> int:
+    """Return the number of ranks that have the same experts."""
+    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+    return int(args.world_size // (experts * args.pipeline_model_parallel_size))
+
+
+def activation_bytes(args: argparse.Namespace, num_layers: int, stage: int) -> int:
+    """Return the bytes of activations of the microbatches that a stage has under way."""
+    tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+    tokens //= args.tensor_model_parallel_size if args.sequence_parallel else 1
+    size = 2 if args.bf16 or args.fp16 else 4
+    per_layer = size if args.recompute_granularity == "full" else ACTIVATION_BYTES * size // 2
+    stages = args.pipeline_model_parallel_size
+    microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    under_way = min(stages - stage, microbatches)  # the first stage begins the most
+    return int(tokens * args.hidden_size * per_layer * num_layers * under_way)
+
+
+@contextmanager
+def pretending(args: argparse.Namespace, stage: int) -> Iterator[None]:
+    """Pretend to be the first rank of a pipeline stage in the process groups of the run."""
+    cpu.install()
+    per_stage = args.world_size // args.pipeline_model_parallel_size
+    if args.use_tp_pp_dp_mapping:
+        per_stage = args.tensor_model_parallel_size * args.context_parallel_size
+    no_gloo = argparse.Namespace(**vars(args) | {"enable_gloo_process_groups": False})
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=stage * per_stage, world_size=args.world_size
+    )
+    try:
+        ranks.initialize_model_parallel(no_gloo)
+        ranks.seed(args.seed, False, False)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

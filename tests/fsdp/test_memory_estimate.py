@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The estimate of a rank's memory agrees with the bytes that a run has, part by part."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import (
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+from tests.fsdp.watched_memory import local_gradients, stored
+from tests.rank_pool import run_ranks
+
+BF16, FP32 = torch.bfloat16, torch.float32
+WIDTH = 64
+
+
+def build() -> nn.Module:
+    """Return a model whose parameters are large beside the padding between them."""
+    layers = [nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True) for _ in range(3)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 999)).to(BF16)
+
+
+def bytes_of_parts(
+    level: int, main_grads: torch.dtype, outer: int
+) -> dict[str, tuple[float, float]]:
+    """Return the estimated and the measured bytes of each part, after a backward and a step."""
+    policy = MixedPrecisionPolicy(FP32, main_grads, main_grads)
+    inner = dist.get_world_size() // outer
+    mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
+    model = fully_shard_model(
+        build(),
+        mesh,
+        "inner",
+        "outer" if outer > 1 else None,
+        fsdp_unit_modules=[nn.TransformerEncoderLayer],
+        zero_dp_strategy=level,
+        mixed_precision_policy=policy,
+    )
+    optimizer = fully_shard_optimizer(torch.optim.AdamW(model.parameters()))
+    model(torch.randn(2, 8, WIDTH, dtype=BF16)).float().sum().backward()
+    model.finish_grad_sync()
+    local = sum(stored(local_gradients(group)) for group in model.groups)
+    gradients = sum(stored(group.gradients._grad_sum._total) for group in model.groups)
+    gradients += sum(stored(group.gradients._optimizer_grad) for group in model.groups)
+    optimizer.step()
+    storages = {}
+    for group in model.groups:
+        for tensor in (group.compute.flat, group.compute_shard, group.main_shard):
+            storages[tensor.untyped_storage()._cdata] = stored(tensor)
+    moments = 0
+    for state in optimizer.state.values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = state[name].to_local()
+            moments += moment.numel() * moment.element_size()
+    plan = MemoryPlan(
+        [nn.TransformerEncoderLayer], ShardingStrategy(level), policy, AxisSizes(inner, outer)
+    )
+    estimate = estimate_memory(build(), plan)
+    return {
+        "weights": (estimate.weights, sum(storages.values())),
+        "gradients": (estimate.gradients, gradients),
+        "optimizer state": (estimate.optimizer_state, moments),
+        "local gradients": (estimate.local_gradients, local if level < 2 else 0),
+    }
+
+
+@pytest.mark.parametrize("main_grads", [FP32, BF16], ids=["fp32_grads", "bf16_grads"])
+@pytest.mark.parametrize(("level", "outer"), [(0, 1), (1, 1), (2, 1), (3, 1), (3, 2)])
+def test_weights_gradients_and_optimizer_state_are_estimated_within_two_percent(
+    level: int, outer: int, main_grads: torch.dtype
+) -> None:
+    for parts in run_ranks(4, bytes_of_parts, level, main_grads, outer):
+        for part in ("weights", "gradients", "optimizer state"):
+            estimate, measured = parts[part]
+            assert estimate == pytest.approx(measured, rel=0.02), part

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A dry run says what follows from a command line, and agrees with a run about parameters."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.pretrain import dry_run
+from tests.pretrain.arguments.command_lines import parse
+from tests.rank_pool import run_ranks
+
+ROOT = Path(__file__).parents[2]
+LINE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --global-batch-size 64 --lr 0.005 --train-iters 20 --mock-data
+    --vocab-size 100 --use-megatron-fsdp --untie-embeddings-and-output-weights"""
+
+
+def lines_of(flags: str, world_size: int) -> list[str]:
+    """Return the lines of a dry run; for one rank of the pool, whose process group it replaces."""
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    args, _ = parse(f"{LINE} {flags} --dry-run", world_size=world_size)
+    printed: list[str] = []
+    args = argparse.Namespace(**vars(args))
+    dry_run.print_dry_run(args, printed.append)
+    return printed
+
+
+def test_a_dry_run_prints_ranks_batches_parameters_and_memory() -> None:
+    flags = "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    (lines,) = run_ranks(1, lines_of, flags, 16)
+    text = "\n".join(lines)
+    assert "ranks: 16 = 2 tensor x 2 pipeline x 1 context x 4 data" in text
+    assert "a step: 2,048 tokens, 64 sequences" in text
+    assert "microbatches of a rank and step: 8 of 2 sequences" in text
+    assert "steps: 20" in text
+    assert sum("memory of a rank of stage" in line for line in lines) == 2
+
+
+def test_experts_and_outer_ranks_are_divided_as_the_run_does() -> None:
+    flags = (
+        "--num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear"
+        " --num-distributed-optimizer-instances 2"
+    )
+    (lines,) = run_ranks(1, lines_of, flags, 8)
+    assert "ranks: 8 = 1 tensor x 1 pipeline x 1 context x 8 data (2 outer)" in lines
+    assert "ranks of experts: 1 tensor x 2 expert x 1 pipeline x 4 data" in lines
+
+
+def test_the_program_stops_after_a_dry_run_without_torchrun_or_gpu() -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("WORLD_SIZE", None)
+    command = [sys.executable, "pretrain_gpt.py", *LINE.split(), "--dry-run"]
+    done = subprocess.run(
+        [*command, "--dry-run-ranks", "4"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ranks: 4 = 1 tensor x 1 pipeline x 1 context x 4 data" in done.stdout
+    assert "iteration" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--dry-run-ranks", "8"], 8),
+        (["--dry-run-ranks=8", "--dry-run"], 8),
+        (["--dry-run"], None),
+        (["--dry-run-ranks", "x"], None),
+    ],
+    ids=["words", "equals", "none", "not_a_number"],
+)
+def test_the_number_of_ranks_is_known_before_the_rules(
+    words: list[str], expected: int | None
+) -> None:
+    from megatron.pretrain.arguments import dry_run_ranks
+
+    assert dry_run_ranks(words) == expected

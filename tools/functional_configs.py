@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say which functional tests of a Megatron-LM checkout have a command line that is taken here.
+
+For example:
+
+    python tools/functional_configs.py ../Megatron-LM
+    python tools/functional_configs.py ../Megatron-LM --json > taken.json
+
+Every GPT and MoE configuration is turned into flags as Megatron-LM's run script does, and checked
+as pretrain_gpt.py would on GPUs with Transformer Engine. Files that it names need not be there.
+"""
+
+import json
+import re
+import shlex
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain, pairwise
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml  # type: ignore[import-untyped]
+
+with warnings.catch_warnings():
+    # Megatron-Core warns of every GPU library that is absent; checking flags needs none of them.
+    warnings.simplefilter("ignore", UserWarning)
+    from megatron.pretrain.arguments import CommandLineError, parse_arguments
+
+CASES = "tests/functional_tests/test_cases"
+PATTERNS = ("gpt*/**/model_config.yaml", "moe*/**/model_config.yaml")
+RANKS_OF_A_NODE = 8
+PREFIXES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+FILES = ("--vocab-file", "--merge-file", "--tokenizer-model", "--data-args-path")
+
+
+def configurations(checkout: Path) -> dict[str, dict[str, Any]]:
+    """Return the content of every GPT and MoE configuration, by the name of its test.
+
+    Raises:
+        click.ClickException: the checkout has none.
+    """
+    root = checkout / CASES
+    paths = sorted(chain.from_iterable(root.glob(pattern) for pattern in PATTERNS))
+    if not paths:
+        raise click.ClickException(f"{root} has no {' and no '.join(PATTERNS)}")
+    return {str(path.parent.relative_to(root)): yaml.safe_load(path.read_text()) for path in paths}
+
+
+def words_of(arguments: dict[str, Any], files: Path) -> list[str]:
+    """Return the words of a command line, as Megatron-LM's run script makes them.
+
+    Args:
+        arguments: flag -> value, the section MODEL_ARGS.
+        files: a directory that stands for those that environment variables name.
+    """
+    line: list[str] = []
+    for flag, value in arguments.items():
+        # The YAML of the tests writes numbers such as 1e-2, which are strings to this parser.
+        text = str("null" if value is None else value).strip()
+        text = re.sub(r"\$\{?[A-Z_]+\}?", str(files), text)
+        if value is True:
+            line.append(flag)
+        elif re.fullmatch(r"\(.*\)", text):
+            line += [flag, text]
+        elif re.fullmatch(r"\[.*\]", text):
+            line += [flag, *shlex.split(text[1:-1])]
+        else:
+            # The script and its `eval` each take one level of quotes and backslashes away.
+            words = shlex.split(" ".join(shlex.split(text)))
+            line += [flag, *(words if flag in PREFIXES else [" ".join(words)])]
+    return line
+
+
+def make_files(line: list[str]) -> None:
+    """Make empty files where a command line names data and vocabularies."""
+    for flag, word in pairwise(line):
+        suffixes = (".bin", ".idx") if flag in PREFIXES else ("",) if flag in FILES else ()
+        for suffix in suffixes:
+            path = Path(word + suffix)
+            if path.is_absolute() and not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.touch()
+
+
+def num_ranks(arguments: dict[str, Any]) -> int:
+    """Return the least number of ranks, of whole nodes, that the parallel sizes divide."""
+
+    def size(name: str, default: int = 1) -> int:
+        return int(arguments.get(f"--{name}-parallel-size", default))
+
+    tensor, pipeline = size("tensor-model"), size("pipeline-model")
+    experts = size("expert-model") * size("expert-tensor", tensor) * pipeline
+    model = tensor * pipeline * size("context")
+    return lcm(RANKS_OF_A_NODE, model, experts if "--num-experts" in arguments else 1)
+
+
+def problems_of(content: dict[str, Any], files: Path) -> list[str]:
+    """Return the problems of a configuration's command line; none if it is taken."""
+    arguments = content.get("MODEL_ARGS")
+    if not isinstance(arguments, dict):
+        return ["the file has no section MODEL_ARGS"]
+    line = words_of(arguments, files)
+    make_files(line)
+    environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parse_arguments(
+                line,
+                world_size=num_ranks(arguments),
+                cuda=True,
+                transformer_engine=True,
+                fused_weight_gradient=True,
+                environment=environment,
+            )
+    except CommandLineError as error:
+        return [problem.replace(str(files), "...") for problem in error.problems]
+    return []
+
+
+def check_all(contents: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the problems of each configuration, none for one that is taken."""
+    with tempfile.TemporaryDirectory() as files:
+        return {name: problems_of(content, Path(files)) for name, content in contents.items()}
+
+
+def grouped(problems: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Return the tests that each problem stops, the problem of most tests first."""
+    stopped: dict[str, list[str]] = defaultdict(list)
+    for name, found in problems.items():
+        for problem in dict.fromkeys(found):
+            stopped[problem].append(name)
+    return dict(sorted(stopped.items(), key=lambda item: -len(item[1])))
+
+
+def report(problems: dict[str, list[str]]) -> Iterable[str]:
+    """Yield the lines of the report."""
+    taken = sum(not found for found in problems.values())
+    yield f"{taken} of {len(problems)} configurations are taken"
+    stopped = grouped(problems)
+    if stopped:
+        yield "why the others are not, and how many each reason stops (alone):"
+    for problem, names in stopped.items():
+        alone = sum(len(problems[name]) == 1 for name in names)
+        yield f"{len(names):5} ({alone})  {problem}"
+
+
+@click.command()
+@click.argument("checkout", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the problems of each test as JSON.")
+def main(checkout: Path, as_json: bool) -> None:
+    """Print how many GPT and MoE tests of the Megatron-LM in CHECKOUT are taken, and why not."""
+    problems = check_all(configurations(checkout))
+    if as_json:
+        click.echo(json.dumps(problems, indent=1))
+        return
+    for line in report(problems):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()
