@@ -20,6 +20,13 @@ try:
 except ImportError:  # releases before 0.18
     get_moe_metrics_tracker = None
 
+# The name before 0.19 is the second.
+_empty_token_prediction = getattr(
+    MTPLossLoggingHelper,
+    "clean_metrics_in_tracker",
+    getattr(MTPLossLoggingHelper, "clean_loss_in_tracker", None),
+)
+
 LOAD_BALANCING = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -47,8 +54,8 @@ def forget() -> None:
         get_moe_metrics_tracker().clear()
     else:
         moe_utils.clear_aux_losses_tracker()
-    if "values" in MTPLossLoggingHelper.tracker:
-        MTPLossLoggingHelper.clean_loss_in_tracker()
+    if MTPLossLoggingHelper.tracker:
+        _empty_token_prediction()
 
 
 def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:

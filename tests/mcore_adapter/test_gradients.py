@@ -7,8 +7,10 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.pretrain import loop
+from megatron.pretrain.forward_step import ForwardStep
 from tests.mcore_adapter.wrapped_models import (
     assert_same,
     backward,
@@ -44,20 +46,20 @@ def zero_twice(command_line: str) -> list[float]:
     """Job: return one batch's gradient norm: first, after an abandoned batch, after a whole one."""
     run = build(command_line)
     loop.connect(run)
-    loop.init_num_microbatches_calculator(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
+    loop.init_num_microbatches(dist.get_rank(), None, 8, 1, run.args.data_parallel_size)
     data, _, _ = loop.build_datasets(run.args, tokenizer_of(run.args))
     norms = []
     for abandoned in (False, True, False):
-        with loop.batches(run, data, 0) as batches:
+        with loop.batches(run.args, data, 0) as batches:
             if abandoned:
                 with run.model[0].no_sync():
-                    forward_step = loop.ForwardStep(run.device, 0, check_for_nan=True)
+                    forward_step = ForwardStep(run.args, run.device, 0, run.report.times)
                     output, _ = forward_step(batches, run.model[0])
                     output.sum().backward()
-        with loop.batches(run, data, 0) as batches:
+        with loop.batches(run.args, data, 0) as batches:
             for _ in range(2):  # the training loop does, and then the optimizer
                 run.model[0].zero_grad_buffer()
-            loop.forward_backward(run, batches, loop.get_num_microbatches(), forward_only=False)
+            loop.forward_backward(run, batches, get_num_microbatches(), forward_only=False)
             norms.append(run.optimizer.get_grad_norm())
     return norms
 

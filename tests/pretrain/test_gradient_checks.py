@@ -57,7 +57,7 @@ def spoil_a_weight(command_line: str, rank: int) -> str:
             if each.name.endswith("linear_fc2.weight")
         )
         weight.compute.register_hook(lambda gradient: gradient * math.nan)
-    with loop.batches(run, data, 0) as batches:
+    with loop.batches(run.args, data, 0) as batches:
         try:
             loop.forward_backward(run, batches, get_num_microbatches(), forward_only=False)
         except RuntimeError as error:
