@@ -54,7 +54,7 @@ setup(
         name: ["py.typed"] for name in ("megatron.fsdp", "megatron.checkpoint", "megatron_fsdp")
     },
     install_requires=[
-        "torch>=2.10,<2.14",
+        "torch>=2.10,<2.15",
         "megatron-core>=0.16.0,<0.20",
         "numpy",
         "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional

@@ -3,12 +3,14 @@
 
 import argparse
 import json
+from dataclasses import replace
 from typing import Any
 
+import megatron.core
 import pytest
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.pretrain.arguments import all_flags
+from megatron.pretrain.arguments import all_flags, config_flags
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.flags import frequency
 from tests.pretrain.arguments.command_lines import MOCK, OWN_DEFAULTS, TABLE, parse, problems
@@ -95,3 +97,22 @@ def test_help_is_printed_and_explains_every_flag(capsys: pytest.CaptureFixture[s
 def test_frequency_reads_numbers_and_list_expressions() -> None:
     assert frequency("3") == 3
     assert frequency("([0]*3+[1]*2)") == [0, 0, 0, 1, 1]
+
+
+def test_a_flag_whose_field_the_release_lacks_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    source = config_flags.CONFIG_GROUPS["optimizer"]
+    longer = replace(
+        source,
+        names=(*source.names, "field_of_tomorrow", "renamed_field"),
+        changes={**source.changes, "renamed_field": config_flags.named("--written-otherwise")},
+    )
+    monkeypatch.setitem(config_flags.CONFIG_GROUPS, "optimizer", longer)
+    found = problems(f"{MOCK} --field-of-tomorrow 3 --written-otherwise")
+    assert [problem.split(":")[0] for problem in found] == [
+        "--field-of-tomorrow",
+        "--written-otherwise",
+    ]
+    for problem in found:
+        assert f"Megatron-Core {megatron.core.__version__} has no such setting" in problem
