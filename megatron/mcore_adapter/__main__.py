@@ -9,6 +9,7 @@ The program is not changed: see :mod:`megatron.mcore_adapter.drop_in` and docs/m
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 from megatron.mcore_adapter.loop_environment import check_installed
@@ -42,9 +43,14 @@ def main() -> None:
 
 
 def stop(message: str) -> None:
-    """Print one line on the first rank and exit with status 2."""
+    """Print one line on the first rank and exit with status 2.
+
+    Other ranks are later: torchrun stops all ranks when one has failed.
+    """
     if os.environ.get("RANK", "0") == "0":
         print(f"megatron.mcore_adapter: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(tested.GRACE_SECONDS)
     raise SystemExit(2)
 
 

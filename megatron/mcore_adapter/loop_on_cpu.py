@@ -16,19 +16,15 @@ from typing import Any
 
 import torch
 
-LOOP = ("megatron.training", "__main__")
-"""Modules that are told that there is a device."""
+LOOP = "megatron.training"
+"""The package that is told that there is a device."""
 
 ARCHITECTURE = SimpleNamespace(major=9, minor=0, total_memory=0, name="CPU")
 """Properties of the device: the newest one of which the loop expects no settings of its own."""
 
 
 class LoopOnCpu:
-    """The replacements, from construction until :meth:`restore`.
-
-    Functions of Python that the loop needs are among them: Megatron-Core 0.19 supports Python 3.10,
-    but its loop imports ``typing.override`` of Python 3.12.
-    """
+    """The replacements, from construction until :meth:`restore`."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Any, str, Any]] = []
@@ -63,7 +59,7 @@ def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., An
     @functools.wraps(original)
     def ask(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if any(caller == name or caller.startswith(name + ".") for name in LOOP):
+        if caller == LOOP or caller.startswith(LOOP + "."):
             return answer
         return original(*args, **kwargs)
 

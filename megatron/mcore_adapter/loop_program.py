@@ -21,9 +21,10 @@ from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
 class LoopProgram:
     """The process that runs the program in ``sys.argv``.
 
-    The constructor checks, and changes nothing. :meth:`prepare` completes the command line,
-    installs what a machine without CUDA needs, and provides ``typing.override``: the loop of
-    Megatron-LM 0.18 and newer imports it, and Python has it since 3.12.
+    Programs without a command line of the loop are left as they are. The constructor checks, and
+    changes nothing. :meth:`prepare` completes the command line, installs what a machine without
+    CUDA needs, and provides ``typing.override``: the loop of Megatron-LM 0.18 and newer imports it,
+    and Python has it since 3.12.
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
@@ -43,6 +44,8 @@ class LoopProgram:
 
     def prepare(self) -> None:
         """Change ``sys.argv``, the environment, and on a machine without CUDA torch."""
+        if not self._command_line.is_of_the_loop:
+            return
         sys.argv[:] = self._completed
         for name in self._command_line.unset:
             self._environment[name] = os.environ.pop(name)

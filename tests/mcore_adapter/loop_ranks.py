@@ -23,12 +23,15 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import typing_extensions
 
 import megatron.mcore_adapter.__main__ as program
+from megatron.mcore_adapter import FullyShardedDataParallel
 from tests.warm_programs import free_port
 
+build = FullyShardedDataParallel.__init__
 LIMIT = 120
 """Seconds that a run may take."""
 
@@ -99,8 +102,11 @@ def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], ou
         original(*args, **kwargs),
     )
     sys.argv[:] = ["-m", script, *flags]
+    wrappers = patch.object(FullyShardedDataParallel, "__init__", autospec=True, side_effect=build)
     try:
-        program.main()
+        with wrappers as built:
+            program.main()
+        assert built.called == ("--use-megatron-fsdp" in flags), "another class was trained"
         status = 0
     except SystemExit as end:
         status = int(bool(end.code))

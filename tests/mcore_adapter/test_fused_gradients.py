@@ -227,6 +227,28 @@ def test_a_tied_embedding_adds_its_part() -> None:
     run_ranks(1, compare, "tied", "overwrites")
 
 
+def fail_between_two_uses() -> None:
+    expected, weight = make_weight(), make_weight()
+    accept_fused_gradients(weight)
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise ValueError("between the two uses")
+
+    # Autograd goes through the later branch first, and then fails in the other one.
+    first = AddingLinear.apply(inputs(1), weight)
+    first.register_hook(fail)
+    with pytest.raises(ValueError, match="between the two uses"):
+        (first.sum() + AddingLinear.apply(inputs(2), weight).sum()).backward()
+    assert weight.grad is None
+    for parameter, layer in ((expected, linear), (weight, AddingLinear.apply)):
+        twice(layer, parameter).backward()
+    torch.testing.assert_close(weight.grad, expected.grad)
+
+
+def test_a_failed_backward_leaves_no_product_for_the_next_one() -> None:
+    run_ranks(1, fail_between_two_uses)
+
+
 def compare_plain_use() -> None:
     expected, weight = make_weight(), make_weight()
     accept_fused_gradients(weight)

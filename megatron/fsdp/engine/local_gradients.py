@@ -124,7 +124,8 @@ class LocalGradients:
             gradient_sum: see :meth:`accumulate`; it is empty.
         """
         if self.is_empty:
-            self.open(dtype, gradient_sum, covers_all=False)
+            with named(self._unit_name, "accumulate gradients"):
+                self.open(dtype, gradient_sum, covers_all=False)
             self._may_write = True
         if not self._may_write or index in self._written:
             return None
