@@ -20,13 +20,8 @@ try:
 except ImportError:  # releases before 0.18
     get_moe_metrics_tracker = None
 
-# The name before 0.19 is the second.
-_empty_token_prediction = getattr(
-    MTPLossLoggingHelper,
-    "clean_metrics_in_tracker",
-    getattr(MTPLossLoggingHelper, "clean_loss_in_tracker", None),
-)
-
+EMPTYING = ("clean_metrics_in_tracker", "clean_loss_in_tracker")
+"""The methods that empty the tracker of multi-token prediction: since 0.19, and before."""
 LOAD_BALANCING = {
     "aux_loss": "load_balancing_loss",
     "seq_aux_loss": "seq_load_balancing_loss",
@@ -55,7 +50,8 @@ def forget() -> None:
     else:
         moe_utils.clear_aux_losses_tracker()
     if MTPLossLoggingHelper.tracker:
-        _empty_token_prediction()
+        name = next(each for each in EMPTYING if hasattr(MTPLossLoggingHelper, each))
+        getattr(MTPLossLoggingHelper, name)()
 
 
 def take(args: argparse.Namespace, num_microbatches: int) -> dict[str, float]:
