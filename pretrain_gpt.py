@@ -6,9 +6,11 @@ r"""Pretrain a GPT model with Megatron-Core, fully sharded with --use-megatron-f
         --train-iters 200 --lr 2e-3
 
 The same command runs on CPUs over gloo and on GPUs over NCCL. Flags have Megatron-LM's names and
-defaults; --help lists them. Without --data-path the data is the text of Python's standard library.
+defaults; --help lists the most needed, --help-all all. Without --data-path the data is the text of
+Python's standard library.
 """
 
+import argparse
 import importlib.util
 import os
 import signal
@@ -65,8 +67,7 @@ def main() -> int:
     for note in notes:
         ranks.say(note)
     if args.dry_run:
-        print_dry_run(args)
-        return 0
+        return dry_run(args)
     with Watch(args) as watch:
         try:
             device = ranks.start(args)
@@ -84,6 +85,16 @@ def main() -> int:
             watch.failed(error)
             raise
     ranks.stop()
+    return 0
+
+
+def dry_run(args: argparse.Namespace) -> int:
+    """Print what follows from the arguments, and return the exit code."""
+    try:
+        print_dry_run(args, ranks.say)
+    except (ValueError, NotImplementedError, OSError, RunError) as error:
+        complain(f"error: {error}")
+        return 1
     return 0
 
 

@@ -17,10 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-# torch has no public process group that pretends. If this module goes away, torch's own
-# `init_process_group("fake")` still needs a store, which may be any.
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
 from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import (
     AxisSizes,
@@ -197,6 +193,9 @@ def activation_bytes(args: argparse.Namespace, num_layers: int, stage: int) -> i
 @contextmanager
 def pretending(args: argparse.Namespace, stage: int) -> Iterator[None]:
     """Pretend to be the first rank of a pipeline stage in the process groups of the run."""
+    # torch has no public process group that pretends. Only a dry run needs this one.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
     cpu.install()
     per_stage = args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:

@@ -4,14 +4,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
+from megatron.core import optimizer as core_optimizer
 from megatron.core.optimizer import (
     MegatronOptimizer,
+    OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
@@ -26,7 +31,7 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config,
         model,
-        config_overrides=get_standard_config_overrides(config),
+        config_overrides=overrides_of(config, get_model_config(model[0])),
         use_gloo_process_groups=args.enable_gloo_process_groups,
         dump_param_to_param_group_map=args.dump_param_to_param_group_map,
     )
@@ -34,6 +39,17 @@ def build_optimizer(
         write_group_numbers(optimizer, model, args.dump_param_to_param_group_map)
     make_optimizer_state(optimizer)
     return optimizer, build_scheduler(args, optimizer)
+
+
+def overrides_of(config: OptimizerConfig, model: TransformerConfig) -> dict[Any, Any] | None:
+    """Return the settings of single parameters: decoupled rates, and those of --use-mup."""
+    overrides: dict[Any, Any] | None = get_standard_config_overrides(config)
+    if getattr(model, "use_mup", False):  # since Megatron-Core 0.17
+        of_mup = core_optimizer.get_mup_config_overrides(
+            config, mup_width_mult=model.mup_width_mult, optimizer_type=config.optimizer
+        )
+        overrides = {**(overrides or {}), **of_mup}
+    return overrides
 
 
 def write_group_numbers(

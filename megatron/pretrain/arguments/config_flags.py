@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The flags that are fields of Megatron-Core's config classes, and their differences from these."""
 
+import functools
+
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
@@ -355,11 +357,13 @@ def config_flags() -> dict[str, list[Flag]]:
     return {title: source.flags() for title, source in CONFIG_GROUPS.items()}
 
 
+@functools.cache
 def absent_flags() -> set[str]:
     """Return the flags of fields that this release of Megatron-Core lacks, as they are written."""
     return absent_further_flags().union(*(source.absent() for source in CONFIG_GROUPS.values()))
 
 
+@functools.cache
 def absent_values() -> dict[str, set[str]]:
     """Return the choices that this release of Megatron-Core lacks, by destination."""
     lacking: dict[str, set[str]] = {}

@@ -3,6 +3,7 @@
 
 import argparse
 import difflib
+import functools
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import Flag
 from megatron.pretrain.arguments.further_fields import CONFIGS, further_flags, refusal
+from megatron.pretrain.arguments.help_text import help_text
 from megatron.pretrain.arguments.not_built import NOT_BUILT
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.arguments.rules import RULES
@@ -27,7 +29,7 @@ FURTHER_TITLES = tuple(CONFIGS)
 class CommandLineParser(argparse.ArgumentParser):
     """A parser that raises CommandLineError instead of ending the process.
 
-    --help still prints and exits.
+    --help and --help-all still print and exit.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -35,6 +37,7 @@ class CommandLineParser(argparse.ArgumentParser):
         raise CommandLineError([message])
 
 
+@functools.cache
 def further_destinations() -> frozenset[str]:
     """Return the destinations of flags that a config field brings without a line of ours."""
     groups = all_flags()
@@ -62,17 +65,38 @@ def build_parser() -> argparse.ArgumentParser:
         prog="pretrain_gpt.py",
         description="Train a GPT model with Megatron-Core.",
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=PrintHelp, nargs=0, dest="help")
+    parser.add_argument("--help-all", action=PrintHelp, nargs=0, dest="help")
     for title, flags in all_flags().items():
         group = parser.add_argument_group(title)
         for flag in flags:
             flag.add_to(group)
-            further = refusal(flag.dest) if title in FURTHER_TITLES else None
-            reason = NOT_BUILT.get(flag.dest) or further
-            if reason:
-                action = group._group_actions[-1]
-                action.help = f"[only the default: {reason}]".replace("%", "%%")
     return parser
+
+
+class PrintHelp(argparse.Action):
+    """Prints the flags that people need, or all with --help-all, and ends the process."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Print and exit."""
+        groups = all_flags()
+        further = further_destinations()
+
+        def reason_of(flag: Flag) -> str | None:
+            return NOT_BUILT.get(flag.dest) or (
+                refusal(flag.dest) if flag.dest in further else None
+            )
+
+        print(help_text(groups, reason_of, is_all=option_string == "--help-all"))
+        parser.exit()
 
 
 def parse_arguments(
