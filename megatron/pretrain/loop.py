@@ -423,7 +423,8 @@ def save_non_persistent(run: TrainingRun) -> None:
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     run.report.stage(run.progress)
     content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
-    local_save.save(args, content, run.progress.iteration, run.report.say)
+    under_way = None if run.background is None else run.background.under_way
+    local_save.save(args, content, run.progress.iteration, run.report.say, under_way)
     run.report.keep_history()
 
 
