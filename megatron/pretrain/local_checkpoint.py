@@ -231,7 +231,7 @@ def find_local(
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a part must have been saved with."""
+    """Facts with which a part must have been saved."""
 
     run: str
     """Identifier of the run."""

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 @dataclass(frozen=True)
 class UnchangedPlan:
-    """What a rank sends, and gets, in place of its entries if they are those of the save before."""
+    """The word that stands for the entries of a rank if they are those of the save before."""
 
     save: str
     """Identifier of the plan."""
@@ -39,7 +39,7 @@ class ChosenItems:
 
 @dataclass
 class _OfRank:
-    """What every rank keeps."""
+    """The plan of a rank, which every rank keeps."""
 
     group: weakref.ref[Any]
     items: list[WriteItem]
@@ -49,7 +49,7 @@ class _OfRank:
 
 @dataclass
 class _OfFirstRank:
-    """What the first rank keeps besides."""
+    """The plans of all ranks, which the first rank keeps."""
 
     save: str
     plans: list[SavePlan]
