@@ -112,6 +112,11 @@ class BackgroundSaves:
         self._pending = pending
         self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
 
+    @property
+    def under_way(self) -> int | None:
+        """Iteration of the checkpoint that is being written; None if there is none."""
+        return None if self._pending is None else self._pending.progress.iteration
+
     def votes(self) -> list[float]:
         """Return 1 if this rank's writer has ended, and 1 if it has failed; else 0.
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.pretrain.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
+from megatron.pretrain.followed_checkpoint import followed_by, is_given_up, tracked_in
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
@@ -164,7 +165,16 @@ def _newer_of_both(
             raise wrong
     if extra is None or (isinstance(newest, int) and newest >= int(extra)):
         return load, newest
-    return extra_root, extra
+    found = directory.find(extra_root, extra)
+    assert found is not None  # it is the newest sound one
+    if newest is None or not is_given_up(followed_by(found), tracked_in(load)):
+        return extra_root, extra
+    if not damage:
+        say(
+            f"{found} is newer, and is not loaded: {Path(load) / directory.TRACKER} names another"
+            " checkpoint than the one that it followed"
+        )
+    return load, newest
 
 
 def _attempted(

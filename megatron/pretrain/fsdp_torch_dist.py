@@ -56,7 +56,10 @@ def collect(
     model: Model,
     optimizer: MegatronOptimizer | None,
 ) -> dict[str, Any]:
-    """Return the ``entries`` of this rank, and the ``files`` beside them; a collective.
+    """Return ``args``, the ``entries`` of this rank and the ``files`` beside them; a collective.
+
+    Tensors share storage with model and optimizer. Everything can be pickled, for the process of a
+    background save. Only the first rank has files.
 
     Args:
         args: of the run.
@@ -67,7 +70,7 @@ def collect(
     names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
     slots: dict[str, dict[str, Any]] = {}
     settings: dict[str, dict[str, Any]] = {}
-    entries: list[Entry] = []
+    entries: list[ChunkEntry | ObjectEntry] = []
     problems = []
     try:
         weights = _canonical(model_entries(model, names))
@@ -84,19 +87,49 @@ def collect(
     problems = agree(problems)
     if problems:
         raise ValueError("\n".join(problems))
-    common = _common_state(state, settings, slots, optimizer)
-    return {"entries": entries, "files": files_beside(common)}
+    files = files_beside(_common_state(state, settings, slots, optimizer))
+    written = {}
+    if dist.get_rank() == 0:
+        written = {name: content() for name, content in files.items()}
+    return {"args": state["args"], "entries": entries, "files": written}
 
 
 def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
     """Write what :func:`collect` returned into the empty directory ``target``; a collective."""
-    planner = EntryPlanner(content["entries"])
+    planner = EntryPlanner([_lazy(entry) for entry in content["entries"]])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
         save_entries({}, storage_writer=FileSystemWriter(target), planner=planner)
     if dist.get_rank() == 0:
         for name, bytes_of_file in content["files"].items():
-            (target / name).write_bytes(bytes_of_file())
+            (target / name).write_bytes(bytes_of_file)
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """One chunk of a tensor in the file, whose elements are in memory.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        offsets: of the chunk; as long as ``shape``.
+        elements: of the chunk; leading dims of size 1 may be left out.
+        dtype: of the tensor in the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    elements: torch.Tensor
+    dtype: torch.dtype
+
+
+def _lazy(entry: ChunkEntry | ObjectEntry) -> Entry:
+    """Return the entry as the planner takes it."""
+    if isinstance(entry, ObjectEntry):
+        return entry
+    elements = in_memory(entry.elements).to(entry.dtype)
+    return TensorEntry(entry.key, entry.shape, entry.offsets, elements)
 
 
 def _canonical(entries: dict[str, Any]) -> dict[str, Any]:
@@ -159,9 +192,7 @@ class StackedLayout:
             self.spelling.stacked_key(name)[0]: axes for name, axes in self.axes_of_names.items()
         }
 
-    def chunks(
-        self, entry: str, slot: str, value: Any, dtype: torch.dtype
-    ) -> Iterator[TensorEntry]:
+    def chunks(self, entry: str, slot: str, value: Any, dtype: torch.dtype) -> Iterator[ChunkEntry]:
         """Yield the chunks of a tensor that this rank has.
 
         Args:
@@ -180,9 +211,7 @@ class StackedLayout:
             if half:
                 offsets = (first_row + offsets[0], *offsets[1:])
             whole_shape = (*self.axes_of_names[name], *shape)
-            yield TensorEntry(
-                slot + key, whole_shape, (*index, *offsets), in_memory(chunk).to(dtype)
-            )
+            yield ChunkEntry(slot + key, whole_shape, (*index, *offsets), chunk, dtype)
 
 
 def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
@@ -201,7 +230,7 @@ def _tensors(
     weights: dict[str, Any],
     slots: dict[str, dict[str, Any]],
     compute_dtypes: dict[str, torch.dtype],
-) -> Iterator[TensorEntry]:
+) -> Iterator[ChunkEntry]:
     """Yield weights in the dtype of the model, main weights and moments."""
     for entry, value in weights.items():
         dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)

@@ -29,6 +29,7 @@ from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
 from megatron.pretrain import url_saves
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, Say, find_source
 from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.followed_checkpoint import is_given_up, tracked_in
 
 LOCAL = "local"
 """Value of --non-persistent-ckpt-type."""
@@ -133,15 +134,17 @@ def _digest_of_shards(content: dict[str, Any]) -> str:
     return digest.hexdigest()
 
 
-def identity(layout: Layout, run: str, save: str) -> dict[str, str]:
+def identity(layout: Layout, run: str, save: str, followed: str) -> dict[str, str]:
     """Return the entry that identifies a part.
 
     Args:
         layout: of the rank that writes it.
         run: identifier of the run.
         save: identifies the save: the same on every rank, and of no other save.
+        followed: persistent checkpoints, as :func:`followed_now` returns them.
     """
-    return {_IDENTITY: json.dumps({"run": run, "save": save, "layout": layout})}
+    content = {"run": run, "save": save, "layout": layout, "followed": followed}
+    return {_IDENTITY: json.dumps(content)}
 
 
 # ---- the choice
@@ -209,9 +212,11 @@ def find_local(
     there: set[int] = set().union(*_of_all_ranks(_iterations(root)))
     candidates = sorted(number for number in there - passed if number > after)
     own = layout() if candidates else {}
-    run = on_first_rank(lambda: run_in(args.load))
+    expected = on_first_rank(
+        lambda: _Expected(run_in(args.load), tracked_in(args.load) if persistent else None)
+    )
     for iteration in reversed(candidates):
-        part = _examine(root, iteration, run, own, verify=not args.no_verify_integrity)
+        part = _examine(root, iteration, expected, own, verify=not args.no_verify_integrity)
         parts = _of_all_ranks(part)
         problems = _problems(parts)
         if not problems:
@@ -222,6 +227,16 @@ def find_local(
         passed.add(iteration)
         say(f"the local checkpoint of iteration {iteration} is passed over: {some(problems, 3)}")
     return None
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """Facts with which a part must have been saved."""
+
+    run: str
+    """Identifier of the run."""
+    tracked: str | None
+    """What the tracker file of the persistent checkpoints names, if that tells anything."""
 
 
 @dataclass(frozen=True)
@@ -241,8 +256,8 @@ def _problems(parts: Sequence[_Part]) -> list[str]:
     for rank, part in enumerate(parts):
         if part.problem is not None:
             problems.append(f"rank {rank}: {part.problem}")
-    is_mixed = len({part.save for part in parts}) > 1
-    return problems or (["its parts are of different saves"] if is_mixed else [])
+    is_mixed = len({part.save for part in parts if part.save}) > 1
+    return ["its parts are of different saves"] if is_mixed else problems
 
 
 def _iterations(root: Path) -> list[int]:
@@ -253,13 +268,13 @@ def _iterations(root: Path) -> list[int]:
         return []
 
 
-def _examine(root: Path, iteration: int, run: str, own: Layout, verify: bool) -> _Part:
+def _examine(root: Path, iteration: int, expected: _Expected, own: Layout, verify: bool) -> _Part:
     """Look at a part of this rank; reads all of it if ``verify``.
 
     Args:
         root: directory of this rank's parts.
         iteration: of the part.
-        run: identifier of this run.
+        expected: of every part that is loaded.
         own: layout of this run.
         verify: compare digests.
     """
@@ -273,8 +288,12 @@ def _examine(root: Path, iteration: int, run: str, own: Layout, verify: bool) ->
         if damaged:
             return _Part(problem=f"{path} is damaged: {some(damaged)}", is_damaged=True)
         found = json.loads(stored.read_object(_IDENTITY))
-        if found["run"] != run:
+        if found["run"] != expected.run:
             return _Part(problem=f"{path} is of another run that saved here")
+        if is_given_up(found.get("followed"), expected.tracked):
+            names = f"{directory.TRACKER} names {expected.tracked}"
+            problem = f"{path} followed another checkpoint than {names}"
+            return _Part(path, str(found["save"]), problem)
         return _Part(path, str(found["save"]), _difference(found["layout"], own))
     except Exception as error:  # files can hold anything, disks can fail, and other ranks wait
         words = " ".join(str(error).split())

@@ -13,6 +13,7 @@ from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint
 from megatron.pretrain.checkpoint_source import Say
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.followed_checkpoint import followed_now
 from megatron.pretrain.local_checkpoint import (
     identity,
     layout_of,
@@ -22,7 +23,13 @@ from megatron.pretrain.local_checkpoint import (
 )
 
 
-def save(args: argparse.Namespace, content: Mapping[str, Any], iteration: int, say: Say) -> None:
+def save(
+    args: argparse.Namespace,
+    content: Mapping[str, Any],
+    iteration: int,
+    say: Say,
+    under_way: int | None = None,
+) -> None:
     """Write the state of the run into a new local checkpoint; a collective.
 
     Ranks exchange whether they have succeeded. A part is published when all ranks have written
@@ -34,13 +41,16 @@ def save(args: argparse.Namespace, content: Mapping[str, Any], iteration: int, s
         content: what :func:`checkpointing.collect` returns for the format fsdp_dtensor.
         iteration: that is saved.
         say: prints a line.
+        under_way: iteration of a persistent checkpoint that is being written in the background.
 
     Raises:
         RunError: on every rank, if any rank has failed.
     """
     root = part_root(args, args.save)
-    run, own_save = on_first_rank(lambda: (run_in(args.save), uuid.uuid4().hex))
-    part = {**content, **identity(layout_of(args, content), run, own_save)}
+    run, own_save, followed = on_first_rank(
+        lambda: (run_in(args.save), uuid.uuid4().hex, followed_now(args.save, under_way))
+    )
+    part = {**content, **identity(layout_of(args, content), run, own_save, followed)}
 
     def write() -> None:
         fsdp_dtensor_checkpoint.write_part(part, directory.prepare(root, iteration))

@@ -343,9 +343,10 @@ def save_non_persistent(run: TrainingRun) -> None:
         return
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     run.report.stage(run.progress)
+    under_way = None if run.background is None else run.background.under_way
     with run.report.times.measured(SAVE):
         content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
-        local_save.save(args, content, run.progress.iteration, run.report.say)
+        local_save.save(args, content, run.progress.iteration, run.report.say, under_way)
         run.report.keep_history()
     run.report.times_of(SAVE, run.progress)
 

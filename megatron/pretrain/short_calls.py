@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import uuid
@@ -54,12 +53,13 @@ class ShortCalls:
         """Connect to the store of the default process group; None if it is no TCPStore.
 
         A collective: the first rank names the run, so that a restart finds nothing of the last one.
+        The default store is one of this attempt alone. The number of restarts is no part of the
+        key: every agent counts for itself, so ranks of several nodes may have different ones.
         """
         default = dist.distributed_c10d._get_default_store()
-        key = f"run_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         if dist.get_rank() == 0:
-            default.set(key, uuid.uuid4().hex)
-        name = default.get(key).decode()
+            default.set("run", uuid.uuid4().hex)
+        name = default.get("run").decode()
         store = default
         while isinstance(store, PrefixStore):
             store = store.underlying_store

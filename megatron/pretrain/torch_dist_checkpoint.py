@@ -22,10 +22,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-from megatron.core.dist_checkpointing.strategies.fully_parallel import (
-    FullyParallelSaveStrategyWrapper,
-)
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
@@ -36,7 +32,11 @@ from megatron.checkpoint.core.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap
+from megatron.pretrain.save_strategy import SaveStrategies
 from megatron.pretrain.write_results import written_by_threads
+
+_STRATEGIES = SaveStrategies()
+"""Of the saves of this process."""
 
 
 def collect(
@@ -66,12 +66,13 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
     metadata = content_metadata(
         args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
     )
-    strategy = FullyParallelSaveStrategyWrapper(
-        get_default_save_sharded_strategy("torch_dist"),
-        parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )
     with without_warnings(), written_by_threads():
-        dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+        try:
+            strategy = _STRATEGIES.strategy(args, content)
+            dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+        except BaseException:
+            _STRATEGIES.forget()
+            raise
 
 
 def load(

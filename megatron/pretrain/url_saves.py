@@ -11,7 +11,6 @@ that the upload is complete, the first rank makes it visible and lets the tracke
 from __future__ import annotations
 
 import shutil
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.manifest import MANIFEST, Manifest, files_of_rank
 from megatron.checkpoint.core.stores import Store
-from megatron.checkpoint.core.url_staging import staged_directory, url_of
+from megatron.checkpoint.core.url_staging import directory_token, staged_directory, url_of
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
@@ -49,15 +48,18 @@ def upload(staging: Path) -> list[str]:
     Returns:
         The problems of all ranks, the same on every rank.
     """
-    store, name = _store(staging), _final_name(staging)
+    store = _store(staging)
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    begun: list[str] = []
 
     def begin() -> None:
         if rank == 0:
-            store.begin(name)
+            begun.append(store.begin(_final_name(staging)))
 
-    return _problems(begin) or _problems(
-        lambda: store.upload(staging, name, files_of_rank(staging, rank, world_size))
+    problems = _problems(begin)
+    names = agree(begun)
+    return problems or _problems(
+        lambda: store.upload(staging, names[0], files_of_rank(staging, rank, world_size))
     )
 
 
@@ -172,7 +174,7 @@ def reading_share(path: Path) -> tuple[int, int]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if not stores.is_staged(path):
         return rank, world_size
-    here = f"{socket.gethostname()} {path}"
+    here = directory_token(_store(path).staged.parent)
     of_all = [""] * world_size
     dist.all_gather_object(of_all, here)
     return of_all[:rank].count(here), of_all.count(here)

@@ -14,9 +14,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
@@ -28,12 +27,18 @@ _FORKING = "write_preloaded_data_multiproc"
 @contextmanager
 def written_by_threads() -> Iterator[None]:
     """Let threads write what Megatron-Core saves within the context, and wait for them."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(filesystem_async, "_results_queue", queue.Queue()))
-        if hasattr(FileSystemWriterAsync, _FORKING):
-            threads = staticmethod(write_in_threads)
-            stack.enter_context(mock.patch.object(FileSystemWriterAsync, _FORKING, threads))
+    results = filesystem_async._results_queue
+    forking = vars(FileSystemWriterAsync).get(_FORKING)
+    # Private, but all releases look for the queue there before they make one.
+    filesystem_async._results_queue = queue.Queue()
+    if forking is not None:
+        setattr(FileSystemWriterAsync, _FORKING, staticmethod(write_in_threads))
+    try:
         yield
+    finally:
+        filesystem_async._results_queue = results
+        if forking is not None:
+            setattr(FileSystemWriterAsync, _FORKING, forking)
 
 
 def write_in_threads(

@@ -261,11 +261,11 @@ def send_signals(variant: Variant, processes: list[subprocess.Popen[bytes]], mar
             for process in marked(mark)
             if process.environ().get("RANK") == variant.to and PROGRAM in process.cmdline()
         )
-    for number in variant.signals:
+    for count, number in enumerate(variant.signals):
+        if count:
+            time.sleep(1)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-        if number != variant.signals[-1]:
-            time.sleep(1)
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:

@@ -66,6 +66,19 @@ def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path
         assert_close(without.column(name), whole.column(name)[3:], 1e-5)
 
 
+def test_a_run_with_fsdp_saves_the_same_torch_dist_files_in_the_background(tmp_path: Path) -> None:
+    line = f"{SIX} {GATED} {FSDP} --bf16 --ckpt-format torch_dist --train-iters 3"
+    line += " --save-interval 2"
+    run_ranks(2, train, f"{line} --save {tmp_path}/blocking")
+    run_ranks(2, train, f"{line} --save {tmp_path}/background --async-save")
+    blocking, background = (tmp_path / name / "iter_0000002" for name in ("blocking", "background"))
+    names = sorted(path.name for path in blocking.iterdir())
+    assert names == sorted(path.name for path in background.iterdir())
+    for name in names:
+        if name.endswith(".distcp"):
+            assert (background / name).read_bytes() == (blocking / name).read_bytes()
+
+
 def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
     torch_dist: Path, tmp_path: Path
 ) -> None:

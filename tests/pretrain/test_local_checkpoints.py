@@ -232,3 +232,19 @@ def test_local_checkpoints_of_a_run_that_is_not_continued_are_kept_unless_told_o
     again = run_ranks(2, train, f"{saving} --load {folder}")[0][0]
     assert any("is of another run that saved here" in each for each in again.lines)
     assert [step["iteration"] for step in again.steps] == [1] and len(parts(disk)) == 4
+
+
+def test_a_tracker_file_that_was_edited_goes_before_newer_local_checkpoints(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    line = f"{LINE} --save {folder} --load {folder} --save-interval 1"
+    run_ranks(2, train, f"{line} --exit-interval 2")
+    line += f" {local(tmp_path)} --non-persistent-save-interval 2"
+    line = line.replace("--save-interval 1 ", "--save-interval 9 ")
+    assert "broken off" in run_ranks(2, broken_off, line, 4)[0]
+    (folder / directory.TRACKER).write_text("1")
+    (record,) = run_ranks(2, train, f"{line} --exit-interval 2")[0]
+    assert f"loaded {folder}/iter_0000001, iteration 1" in record.lines
+    (told,) = [each for each in record.lines if "passed over" in each]
+    assert "iteration 4" in told and f"{directory.TRACKER} names 1" in told

@@ -7,8 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.core import directory
 from megatron.pretrain import loop
+from megatron.pretrain.followed_checkpoint import FOLLOWED
 from tests.pretrain.saved_runs import LINE, saved_at
+from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.training_runs import Record, refuse, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
@@ -54,3 +57,28 @@ def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     assert resumed.losses == record.losses[5:]
     assert f"loaded {extra}/iter_0000005, iteration 5" in resumed.lines
     assert again.iteration == 6 and not again.steps
+
+
+def test_a_tracker_file_that_was_edited_goes_before_a_newer_non_persistent_checkpoint(
+    tmp_path: Path,
+) -> None:
+    line = f"{LINE} --save {tmp_path} --load {tmp_path} {LOADED}"
+    saving = f"{line} --save-interval 2 --non-persistent-save-interval 1"
+    assert "broken off" in run_ranks(2, broken_off, saving, 5)[0]
+    tracker, extra = tmp_path / directory.TRACKER, tmp_path / "non_persistent" / "iter_0000005"
+    assert (extra / FOLLOWED).read_text() == "4"
+    tracker.write_text("2")
+    (gone_back,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 3")[0]
+    assert f"loaded {tmp_path}/iter_0000002, iteration 2" in gone_back.lines
+    (told,) = [text for text in gone_back.lines if str(extra) in text]
+    assert told.startswith(f"{extra} is newer, and is not loaded: {tracker} names another")
+    # What the tracker file names again is damaged: the newer one, which followed it, is sound.
+    tracker.write_text("4")
+    flip(tmp_path / "iter_0000004" / "__0_0.distcp")
+    (resumed,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 6")[0]
+    assert f"loaded {extra}, iteration 5" in resumed.lines
+    # A checkpoint of an earlier version does not say what it followed.
+    (extra / FOLLOWED).unlink()
+    tracker.write_text("2")
+    (old,) = run_ranks(2, train, f"{LINE} --load {tmp_path} {LOADED} --exit-interval 6")[0]
+    assert f"loaded {extra}, iteration 5" in old.lines

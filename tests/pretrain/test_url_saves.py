@@ -22,7 +22,7 @@ from tests.pretrain.test_pretrain_gpt import tree
 from tests.pretrain.training_runs import Record, pretrain, refuse, train
 from tests.rank_pool import run_ranks
 
-CHANGES = ("pipe_file", "put_file", "rm_file", "rm")
+CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file", "rm")
 """Methods that change a store."""
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 
@@ -83,7 +83,7 @@ def test_ranks_on_several_nodes_save_and_load_one_checkpoint(form: str, tmp_path
     assert not find_problems(open_checkpoint(store))
     # Nothing is left on the nodes.
     left = [path.name for path in tmp_path.glob("rank*/*/*/*")]
-    assert set(left) <= {".downloading"}
+    assert set(left) <= {".downloading", ".token"}
 
 
 def test_a_damaged_checkpoint_at_a_url_is_passed_over(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def refuse_interrupted(command_line: str) -> str:
     upload = Store.upload
 
     def fail(self: Store, folder: Path, name: str, files: Sequence[str]) -> Any:
-        if name == "iter_0000002" and dist.get_rank() == 1:
+        if name.endswith("iter_0000002") and dist.get_rank() == 1:
             raise OSError(f"{self.url}: ConnectionError: reset by peer")
         return upload(self, folder, name, files)
 
@@ -139,6 +139,17 @@ def test_an_upload_that_fails_ends_the_run_with_the_checkpoint_before(tmp_path: 
     saved_at(tmp_path, 1)
     ((record,), _) = run_ranks(2, train, f"{SHORT} --save {url} --load {url}")
     assert record.column("iteration") == [2, 3]
+
+
+def test_an_upload_that_fails_leaves_the_checkpoint_that_the_tracker_names(tmp_path: Path) -> None:
+    url = f"local://{tmp_path}"
+    run_ranks(2, train, f"{SHORT} --save {url} --exit-interval 2")
+    before = tree(tmp_path / "iter_0000002")
+    line = f"{SHORT} --save {url} --load {url} --ckpt-step 1"
+    assert "reset by peer" in run_ranks(2, refuse_interrupted, f"{line} --overwrite")[0]
+    assert (tmp_path / TRACKER).read_text() == "2"
+    assert tree(tmp_path / "iter_0000002") == before
+    assert not find_problems(open_checkpoint(tmp_path))
 
 
 class Killed(BaseException):

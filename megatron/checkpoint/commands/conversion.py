@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,6 +23,7 @@ from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirecto
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
 from megatron.checkpoint.core.stores import Store, store_of
+from megatron.checkpoint.core.url_staging import directory_token
 from megatron.fsdp.engine import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
@@ -166,7 +166,7 @@ def check_output(output: OutputDirectory) -> None:
     store = store_of(output.final)
     if store is None:
         return
-    here = f"{socket.gethostname()}: {output.final}"
+    here = directory_token(store.staged.parent)
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
@@ -198,10 +198,11 @@ def upload(output: OutputDirectory) -> None:
             sizes[path.relative_to(final).as_posix()] = path.stat().st_size
     rank, world_size = rank_and_world_size()
     try:
-        _on_first_rank(lambda: store.begin(name))
+        begun = _on_first_rank(lambda: store.begin(name))
+        (into,) = _from_first_rank([begun or ""])
         problem = None
         try:
-            store.upload(final, name, list(sizes)[rank::world_size])
+            store.upload(final, into, list(sizes)[rank::world_size])
         except OSError as error:
             problem = _message_of_rank(error)
         _raise_together(problem, None)

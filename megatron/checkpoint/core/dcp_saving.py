@@ -42,6 +42,7 @@ from torch.futures import Future
 from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.block_digest import BlockDigest
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
+from megatron.checkpoint.core.plan_reuse import ChosenItems, PlanReuse
 from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.core.tensor_archive import archive_of
 
@@ -61,16 +62,22 @@ class EvenPlanner(DefaultSavePlanner):
     Args:
         is_whole: the ranks that save have all chunks of all tensors. False for the part of one
             rank: its metadata names tensors of which the rank has no chunk too.
+        reuse: the plan of the save before, which is used again if it fits; None: none is kept.
     """
 
-    def __init__(self, is_whole: bool = True):
+    def __init__(self, is_whole: bool = True, reuse: PlanReuse | None = None):
         super().__init__()
-        self._is_whole = is_whole
+        self._is_whole, self._reuse = is_whole, reuse
 
     def create_local_plan(self) -> SavePlan:
         """Return the tensors of this rank as items, and the paths of all entries."""
         plan = super().create_local_plan()
         self._own_items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
+        self._paths = plan.planner_data
+        if self._reuse is not None:
+            unchanged = self._reuse.unchanged(self._own_items, self._paths)
+            if unchanged is not None:
+                return SavePlan([], planner_data=unchanged)
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         objects = [item.index.fqn for item in self._own_items[len(tensors) :]]
         return SavePlan(tensors, planner_data=_LocalEntries(objects, plan.planner_data))
@@ -84,6 +91,12 @@ class EvenPlanner(DefaultSavePlanner):
         Raises:
             ValueError: if the chunks of a tensor overlap or do not make it up.
         """
+        if self._reuse is not None:
+            kept = self._reuse.metadata_of(all_plans)
+            if kept is not None:
+                self.metadata = kept
+                return all_plans, kept
+            all_plans = self._reuse.whole(all_plans)
         objects = _Items()
         items_of_ranks = [
             [*plan.items, *map(objects.__getitem__, plan.planner_data.objects)]
@@ -105,7 +118,9 @@ class EvenPlanner(DefaultSavePlanner):
         elif problems := _validate_global_plan(plans, metadata):
             raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
         self.global_plan, self.metadata = plans, metadata
-        return [SavePlan([], planner_data=positions) for positions in chosen], metadata
+        save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
+        answers = [ChosenItems(positions, save) for positions in chosen]
+        return [SavePlan([], planner_data=answer) for answer in answers], metadata
 
     def _name_tensors_without_chunks(self, metadata: Metadata) -> None:
         for key, value in self.state_dict.items():
@@ -115,7 +130,15 @@ class EvenPlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the items that this rank writes."""
-        items = [self._own_items[position] for position in new_plan.planner_data]
+        answer = new_plan.planner_data
+        if isinstance(answer, ChosenItems):
+            positions = answer.positions
+            if self._reuse is not None:
+                self._reuse.keep(self._own_items, self._paths, answer)
+        else:
+            assert self._reuse is not None  # nothing else lets a plan be unchanged
+            positions = self._reuse.positions()
+        items = [self._own_items[position] for position in positions]
         self.plan = SavePlan(items, storage_data=new_plan.storage_data)
         self._pickled: dict[tuple[type, str], bytes] = {}
         return self.plan

@@ -4,14 +4,17 @@
 A store can neither rename directories nor lock them. So a checkpoint is written into a local
 directory (:mod:`megatron.checkpoint.core.url_staging`) and uploaded from there, and downloaded
 before it is read. While it is uploaded, a marker beside it says that it is not complete, and no
-reader here sees it; the tracker file names it when it is.
+reader here sees it; the tracker file names it when it is. An upload that replaces a checkpoint goes
+into a hidden directory beside it, so that the old one is there until the new one is complete.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -27,6 +30,11 @@ from megatron.checkpoint.core.url_staging import alone_in, url_of
 
 INCOMPLETE = ".incomplete"
 """Name of the marker of a store that is uploaded as a whole; with ``_`` and a name, of that one."""
+
+_NEW = ".new_"
+"""Prefix of the directory into which a checkpoint is uploaded that replaces one."""
+_REPLACING = ".replace_"
+"""Prefix of the marker of an exchange that has begun: it lists the files of the new checkpoint."""
 
 _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
@@ -110,6 +118,9 @@ class StoreReader:
         for marker in markers:
             entries.pop(marker)
             entries.pop(marker.removeprefix(f"{INCOMPLETE}_"), None)
+        for marker in [name for name in entries if name.startswith(_REPLACING)]:
+            entries.pop(marker)
+            entries.pop(marker.removeprefix(_REPLACING), None)
         return entries
 
     def fetch(self, path: Path, patterns: Sequence[str] = ("*",)) -> None:
@@ -203,23 +214,34 @@ class Store(StoreReader):
         except OSError as error:
             raise ValueError(f"{error}; it cannot be written to") from error
 
-    def begin(self, name: str) -> None:
-        """Mark a directory as incomplete, and remove what is there; called on one rank.
+    def begin(self, name: str) -> str:
+        """Prepare an upload; called on one rank.
 
         Args:
             name: of the directory; empty for the whole store, which has no files then.
+
+        Returns:
+            The name of the directory into which files are to be uploaded: a hidden one, where they
+            replace a directory that is there.
         """
         with _errors_of(self.url):
+            if name and self._system.exists(self._remote(_REPLACING + name)):
+                self._exchange(name)
+            if name:
+                self._remove(_NEW + name)  # of an upload that was killed
+            if name and self.has(name):
+                return _NEW + name
             self._write(_marker(name), b"an upload has not ended")
             if name:
                 self._remove(name)
+            return name
 
     def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
         """Upload files; on every rank those that it has written.
 
         Args:
             folder: the local directory.
-            name: of the directory in the store.
+            name: of the directory in the store, as :meth:`begin` returns it.
             files: their names in both.
         """
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
@@ -240,16 +262,54 @@ class Store(StoreReader):
             OSError: if some file is not there completely.
         """
         with _errors_of(self.url):
-            there = {file: size for file, (_, size) in self._files(self._remote(name)).items()}
+            self._system.invalidate_cache()
+            new = _NEW + name if name and self._files(self._remote(_NEW + name)) else name
+            there = {file: size for file, (_, size) in self._files(self._remote(new)).items()}
             wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
             if wrong:
                 raise ValueError(f"not completely uploaded: {some(wrong)}")
-            self._system.rm_file(self._remote(_marker(name)))
+            if new == name:
+                self._system.rm_file(self._remote(_marker(name)))
+            else:
+                self._write(_REPLACING + name, json.dumps(sorted(sizes)).encode())
+                self._exchange(name)
+
+    def _exchange(self, name: str) -> None:
+        """Let a new directory, which is complete, replace the old one; also where that was begun.
+
+        Readers see neither of the two until it is done.
+        """
+        new, old = self._remote(_NEW + name), self._remote(name)
+        kept = json.loads(self._system.cat_file(self._remote(_REPLACING + name)))
+        for file, (path, _) in self._files(new).items():
+            self._make_directory(f"{old}/{file}".rpartition("/")[0])
+            self._copy(path, f"{old}/{file}")
+            self._system.rm_file(path)
+        for file, (path, _) in self._files(old).items():
+            if file not in kept:
+                self._system.rm_file(path)
+        self._remove(_NEW + name)
+        self._system.rm_file(self._remote(_REPLACING + name))
+
+    def _copy(self, source: str, target: str) -> None:
+        """Copy a file within the store; through this machine where the store cannot."""
+        try:
+            self._system.cp_file(source, target)
+        except NotImplementedError:
+            with tempfile.TemporaryDirectory(dir=self.staged.parent) as folder:
+                local = os.path.join(folder, "file")
+                self._system.get_file(source, local)
+                self._system.put_file(local, target)
 
     def abandon(self, name: str) -> None:
-        """Remove what there is of an upload that has failed; called on one rank."""
+        """Remove what there is of an upload that has failed; called on one rank.
+
+        A directory that it was to replace stays. :meth:`tidy` ends an exchange that has begun.
+        """
         with _errors_of(self.url):
             self._system.invalidate_cache()  # another process may have written the marker
+            if name and not self._system.exists(self._remote(_REPLACING + name)):
+                self._remove(_NEW + name)
             if self._system.exists(self._remote(_marker(name))):
                 if name:
                     self._remove(name)
@@ -261,11 +321,21 @@ class Store(StoreReader):
             self._write(directory.TRACKER, str(iteration).encode())
 
     def tidy(self) -> None:
-        """Remove what uploads and deletions that were killed have left; called on one rank."""
+        """Remove what uploads and deletions that were killed have left, and end exchanges.
+
+        Called on one rank.
+        """
         with _errors_of(self.url):
             self._system.invalidate_cache()
             for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
                 self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
+            begun = self._system.glob(f"{self._root}/{_REPLACING}*")
+            for path in begun:
+                self._exchange(_below(path, self._root).removeprefix(_REPLACING))
+            for path in self._system.glob(f"{self._root}/{_NEW}*"):
+                self._remove(_below(path, self._root))
+            if begun:
+                self.refresh()
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""

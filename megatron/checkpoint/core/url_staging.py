@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,9 @@ BASE_VARIABLE = "MEGATRON_URL_CACHE_DIR"
 
 _LONGEST_NAME = 240
 """Bytes of a file name, without the prefix that staging directories have."""
+
+_TOKEN = ".token"
+"""Name of the file that identifies a directory."""
 
 _rooms: dict[Path, int] = {}
 """Rooms that this process uses -> descriptor of the file whose lock says so."""
@@ -86,6 +90,23 @@ def alone_in(room: Path) -> Iterator[None]:
     with open(room / ".downloading", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def directory_token(path: Path) -> str:
+    """Return an identifier of a directory, which all who see this very directory get.
+
+    Containers may have one hostname and one path, and each its own disk below.
+    """
+    file = path / _TOKEN
+    with suppress(FileExistsError):
+        path.mkdir(parents=True, exist_ok=True)
+        own = path / f"{_TOKEN}_{uuid.uuid4().hex}"
+        own.write_text(uuid.uuid4().hex)
+        try:
+            os.link(own, file)  # which has its whole content at once
+        finally:
+            own.unlink()
+    return file.read_text()
 
 
 # ---- rooms

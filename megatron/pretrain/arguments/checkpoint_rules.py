@@ -142,9 +142,18 @@ def check_saves(check: Check) -> None:
                 " background"
             )
     check.require(
-        not (args.async_save and args.use_megatron_fsdp and args.ckpt_format == "torch_dist"),
-        "--async-save of a run with FSDP writes fsdp_dtensor only: leave out --ckpt-format"
-        " torch_dist",
+        args.ckpt_fully_parallel_save or not args.use_megatron_fsdp,
+        "--no-ckpt-fully-parallel-save: not with --use-megatron-fsdp, where every rank writes its"
+        " own shards",
+    )
+    check.require(
+        not (
+            args.ckpt_assume_constant_structure
+            and args.use_megatron_fsdp
+            and args.ckpt_format == "torch_dist"
+        ),
+        "--ckpt-assume-constant-structure: a run with FSDP plans every save in torch_dist anew;"
+        " leave it out, or leave out --ckpt-format torch_dist",
     )
     if args.async_save and "async_strategy" in check.given:
         check.require(
@@ -172,6 +181,11 @@ def note_flags_without_effect(check: Check) -> None:
         "no_load_fallback": "with --ckpt-step, which names the checkpoint"
         if args.ckpt_step
         else "",
+        "ckpt_assume_constant_structure": (
+            "with --async-save but --use-persistent-ckpt-worker, whose process keeps plans"
+            if args.async_save and not args.use_persistent_ckpt_worker
+            else ""
+        ),
         "async_save": "with --skip-train, which saves nothing" if args.skip_train else "",
     }
     for dests, condition in cases.items():

@@ -4,18 +4,25 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import fsspec
 import pytest
+from fsspec import AbstractFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from megatron.checkpoint.core import stores, url_staging
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.core.stores import store_of
-from megatron.checkpoint.core.url_staging import BASE_VARIABLE, url_of, with_urls
+from megatron.checkpoint.core.url_staging import (
+    BASE_VARIABLE,
+    directory_token,
+    url_of,
+    with_urls,
+)
 from megatron.checkpoint.core.urls import local_path
 
 ROOT = Path(__file__).parents[3]
@@ -124,7 +131,6 @@ def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
 
 
 def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
-    fill(run__iter_0000003__old=b"old")
     path = Path(local_path("memory://run"))
     store = store_of(path)
     assert store is not None
@@ -141,7 +147,7 @@ def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
     store.refresh()
     assert names(path) == ["iter_0000003"]
     stores.fetch(path / "iter_0000003")
-    assert names(path / "iter_0000003") == ["a", "b"]  # not what was there before
+    assert names(path / "iter_0000003") == ["a", "b"]
     store.abandon("iter_0000003")  # of which there is no upload
     store.begin("iter_0000006")
     store.upload(tmp_path, "iter_0000006", ["a"])
@@ -151,6 +157,122 @@ def test_readers_see_an_upload_when_it_is_complete(tmp_path: Path) -> None:
     store.remove_files("?", but=["b"])
     store.refresh()
     assert names(path) == ["b", "iter_0000003"]
+
+
+CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file", "rm")
+
+
+class StoppedError(Exception):
+    """The end of a process."""
+
+
+@contextmanager
+def stopped_at(number: int) -> Iterator[list[str]]:
+    """Let nothing change in memory any more from a change on, counted from 1."""
+    changes: list[str] = []
+
+    def counting(name: str) -> Any:
+        original = getattr(MemoryFileSystem, name)
+
+        def change(self: MemoryFileSystem, *positional: Any, **keywords: Any) -> Any:
+            changes.append(name)
+            if len(changes) >= number:
+                raise StoppedError
+            return original(self, *positional, **keywords)
+
+        return change
+
+    with patch.multiple(MemoryFileSystem, **{name: counting(name) for name in CHANGES}):
+        yield changes
+
+
+@pytest.mark.parametrize("can_copy", [True, False])
+def test_a_replaced_checkpoint_is_there_at_any_time(tmp_path: Path, can_copy: bool) -> None:
+    """An upload that replaces one is broken off before each of its changes, and tidied up."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(f"new {name}")
+    seen = set()
+    with ExitStack() as stack:
+        if not can_copy:
+            refused = AbstractFileSystem.cp_file
+            stack.enter_context(patch.object(MemoryFileSystem, "cp_file", refused))
+        for number in range(1, 100):
+            MemoryFileSystem.store.clear()
+            fill(run__iter_0000003__a=b"old a", run__iter_0000003__c=b"old c")
+            path = Path(local_path("memory://run"))
+            store = store_of(path)
+            assert store is not None
+            with stopped_at(number) as changes, suppress(OSError):
+                into = store.begin("iter_0000003")
+                assert into == ".new_iter_0000003"
+                store.upload(tmp_path, into, ["a", "b"])
+                store.finish("iter_0000003", {"a": 5, "b": 5})
+            store.tidy()
+            there = {name: bytes(file.getbuffer()) for name, file in MemoryFileSystem.store.items()}
+            old = {"/run/iter_0000003/a": b"old a", "/run/iter_0000003/c": b"old c"}
+            new = {"/run/iter_0000003/a": b"new a", "/run/iter_0000003/b": b"new b"}
+            assert there in (old, new), (number, there)
+            seen.add("old" if there == old else "new")
+            if len(changes) < number:
+                break
+    assert seen == {"old", "new"} and there == new
+
+
+def test_a_failed_upload_leaves_the_checkpoint_that_it_was_to_replace(tmp_path: Path) -> None:
+    fill(run__iter_0000003__a=b"old a")
+    store = store_of(local_path("memory://run"))
+    assert store is not None
+    (tmp_path / "a").write_text("new a")
+    store.upload(tmp_path, store.begin("iter_0000003"), ["a"])
+    with pytest.raises(OSError, match="not completely uploaded: iter_0000003/b"):
+        store.finish("iter_0000003", {"a": 5, "b": 5})
+    store.refresh()
+    assert names(store.staged) == ["iter_0000003"]
+    store.abandon("iter_0000003")
+    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
+
+
+def test_readers_see_no_exchange_that_is_half_done(tmp_path: Path) -> None:
+    fill(run__iter_0000003__a=b"old a", run__iter_0000001__a=b"a")
+    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
+    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b'["a"]')
+    path = Path(local_path("memory://run"))
+    assert names(path) == ["iter_0000001"]
+    store = store_of(path)
+    assert store is not None
+    assert store.begin("iter_0000003") == ".new_iter_0000003"  # the exchange is done first
+    assert MemoryFileSystem().cat_file("run/iter_0000003/a") == b"new a"
+
+
+def test_an_exchange_that_a_start_ends_is_seen_by_that_start() -> None:
+    fill(run__iter_0000003__a=b"old a")
+    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
+    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b'["a"]')
+    path = Path(local_path("memory://run"))
+    assert not names(path)
+    store = store_of(path)
+    assert store is not None
+    store.tidy()
+    assert names(path) == ["iter_0000003"]
+
+
+def test_what_a_killed_upload_has_left_is_no_part_of_the_next_one(tmp_path: Path) -> None:
+    MemoryFileSystem().pipe_file("run/.new_iter_0000003/old", b"old")
+    (tmp_path / "a").write_text("a")
+    store = store_of(local_path("memory://run"))
+    assert store is not None
+    into = store.begin("iter_0000003")
+    store.upload(tmp_path, into, ["a"])
+    store.finish("iter_0000003", {"a": 1})
+    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
+
+
+def test_a_directory_is_identified_by_what_is_in_it_and_not_by_names(tmp_path: Path) -> None:
+    token = directory_token(tmp_path / "first")
+    assert directory_token(tmp_path / "first") == token
+    assert directory_token(tmp_path / "second") != token
+    (tmp_path / "link").symlink_to(tmp_path / "first")
+    assert directory_token(tmp_path / "link") == token
 
 
 HOLDER = """

@@ -13,7 +13,7 @@ SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
 IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
 NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
 LOCAL = "test_local_checkpoints.py::test_a_run_goes_on_from_its_local_checkpoint_bitwise"
-SHARED_WORK = "how ranks share the work of a checkpoint is fixed"
+SHARED_WORK = "how ranks share the work of a load is fixed"
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
@@ -62,6 +62,10 @@ CHECKPOINTS = (
     ),
     refused("--distrib-optim-fully-reshardable-mem-efficient", SHARED_WORK),
     shown("--async-save", IN_BACKGROUND),
+    shown(
+        "--ckpt-assume-constant-structure",
+        "test_constant_structure.py::test_saves_with_fsdp_are_planned_once_and_are_the_same",
+    ),
     shown("--use-persistent-ckpt-worker", IN_BACKGROUND),
     changes("--async-strategy mcore", SAVES_IN_BACKGROUND, args__async_strategy="mcore"),
     refused("--dist-ckpt-workers 2", "one process of each rank writes"),
@@ -75,7 +79,10 @@ CHECKPOINTS = (
         "--ckpt-fully-parallel-save",
         changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default"},
     ),
-    refused("--no-ckpt-fully-parallel-save", SHARED_WORK),
+    shown(
+        "--no-ckpt-fully-parallel-save",
+        "test_constant_structure.py::test_without_shared_work_the_first_rank_writes_what_all_have",
+    ),
     refused("--ckpt-fully-parallel-load", SHARED_WORK),
     shown("--no-save-optim", LEFT_OUT_OF_SAVE),
     shown("--no-save-rng", LEFT_OUT_OF_SAVE),

@@ -16,10 +16,6 @@ LOCAL = "--non-persistent-ckpt-type local"
         ("--async-strategy mcore", "--async-strategy needs --async-save"),
         ("--async-save --async-strategy nvrx", "--async-strategy nvrx: nvidia-resiliency-ext"),
         (
-            "--use-megatron-fsdp --async-save --ckpt-format torch_dist",
-            "--async-save of a run with FSDP writes fsdp_dtensor only",
-        ),
-        (
             "--non-persistent-ckpt-type global --non-persistent-save-interval 20",
             "--non-persistent-save-interval 20 must be no multiple of --save-interval 10",
         ),
