@@ -1,18 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's strategy of a save in torch_dist, kept for saves of the same structure."""
+"""Megatron-Core's strategies of saves and loads in torch_dist.
+
+That of a save is kept for saves of the same structure.
+"""
 
 from __future__ import annotations
 
 import argparse
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 
@@ -70,6 +78,20 @@ def new_strategy(args: argparse.Namespace) -> Any:
         strategy,
         parallel_state.get_data_parallel_group(with_context_parallel=True),
         do_cache_distribution=args.ckpt_assume_constant_structure,
+    )
+
+
+def load_strategy(args: argparse.Namespace, source: Path) -> Any:
+    """Return the strategy of a load; None for Megatron-Core's own choice.
+
+    With ``args.ckpt_fully_parallel_load``, of the data-parallel ranks that need the same tensor one
+    reads it from ``source`` and sends it to the others.
+    """
+    if not args.ckpt_fully_parallel_load:
+        return None
+    return FullyParallelLoadStrategyWrapper(
+        get_default_load_sharded_strategy(str(source)),
+        parallel_state.get_data_parallel_group(with_context_parallel=True),
     )
 
 

@@ -32,7 +32,7 @@ from megatron.checkpoint.core.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.gpt_model import unwrap
-from megatron.pretrain.save_strategy import SaveStrategies
+from megatron.pretrain.save_strategy import SaveStrategies, load_strategy
 from megatron.pretrain.write_results import written_by_threads
 
 _STRATEGIES = SaveStrategies()
@@ -96,7 +96,10 @@ def load(
         _drop_absent_random_state(content, source)
         try:
             loaded = dist_checkpointing.load(
-                content, str(source), strict=StrictHandling(args.dist_ckpt_strictness)
+                content,
+                str(source),
+                load_strategy(args, source),
+                strict=StrictHandling(args.dist_ckpt_strictness),
             )
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise ValueError(

@@ -178,6 +178,11 @@ def note_flags_without_effect(check: Check) -> None:
             if args.use_megatron_fsdp
             else ""
         ),
+        "ckpt_fully_parallel_load": (
+            "with --use-megatron-fsdp, where every rank reads only its own part"
+            if args.use_megatron_fsdp
+            else ""
+        ),
         "no_load_fallback": "with --ckpt-step, which names the checkpoint"
         if args.ckpt_step
         else "",

@@ -70,8 +70,8 @@ _REFUSED: dict[str, str] = {
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     "one process of each rank writes; leave it out": "dist_ckpt_workers",
-    "how ranks share the work of a load is fixed": (
-        "ckpt_fully_parallel_load distrib_optim_fully_reshardable_mem_efficient"
+    "gathering optimizer state through host memory is not built; leave it out": (
+        "distrib_optim_fully_reshardable_mem_efficient"
     ),
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",

@@ -13,7 +13,7 @@ SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
 IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
 NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
 LOCAL = "test_local_checkpoints.py::test_a_run_goes_on_from_its_local_checkpoint_bitwise"
-SHARED_WORK = "how ranks share the work of a load is fixed"
+THROUGH_THE_HOST = "gathering optimizer state through host memory is not built"
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
@@ -60,7 +60,7 @@ CHECKPOINTS = (
         SHARDED,
         torch_dist__distrib_optim_sharding_type="fully_reshardable",
     ),
-    refused("--distrib-optim-fully-reshardable-mem-efficient", SHARED_WORK),
+    refused("--distrib-optim-fully-reshardable-mem-efficient", THROUGH_THE_HOST),
     shown("--async-save", IN_BACKGROUND),
     shown(
         "--ckpt-assume-constant-structure",
@@ -83,7 +83,10 @@ CHECKPOINTS = (
         "--no-ckpt-fully-parallel-save",
         "test_constant_structure.py::test_without_shared_work_the_first_rank_writes_what_all_have",
     ),
-    refused("--ckpt-fully-parallel-load", SHARED_WORK),
+    shown(
+        "--ckpt-fully-parallel-load",
+        "test_torch_dist_checkpoint.py::test_ranks_read_parts_and_exchange_them",
+    ),
     shown("--no-save-optim", LEFT_OUT_OF_SAVE),
     shown("--no-save-rng", LEFT_OUT_OF_SAVE),
     shown("--no-load-optim", LEFT_OUT_OF_LOAD),
