@@ -63,13 +63,13 @@ def read_a_part(command_line: str) -> tuple[list[Record], int, int]:
     counts = [0, 0]
     defer = FullyParallelLoadStrategyWrapper._defer_loading_sharded_tensors
 
-    def count(strategy: Any, content: Any) -> Any:
-        parts = defer(strategy, content)
+    def count(content: Any) -> Any:
+        parts = defer(content)
         counts[0], counts[1] = (len(part) for part in parts[2:])
         return parts
 
     name = "_defer_loading_sharded_tensors"
-    with patch.object(FullyParallelLoadStrategyWrapper, name, count):
+    with patch.object(FullyParallelLoadStrategyWrapper, name, staticmethod(count)):
         return train(command_line), counts[0], counts[1]
 
 
