@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ class ForwardStep:
         self._device = device
         self._iteration = iteration
         self._times = times
-        self._stragglers = StragglerDetector()  # the only one, idle without --log-straggler
+        # Without it no context: it logs the tracebacks of errors that pass.
+        self._stragglers = StragglerDetector() if args.log_straggler else None
 
     def __call__(
         self, data: Microbatches, model: MegatronModule
@@ -50,14 +52,14 @@ class ForwardStep:
             The model's output, on the last pipeline stage the loss of every token, and the function
             that sums it.
         """
-        with self._times.measured(BATCH, level=2), self._stragglers(bdata=True):
+        with self._times.measured(BATCH, level=2), self._watched(is_batch=True):
             batch = {
                 name: value.to(self._device, non_blocking=True)
                 for name, value in next(data).items()
             }
         batch = batch_on_this_rank(batch)
         mask = batch["loss_mask"]
-        with self._stragglers:
+        with self._watched():
             output = model(
                 batch["tokens"],
                 batch["position_ids"],
@@ -66,6 +68,10 @@ class ForwardStep:
                 loss_mask=mask,
             )
         return output, lambda output: self.loss(output, mask)
+
+    def _watched(self, is_batch: bool = False) -> AbstractContextManager[object]:
+        """Return the context in which --log-straggler measures: of a batch, or of the model."""
+        return self._stragglers(bdata=is_batch) if self._stragglers else nullcontext()
 
     def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> Loss:
         """Sum the losses where ``mask`` is 1.

@@ -98,7 +98,7 @@ def load(
             loaded = dist_checkpointing.load(
                 content,
                 str(source),
-                load_strategy(args, source),
+                sharded_strategy=load_strategy(args, source),
                 strict=StrictHandling(args.dist_ckpt_strictness),
             )
         except (CheckpointingException, KeyError, RuntimeError) as error:

@@ -12,6 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.core.directory import TRACKER
+from megatron.checkpoint.hugging_face.model_arguments import Argument
+from megatron.pretrain.arguments import checkpoint_rules
 from megatron.pretrain.checkpoint_arguments import (
     check_arguments,
     model_differences,
@@ -219,7 +221,7 @@ def write_common(folder: Path, args: argparse.Namespace | None) -> None:
 
 
 def test_a_checkpoint_that_cannot_give_its_arguments_is_a_problem_of_the_command_line(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = f"{MOCK} --use-checkpoint-args --load {tmp_path}"
     _, notes = parse(f"{line}/nothing")
@@ -228,14 +230,12 @@ def test_a_checkpoint_that_cannot_give_its_arguments_is_a_problem_of_the_command
     assert problems(f"{line}/none") == [
         f"--use-checkpoint-args: {tmp_path}/none/iter_0000001 has no arguments"
     ]
-    write_common(
-        tmp_path / "other",
-        argparse.Namespace(
-            num_layers=2, beta_fast=16, rope_type="yarn", multi_latent_attention=True
-        ),
-    )
+    # As in a file of another release, which has a setting more.
+    later = Argument("setting_of_tomorrow", 0)
+    monkeypatch.setattr(checkpoint_rules, "ARGUMENTS", (*checkpoint_rules.ARGUMENTS, later))
+    write_common(tmp_path / "other", argparse.Namespace(num_layers=2, setting_of_tomorrow=1))
     assert problems(f"{line}/other") == [
-        "--use-checkpoint-args: the file's beta_fast 16 has no flag here"
+        "--use-checkpoint-args: the file's setting_of_tomorrow 1 has no flag here"
     ]
     (tmp_path / "none" / "iter_0000001" / "common.pt").write_bytes(b"nothing")
     (problem,) = problems(f"{line}/none")

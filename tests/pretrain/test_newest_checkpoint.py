@@ -40,8 +40,12 @@ def folder(saved: tuple[Path, Record], tmp_path: Path) -> Path:
 
 
 def flip(path: Path) -> None:
+    """Flip a bit in the elements of the first tensor of a file."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    record = b"archive/data/0"
+    name = content.index(record)
+    num_extra_bytes = int.from_bytes(content[name - 2 : name], "little")  # of the zip header
+    content[name + len(record) + num_extra_bytes] ^= 1
     path.write_bytes(bytes(content))
 
 

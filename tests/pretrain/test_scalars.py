@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases gets what TensorBoard gets, and training goes on where it fails."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ def test_a_run_of_wandb_gets_all_numbers_and_all_arguments(tmp_path: Path) -> No
     report.evaluation(progress, 2.0)
     report.end()
     (file,) = (tmp_path / "runs" / "wandb").glob("offline-run-*/run-*.wandb")
+    deadline = time.monotonic() + 30
+    while b"nobody" not in file.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)  # another process writes it
     records = file.read_bytes()
     names = [name for name, value in VALUES.items() if value is not None]
     validation = ["lm loss validation", "lm loss validation ppl"]

@@ -129,13 +129,15 @@ OF_SOME_RELEASES = """async_tensor_model_parallel_allreduce moe_extended_tp fuse
 """Fields that some of the releases 0.16 to 0.19 lack, to tell them from unknown flags."""
 
 
-def further_flags(taken: Iterable[str]) -> dict[str, list[Flag]]:
+def further_flags(taken: Iterable[str], written: Iterable[str]) -> dict[str, list[Flag]]:
     """Return the flags of fields that are not `taken`, by the title of their group in --help.
 
     Args:
         taken: fields and destinations that have flags in other tables.
+        written: these flags, as they are written. Two configs may have one flag under two names:
+            --fp4-param-gather is `fp4_param` and `fp4_param_gather`.
     """
-    seen = set(taken)
+    seen, spelled_before = set(taken), set(written)
     groups: dict[str, list[Flag]] = {}
     for title, config in CONFIGS.items():
         hints = typing.get_type_hints(config)
@@ -148,7 +150,9 @@ def further_flags(taken: Iterable[str]) -> dict[str, list[Flag]]:
             and (can_be_written(hints[f.name]) or f.name in CHANGES)
         ]
         seen.update(names)
-        groups[title] = ConfigFields(config, tuple(names), CHANGES).flags()
+        flags = ConfigFields(config, tuple(names), CHANGES).flags()
+        groups[title] = [flag for flag in flags if spelled_before.isdisjoint(flag.names)]
+        spelled_before.update(chain.from_iterable(flag.names for flag in flags))
     return groups
 
 

@@ -53,10 +53,11 @@ def all_flags() -> dict[str, list[Flag]]:
     groups = config_flags()
     for title, flags in PROGRAM_GROUPS.items():
         groups.setdefault(title, []).extend(flags)
-    taken = {flag.dest for flag in chain.from_iterable(groups.values())}
+    listed = [*chain.from_iterable(groups.values())]
+    taken = {flag.dest for flag in listed}
     for source in CONFIG_GROUPS.values():
         taken.update(source.names)
-    return groups | further_flags(taken)
+    return groups | further_flags(taken, chain.from_iterable(flag.names for flag in listed))
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -39,7 +39,7 @@ LEFT_TO_TORCH = {
     "part of a storage": torch.arange(12.0)[:5],
     "float8": torch.ones(4).to(torch.float8_e4m3fn),
     "complex": torch.ones(4, dtype=torch.complex64),
-    "negated": torch._neg_view(torch.ones(3)),
+    "negated": torch.ones(3, dtype=torch.complex64).conj().imag,
     "parameter": nn.Parameter(torch.ones(3)),
     "requires grad": torch.ones(3, requires_grad=True),
 }

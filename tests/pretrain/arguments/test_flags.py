@@ -79,7 +79,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
     )
 
-    def load(content: Any, source: str, strict: Any) -> None:
+    def load(content: Any, source: str, sharded_strategy: Any, strict: Any) -> None:
         seen["strict"] = strict.value
         raise KeyError("enough seen")
 

@@ -124,7 +124,7 @@ class NewerConfig:
 
 def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
     with patch.object(further_fields, "CONFIGS", {"new": NewerConfig}):
-        flags = {flag.dest: flag for flag in further_flags(())["new"]}
+        flags = {flag.dest: flag for flag in further_flags((), ())["new"]}
     warp = flags["warp_factor"]
     assert (warp.names, warp.type, warp.default) == (("--warp-factor",), int, 3)
     assert warp.help == "How fast."
@@ -133,6 +133,13 @@ def test_a_new_field_is_a_flag_with_type_choices_default_and_help() -> None:
     assert (flags["decks"].nargs, flags["decks"].default) == ("+", [])
     assert flags["renamed"].names == ("--other",)
     assert refusal("muon_surprise"), "a pattern covers fields that a feature gets later"
+
+
+def test_a_flag_that_two_fields_would_bring_is_one_flag() -> None:
+    with patch.object(further_fields, "CONFIGS", {"new": NewerConfig}):
+        flags = further_flags((), ("--other",))["new"]
+    assert "renamed" not in {flag.dest for flag in flags}
+    assert "warp_factor" in {flag.dest for flag in flags}
 
 
 def test_a_field_of_another_release_is_refused_by_name() -> None:

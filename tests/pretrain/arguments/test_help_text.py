@@ -20,13 +20,14 @@ def shown(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 def test_help_is_short_and_help_all_has_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     short, everything = shown("--help", capsys), shown("--help-all", capsys)
-    flags = {flag.dest: flag for flag in chain.from_iterable(all_flags().values())}
+    every = [*chain.from_iterable(all_flags().values())]
+    flags = {flag.dest: flag for flag in every}
     assert set(COMMON.split()) <= set(flags)
     names_in_short = {line.split()[0] for line in short if line.startswith("  --")}
     assert names_in_short == {flags[dest].names[0] for dest in COMMON.split()}
     assert len(short) < 60
     names = {line.split()[0] for line in everything if line.startswith("  --")}
-    assert names == {flag.names[0] for flag in flags.values()}
+    assert names == {flag.names[0] for flag in every}
 
 
 def test_a_line_has_the_type_the_first_sentence_and_the_default() -> None:

@@ -109,7 +109,9 @@ def test_a_flag_whose_field_the_release_lacks_is_refused_by_name(
         changes={**source.changes, "renamed_field": config_flags.named("--written-otherwise")},
     )
     monkeypatch.setitem(config_flags.CONFIG_GROUPS, "optimizer", longer)
+    config_flags.absent_flags.cache_clear()
     found = problems(f"{MOCK} --field-of-tomorrow 3 --written-otherwise")
+    config_flags.absent_flags.cache_clear()
     assert [problem.split(":")[0] for problem in found] == [
         "--field-of-tomorrow",
         "--written-otherwise",
