@@ -141,6 +141,7 @@ def settings() -> Iterator[Setting]:
             yield Setting(argument.spelling, (argument,), value)
     groups = (by_name["group_query_attention"], by_name["num_query_groups"])
     yield Setting("keys and values (--num-query-groups)", groups, num_query_groups)
+    yield Setting("--spec", (Argument("spec"),), _value_of("spec"))
     yield Setting("activation", tuple(by_name[name] for name in ACTIVATION), activation)
 
 

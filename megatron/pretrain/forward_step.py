@@ -85,11 +85,11 @@ class ForwardStep:
             float32, ``[2]``.
 
         Raises:
-            RunError: the sum is NaN or infinite, that is checked for, and no step is repeated.
+            RunError: the sum is NaN or infinite, that is checked for, and no rerun machine rejects it.
         """
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)
-        checks = self._args.check_for_nan_in_loss_and_grad and not rerun.is_repeating(self._args)
+        checks = self._args.check_for_nan_in_loss_and_grad and not rerun.validates(self._args)
         if checks and not torch.isfinite(total):
             raise RunError(
                 f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"

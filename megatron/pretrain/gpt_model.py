@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
-from megatron.pretrain.rerun import is_repeating
+from megatron.pretrain.rerun import validates
 
 
 def build_model(
@@ -120,7 +120,7 @@ def wrap(
     settings = ddp_config(args, num_parameters=num_parameters)
     if not args.use_megatron_fsdp:
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
-    if is_repeating(args):
+    if validates(args):
         settings.check_for_nan_in_grad = False  # the rerun machine looks for them
     return FullyShardedDataParallel(config=config, ddp_config=settings, module=model)
 

@@ -42,8 +42,6 @@ MODES = {
     "validate_results": RerunMode.VALIDATE_RESULTS,
     "report_stats": RerunMode.REPORT_DETERMINISM_STATS,
 }
-INJECTED = tuple(each.value for each in RerunDiagnostic)
-"""Values of --error-injection-type."""
 SPIKE = 10
 """A loss or gradient this many times as large as all of the first 100 is reported."""
 ENDINGS = {
@@ -78,6 +76,11 @@ class RerunExitError(Exception):
 def is_repeating(args: argparse.Namespace) -> bool:
     """Return True if steps of this run may be repeated."""
     return args.rerun_mode != "disabled"
+
+
+def validates(args: argparse.Namespace) -> bool:
+    """Return True if the rerun machine rejects results: statistics only record them."""
+    return args.rerun_mode == "validate_results"
 
 
 @contextmanager
@@ -125,8 +128,10 @@ def _report_statistics(
         return
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, dict(results.stats))
-    for caller, own in everyone[0].items():
-        own.combine([others[caller] for others in everyone[1:] if caller in others])
+    # With pipelines only the last stage has losses.
+    for caller in dict.fromkeys(chain.from_iterable(everyone)):
+        own, *others = (stats[caller] for stats in everyone if caller in stats)
+        own.combine(others)
         say(f"repeated steps, {caller.message}: {own.print_stats()}")
     for each in results.stats.values():
         each.reset()

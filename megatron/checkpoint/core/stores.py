@@ -280,7 +280,12 @@ class Store(StoreReader):
         Readers see neither of the two until it is done.
         """
         new, old = self._remote(_NEW + name), self._remote(name)
-        kept = json.loads(self._system.cat_file(self._remote(_REPLACING + name)))
+        marker = self._remote(_REPLACING + name)
+        try:
+            kept = json.loads(self._system.cat_file(marker))
+        except ValueError:  # a kill has torn it, so nothing has been moved: the old one stays
+            self._system.rm_file(marker)
+            return
         for file, (path, _) in self._files(new).items():
             self._make_directory(f"{old}/{file}".rpartition("/")[0])
             self._copy(path, f"{old}/{file}")
@@ -289,7 +294,7 @@ class Store(StoreReader):
             if file not in kept:
                 self._system.rm_file(path)
         self._remove(_NEW + name)
-        self._system.rm_file(self._remote(_REPLACING + name))
+        self._system.rm_file(marker)
 
     def _copy(self, source: str, target: str) -> None:
         """Copy a file within the store; through this machine where the store cannot."""

@@ -135,6 +135,8 @@ class Family:
         covered = {*self.arguments, "padded_vocab_size"}
         for rule in self.rules:
             covered.update(rule.names)
+        if getattr(args, "spec", None):
+            problems.append(f"spec is {args.spec}: layers of a program's own")
         for argument in ARGUMENTS:
             if argument.name in covered or not argument.in_outputs or not argument.counts(args):
                 continue

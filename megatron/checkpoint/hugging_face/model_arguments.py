@@ -47,6 +47,14 @@ def _stretched(args: argparse.Namespace) -> bool:
     return bool(args.use_rope_scaling)
 
 
+def _windowed(args: argparse.Namespace) -> bool:
+    return args.window_size is not None
+
+
+def _mup(args: argparse.Namespace) -> bool:
+    return bool(args.use_mup)
+
+
 def _experts(args: argparse.Namespace) -> bool:
     return bool(args.num_experts)
 
@@ -137,6 +145,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("rotary_interleaved", False, counts=_rotary),
     Argument("use_rope_scaling", False, counts=_rotary),
     Argument("rope_scaling_factor", 8.0, counts=_stretched),
+    Argument("rotary_seq_len_interpolation_factor", counts=_rotary),
     Argument("no_rope_freq", counts=_rotary),
     Argument("normalization", "LayerNorm"),
     Argument("layernorm_epsilon", 1e-5, "--norm-epsilon"),
@@ -145,6 +154,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("swiglu", False),
     Argument("squared_relu", False),
     Argument("openai_gelu", False),
+    Argument("glu_linear_offset", 0.0),
+    Argument("activation_func_clamp_value"),
     # The fused GELU is the tanh formula.
     Argument("bias_gelu_fusion", True, "--no-bias-gelu-fusion", counts=_plain_gelu),
     Argument("add_bias_linear", True, "--disable-bias-linear"),
@@ -152,6 +163,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("qk_layernorm", False),
     Argument("qk_l2_norm", False),
     Argument("window_size"),
+    Argument("window_attn_skip_freq", counts=_windowed),
     Argument("softmax_type", "vanilla"),
     Argument("softmax_scale"),
     Argument("attention_dropout", 0.1, in_outputs=False),
@@ -183,12 +195,19 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("moe_router_group_topk", counts=_experts),
     Argument("moe_router_topk_scaling_factor", counts=_experts),
     Argument("moe_router_enable_expert_bias", False, counts=_experts),
+    Argument("moe_apply_probs_on_input", False, counts=_experts),
     Argument("moe_router_dtype", counts=_experts, in_outputs=False),
     # No model of transformers drops tokens; an export leaves the capacity out.
     Argument("moe_expert_capacity_factor", counts=_experts, in_outputs=False),
     Argument("moe_pad_expert_input_to_capacity", False, counts=_limited, in_outputs=False),
     Argument("moe_token_drop_policy", "probs", counts=_limited, in_outputs=False),
     Argument("mtp_num_layers"),
+    Argument("use_mup", False),
+    Argument("mup_base_hidden_size", counts=_mup),
+    Argument("mup_base_head_dim", counts=_mup),
+    Argument("mup_embedding_mult", 1.0, counts=_mup),
+    Argument("mup_output_mult", 1.0, counts=_mup),
+    Argument("mup_attn_scale_power", 1.0, counts=_mup),
     Argument("bf16", False, in_outputs=False),
     Argument("fp16", False, in_outputs=False),
 )
