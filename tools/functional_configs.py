@@ -16,11 +16,14 @@ import shlex
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from itertools import chain, pairwise
 from math import lcm
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import yaml  # type: ignore[import-untyped]
@@ -35,6 +38,15 @@ PATTERNS = ("gpt*/**/model_config.yaml", "moe*/**/model_config.yaml")
 RANKS_OF_A_NODE = 8
 PREFIXES = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 FILES = ("--vocab-file", "--merge-file", "--tokenizer-model", "--data-args-path")
+REPETITION = "1"
+"""What the run script's variable REPEAT is in the first run of a test."""
+KERNELS = {
+    "megatron.core.models.common.embeddings.rope_utils": """fused_apply_rotary_pos_emb
+        fused_apply_rotary_pos_emb_thd""",
+    "megatron.core.transformer.moe.moe_utils": """fused_permute fused_permute_with_probs
+        fused_sort_chunks_by_index fused_sort_chunks_by_index_with_probs fused_unpermute""",
+}
+"""Modules of Megatron-Core -> kernels of Transformer Engine that its configs look for there."""
 
 
 def configurations(checkout: Path) -> dict[str, dict[str, Any]]:
@@ -61,6 +73,7 @@ def words_of(arguments: dict[str, Any], files: Path) -> list[str]:
     for flag, value in arguments.items():
         # The YAML of the tests writes numbers such as 1e-2, which are strings to this parser.
         text = str("null" if value is None else value).strip()
+        text = re.sub(r"\$\{?REPEAT\b\}?", REPETITION, text)
         text = re.sub(r"\$\{?[A-Z_]+\}?", str(files), text)
         if value is True:
             line.append(flag)
@@ -86,16 +99,44 @@ def make_files(line: list[str]) -> None:
                 path.touch()
 
 
-def num_ranks(arguments: dict[str, Any]) -> int:
-    """Return the least number of ranks, of whole nodes, that the parallel sizes divide."""
+def num_ranks(arguments: dict[str, Any], ranks_of_a_node: int = RANKS_OF_A_NODE) -> int:
+    """Return the least number of ranks, of whole nodes, that the parallel sizes divide.
+
+    It is fewer than a node where a node's data-parallel ranks do not divide the batch: such a test
+    is for a part of a node.
+    """
 
     def size(name: str, default: int = 1) -> int:
-        return int(arguments.get(f"--{name}-parallel-size", default))
+        value = str(arguments.get(f"--{name}", default))
+        return int(value) if value.isdecimal() and int(value) else default
 
-    tensor, pipeline = size("tensor-model"), size("pipeline-model")
-    experts = size("expert-model") * size("expert-tensor", tensor) * pipeline
-    model = tensor * pipeline * size("context")
-    return lcm(RANKS_OF_A_NODE, model, experts if "--num-experts" in arguments else 1)
+    tensor, pipeline = size("tensor-model-parallel-size"), size("pipeline-model-parallel-size")
+    experts = size("expert-model-parallel-size") * size("expert-tensor-parallel-size", tensor)
+    model = tensor * pipeline * size("context-parallel-size")
+    least = lcm(model, experts * pipeline if "--num-experts" in arguments else 1)
+    whole = lcm(ranks_of_a_node, least)
+    microbatch, batch = size("micro-batch-size"), size("global-batch-size", 0)
+    for ranks in range(whole, 0, -least):
+        if batch % (microbatch * (ranks // model)) == 0:
+            return ranks
+    return whole
+
+
+def ranks_of_a_node(content: dict[str, Any]) -> int:
+    """Return the number of GPUs of a node that a configuration asks for, by default a whole one."""
+    asked = (content.get("MODEL_ENV_VARS") or {}).get("MODEL_ARGS") or {}
+    return int(asked.get("GPUS_PER_NODE", RANKS_OF_A_NODE))
+
+
+@contextmanager
+def kernels_of_transformer_engine() -> Iterator[None]:
+    """Let Megatron-Core's configs find the kernels of Transformer Engine where there are none."""
+    with ExitStack() as stack:
+        for module, names in KERNELS.items():
+            for name in names.split():
+                if getattr(import_module(module), name, None) is None:
+                    stack.enter_context(patch(f"{module}.{name}", object(), create=True))
+        yield
 
 
 def problems_of(content: dict[str, Any], files: Path) -> list[str]:
@@ -107,11 +148,11 @@ def problems_of(content: dict[str, Any], files: Path) -> list[str]:
     make_files(line)
     environment = {name: str(value) for name, value in (content.get("ENV_VARS") or {}).items()}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), kernels_of_transformer_engine():
             warnings.simplefilter("ignore")
             parse_arguments(
                 line,
-                world_size=num_ranks(arguments),
+                world_size=num_ranks(arguments, ranks_of_a_node(content)),
                 cuda=True,
                 transformer_engine=True,
                 fused_weight_gradient=True,

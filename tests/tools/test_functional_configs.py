@@ -11,7 +11,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from click.testing import CliRunner
 
-from tools.functional_configs import CASES, main, num_ranks, words_of
+from tools.functional_configs import CASES, main, num_ranks, ranks_of_a_node, words_of
 
 COMMON = {
     "--num-layers": 12,
@@ -98,6 +98,15 @@ PARTS = {
         "--recompute-granularity": "selective",
         "--recompute-modules": "[layernorm mlp moe_act]",
     },
+    "moe/kernels_of_transformer_engine": {
+        **EXPERTS,
+        "--position-embedding-type": "rope",
+        "--moe-permute-fusion": True,
+        "--moe-token-dispatcher-type": "alltoall",
+    },
+    "gpt/deterministic_flash_attention": {"--attention-backend": "flash"},
+    "gpt/repeated": {"--seed": "${REPEAT}"},
+    "gpt/half_a_node": {"--micro-batch-size": 8},
     "gpt/low_precision": {"--fp8-format": "hybrid"},
     "gpt/unknown": {"--zz-qq": 9},
 }
@@ -109,7 +118,7 @@ def checkout(tmp_path: Path) -> Path:
         folder = tmp_path / CASES / name
         folder.mkdir(parents=True)
         arguments = COMMON | part
-        variables = {"NCCL_ALGO": "Ring"}
+        variables = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
         if "--use-megatron-fsdp" not in arguments:
             variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         content = {"ENV_VARS": variables, "MODEL_ARGS": arguments}
@@ -141,6 +150,27 @@ def test_ranks_are_whole_nodes_that_the_parallel_sizes_divide() -> None:
     sizes = {"--tensor-model-parallel-size": 2, "--pipeline-model-parallel-size": 3}
     assert num_ranks(sizes) == 24
     assert num_ranks({"--num-experts": 8, "--expert-model-parallel-size": 16}) == 16
+
+
+@pytest.mark.parametrize("value", [None, "many", 0])
+def test_a_size_that_is_no_number_of_ranks_is_left_to_the_check(value: object) -> None:
+    assert num_ranks({"--num-experts": 8, "--expert-model-parallel-size": value}) == 8
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatch", "expected"), [(16, 2, 8), (8, 2, 4), (12, 2, 6), (7, 2, 8)]
+)
+def test_ranks_are_fewer_than_a_node_where_the_batch_needs_it(
+    batch: int, microbatch: int, expected: int
+) -> None:
+    sizes = {"--global-batch-size": batch, "--micro-batch-size": microbatch}
+    assert num_ranks(sizes) == expected
+
+
+def test_a_configuration_can_ask_for_a_part_of_a_node() -> None:
+    content = {"MODEL_ENV_VARS": {"MODEL_ARGS": {"GPUS_PER_NODE": 2}}}
+    assert num_ranks({"--tensor-model-parallel-size": 2}, ranks_of_a_node(content)) == 2
+    assert ranks_of_a_node({}) == 8
 
 
 def test_a_folder_without_configurations_is_refused(tmp_path: Path) -> None:

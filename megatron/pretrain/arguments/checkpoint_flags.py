@@ -52,6 +52,11 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
         "torch_dist optimizer state that loads at any layout",
     ),
     row(
+        "--dist-ckpt-save-pre-mcore-014",
+        "switch",
+        "torch_dist optimizer state as releases before 0.14 lay it out",
+    ),
+    row(
         "--distrib-optim-fully-reshardable-mem-efficient",
         "switch",
         "gather that state over gloo",

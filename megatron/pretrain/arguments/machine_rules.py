@@ -150,8 +150,10 @@ def fit_numerics(check: Check) -> None:
     args, environment = check.args, check.machine.environment
     if args.deterministic_mode:
         check.require(
-            args.attention_backend is not AttnBackend.flash,
-            "--deterministic-mode excludes flash attention",
+            args.attention_backend is not AttnBackend.flash
+            or environment.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0",
+            "--deterministic-mode with flash attention needs the environment variable"
+            " NVTE_ALLOW_NONDETERMINISTIC_ALGO=0, by which Transformer Engine chooses its kernels",
         )
         check.require(
             not args.cross_entropy_loss_fusion,

@@ -73,6 +73,12 @@ _REFUSED: dict[str, str] = {
     "gathering optimizer state through host memory is not built; leave it out": (
         "distrib_optim_fully_reshardable_mem_efficient"
     ),
+    "Megatron-Core no longer writes fully_sharded_model_space; leave it out, it is still read": (
+        "dist_ckpt_save_pre_mcore_014"
+    ),
+    "learning from a teacher with ModelOpt is not built": (
+        "export_te_mcore_model export_kd_teacher_load export_kd_cfg"
+    ),
     "main weights are part of the optimizer's state here": "load_main_params_from_ckpt",
     "deprecated; use --position-embedding-type none": "add_position_embedding",
     "no layer of this release of Megatron-Core reads it": (

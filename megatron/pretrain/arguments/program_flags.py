@@ -211,6 +211,9 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         row("--spec", str, "module and attribute of a layer specification", nargs="*"),
         row("--recompute-activations", "switch", "the same as --recompute-granularity selective"),
+        row("--export-te-mcore-model", "switch", "layers as ModelOpt exports them"),
+        row("--export-kd-teacher-load", str, "checkpoint of a teacher to learn from"),
+        row("--export-kd-cfg", str, "file that says what is learnt from the teacher"),
         row("--enable-experimental", "switch", "allow what Megatron-Core marks as experimental"),
     ),
     "length of the run and numerics": (

@@ -60,6 +60,7 @@ CHECKPOINTS = (
         SHARDED,
         torch_dist__distrib_optim_sharding_type="fully_reshardable",
     ),
+    refused("--dist-ckpt-save-pre-mcore-014", "no longer writes fully_sharded_model_space"),
     refused("--distrib-optim-fully-reshardable-mem-efficient", THROUGH_THE_HOST),
     shown("--async-save", IN_BACKGROUND),
     shown(

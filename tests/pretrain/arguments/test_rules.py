@@ -345,3 +345,15 @@ def test_evaluation_alone_needs_no_schedule() -> None:
     )
     args, _ = parse(f"{line} --mock-data --vocab-size 9")
     assert args.no_load_optim and args.train_iters == 0 and args.lr is None
+
+
+@pytest.mark.parametrize("flags", ["--attention-backend flash", "--use-flash-attn"])
+def test_flash_attention_is_deterministic_where_transformer_engine_is_told_so(flags: str) -> None:
+    gpu = {"cuda": True, "transformer_engine": True}
+    line = f"{MOCK} --deterministic-mode {flags}"
+    needed = {"NCCL_ALGO": "Ring", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    args, _ = parse(line, **gpu, environment=needed)
+    assert args.attention_backend.name == "flash" and args.deterministic_mode
+    for value in ({}, {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"}):
+        found = problems(line, **gpu, environment={"NCCL_ALGO": "Ring", **value})
+        assert len(found) == 1 and "NVTE_ALLOW_NONDETERMINISTIC_ALGO=0" in found[0]
