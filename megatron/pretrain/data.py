@@ -135,6 +135,8 @@ def build_datasets(
 
 def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
     """Return Megatron-Core's settings of the datasets."""
+    if args.allow_ambiguous_pad_tokens and tokenizer.ambiguous_pad >= 0:
+        tokenizer.pad = tokenizer.ambiguous_pad
     settings: dict[str, Any] = dict(
         random_seed=args.seed,
         sequence_length=args.seq_length,

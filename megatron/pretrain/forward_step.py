@@ -85,7 +85,7 @@ class ForwardStep:
             float32, ``[2]``.
 
         Raises:
-            RunError: the sum is NaN or infinite, that is checked for, and no rerun machine rejects it.
+            RunError: the sum is NaN or infinite, and no rerun machine rejects such results.
         """
         total = torch.sum(losses.float() * mask)
         tokens = mask.sum().to(torch.int)

@@ -56,6 +56,28 @@ def named_spec(words: Sequence[str]) -> LayerSpec:
     return spec
 
 
+def check_whole_block(spec: LayerSpec, num_layers: int, num_stages: int) -> None:
+    """Check that a block with layers of its own is the whole model.
+
+    Args:
+        spec: what --spec names. One specification for all layers fits any model.
+        num_layers: of the model.
+        num_stages: of the pipeline. A block is built as it is on each of them.
+
+    Raises:
+        ValueError: the block has another number of layers, or there are several stages.
+    """
+    if isinstance(spec, ModuleSpec):
+        return
+    if spec.layer_specs is not None and len(spec.layer_specs) != num_layers:
+        raise ValueError(f"it has {len(spec.layer_specs)} layers, and --num-layers is {num_layers}")
+    if num_stages > 1:
+        raise ValueError(
+            "a TransformerBlockSubmodules is not divided between pipeline stages: name a"
+            " ModuleSpec of one layer, or leave out --pipeline-model-parallel-size"
+        )
+
+
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None = None, named: Sequence[str] | None = None
 ) -> LayerSpec:

@@ -85,6 +85,7 @@ class HuggingFaceTokenizer(Tokenizer):
         pad = tokenizer.pad_token_id
         # Padding is masked out of the loss, the end of a document is not: one token cannot be both.
         self.pad = NO_TOKEN if pad is None or pad == self.eod else pad
+        self.ambiguous_pad = NO_TOKEN if pad is None or pad != self.eod else pad
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the ids of `text`, int32 of shape `[tokens]`."""
@@ -206,6 +207,7 @@ class SentencePieceTokenizer(Tokenizer):
             )
         pad = processor.pad_id()
         self.pad = NO_TOKEN if pad < 0 or pad == self.eod else pad
+        self.ambiguous_pad = NO_TOKEN if pad < 0 or pad != self.eod else pad
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the ids of `text`, int32 of shape `[tokens]`, without BOS."""

@@ -22,13 +22,16 @@ class Tokenizer(ABC):
         name: short, fit for a file name.
         vocab_size: number of token ids, special ones included; ids are `0 .. vocab_size - 1`.
         eod: id that ends a document.
-        pad: id of padding, -1 if the vocabulary has none (an id that no data can hold).
+        pad: id of padding, -1 if the vocabulary has none (an id that no data can hold), or if it is
+            that of the end of a document.
+        ambiguous_pad: id of padding that ends documents too, else -1.
     """
 
     name: str
     vocab_size: int
     eod: int
     pad: int = -1
+    ambiguous_pad: int = -1
 
     @abstractmethod
     def tokenize(self, text: str | bytes) -> np.ndarray:

@@ -12,11 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.core.directory import TRACKER
-from megatron.checkpoint.hugging_face.model_arguments import Argument
+from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
 from megatron.pretrain.arguments import checkpoint_rules
+from megatron.pretrain.arguments.further_fields import refusal
+from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.checkpoint_arguments import (
+    MAY_DIFFER,
     check_arguments,
     model_differences,
+    settings,
     training_differences,
 )
 from tests.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
@@ -268,3 +272,39 @@ def test_arguments_that_cannot_be_read_end_all_ranks_alike(
     damage(tmp_path / "iter_0000001")
     first, second = run_ranks(2, refused_check, str(tmp_path), f"{SIX} {GATED}")
     assert first == second and words in first and "iter_0000001" in first
+
+
+CHANGES_NO_OUTPUT = """account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+    async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding config_logger_dir
+    decoupled_weight_decay distribute_saved_activations fused_single_qkv_rope
+    memory_efficient_layer_norm microbatch_group_size_per_vp_stage moe_deepep_num_sms
+    moe_hybridep_num_sms moe_layer_recompute overlap_p2p_comm_warmup_flush perform_initialization
+    use_fused_weighted_squared_relu use_te_activation_func"""
+SHAPES_CHANGE = "attention_output_gate moe_latent_size"
+
+
+def test_every_config_field_that_changes_outputs_is_compared() -> None:
+    accepted = {dest for dest in further_destinations() if not refusal(dest)}
+    compared = {argument.name for argument in ARGUMENTS}
+    listed = {*CHANGES_NO_OUTPUT.split(), *SHAPES_CHANGE.split()}
+    found = {dest for dest in accepted - listed - compared if not dest.startswith("tp_comm_")}
+    assert not found - set(MAY_DIFFER)
+
+
+@pytest.mark.parametrize(
+    ("flags", "label"),
+    [
+        ("--swiglu --glu-linear-offset 1.0", "--glu-linear-offset"),
+        ("--swiglu --activation-func-clamp-value 7.0", "--activation-func-clamp-value"),
+        (f"{EXPERTS} --moe-apply-probs-on-input", "--moe-apply-probs-on-input"),
+        (
+            f"{ROPE} --rotary-seq-len-interpolation-factor 4",
+            "--rotary-seq-len-interpolation-factor",
+        ),
+    ],
+)
+def test_fields_that_change_what_a_model_computes_must_agree(flags: str, label: str) -> None:
+    plain, _, _ = flags.partition(label)
+    saved, own = arguments(flags), arguments(plain)
+    told = [each.difference(saved, own) for each in settings() if each.label == label]
+    assert len(told) == 1 and told[0] is not None and told[0].startswith(label)

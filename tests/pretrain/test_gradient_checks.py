@@ -6,10 +6,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.pretrain import loop, training_step
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.forward_step import ForwardStep
 from tests.pretrain.parity import LLAMA, SHORT, Combination
 from tests.pretrain.training_runs import Record, build, pretrain, tokenizer_of
 from tests.rank_pool import run_ranks
@@ -80,3 +83,19 @@ def test_a_gradient_that_is_not_a_number_on_one_stage_ends_the_run() -> None:
         assert (
             error == "rank 1: NaN or Inf in the gradient of decoder.layers.1.mlp.linear_fc2.weight"
         )
+
+
+def refuse_infinite_loss(command_line: str) -> str:
+    """Job: compute a loss that is NaN; the error."""
+    run = build(command_line)
+    forward_step = ForwardStep(run.args, run.device, 0, run.report.times)
+    losses = torch.full((1, 4), math.nan)
+    with pytest.raises(RunError) as caught:
+        forward_step.loss(losses, torch.ones(1, 4))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "report_stats"])
+def test_a_loss_that_is_no_number_ends_a_run_whose_steps_nobody_rejects(mode: str) -> None:
+    line = f"{Combination(1, '', 3, LLAMA, SHORT).ours} --rerun-mode {mode}"
+    assert "the loss is nan in iteration 1" in run_ranks(1, refuse_infinite_loss, line)[0]

@@ -84,6 +84,12 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
     assert tokenizer.tokenize(b"hello world").tolist() == [1, 5]
     assert tokenizer.detokenize([1, 5, 0]) == "hello world"
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (6, 0, -1)
+    assert tokenizer.ambiguous_pad == -1
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>"
+    ).save_pretrained(tmp_path)
+    tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
+    assert (tokenizer.pad, tokenizer.ambiguous_pad) == (-1, 0)
 
 
 @pytest.mark.parametrize(

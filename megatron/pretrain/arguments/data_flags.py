@@ -113,6 +113,6 @@ DATA_FLAGS: tuple[Flag, ...] = (
     row(
         "--legacy-tokenizer",
         "switch",
-        "tokenizers of older releases; their ids are the same but for SentencePieceTokenizer",
+        "tokenizers of older releases, where their ids are the same",
     ),
 )

@@ -16,6 +16,17 @@ SPLIT_PATHS = {
 }
 """Key of a --per-split-data-args-path file -> the argument that it stands for."""
 SAME_WHEN_LEGACY = "--legacy-tokenizer: changes no id of this tokenizer"
+OTHER_WHEN_LEGACY = {
+    "SentencePieceTokenizer": (
+        "it then has tokens beyond its file; not built, use GPTSentencePieceTokenizer, whose end of"
+        " a document is </s>"
+    ),
+    "Llama2Tokenizer": "it then begins every text with <s>; not built, leave it out",
+    "TikTokenizer": (
+        "it then reads special tokens in a text as plain text; not built, leave it out"
+    ),
+}
+"""Type of tokenizer -> how its ids differ in Megatron-LM's older classes."""
 
 
 def check_data(check: Check) -> None:
@@ -154,6 +165,11 @@ def check_fill_in_the_middle(check: Check) -> None:
             not args.mock_data, "--fim-data needs text: give --data-path instead of --mock-data"
         )
         check.require(
+            not args.tokenizer_hf_include_special_tokens,
+            "--fim-data cuts documents into parts, each of which would get special tokens: leave"
+            " out --tokenizer-hf-include-special-tokens",
+        )
+        check.require(
             args.fim_split_sample is None or args.fim_fragment_rate is not None,
             "--fim-split-sample needs --fim-fragment-rate",
         )
@@ -171,10 +187,10 @@ def choose_tokenizer(check: Check) -> None:
         return
     check.problems += TokenizerChoice.of(args).problems()
     if args.legacy_tokenizer:
-        if args.tokenizer_type == "SentencePieceTokenizer":
+        if args.tokenizer_type in OTHER_WHEN_LEGACY:
             check.problems.append(
-                "--legacy-tokenizer: SentencePieceTokenizer then has tokens beyond its file; not"
-                " built, use GPTSentencePieceTokenizer, whose end of a document is </s>"
+                f"--legacy-tokenizer with {args.tokenizer_type}:"
+                f" {OTHER_WHEN_LEGACY[args.tokenizer_type]}"
             )
         else:
             check.notes.append(SAME_WHEN_LEGACY)

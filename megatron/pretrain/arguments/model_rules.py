@@ -3,7 +3,7 @@
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import NOT_BUILT
-from megatron.pretrain.layer_specs import named_spec
+from megatron.pretrain.layer_specs import check_whole_block, named_spec
 
 
 def complete_model(check: Check) -> None:
@@ -45,10 +45,12 @@ def complete_model(check: Check) -> None:
 
 def check_named_spec(check: Check) -> None:
     """Check that --spec names a specification of layers."""
-    if check.args.spec is None:
+    args = check.args
+    if args.spec is None:
         return
     try:
-        named_spec(check.args.spec)
+        spec = named_spec(args.spec)
+        check_whole_block(spec, args.num_layers, args.pipeline_model_parallel_size)
     except ValueError as error:
         check.problems.append(f"--spec {' '.join(check.args.spec)}: {error}")
 

@@ -243,6 +243,18 @@ NEEDS: tuple[Needs, ...] = (
         "needs --position-embedding-type rope or --multi-latent-attention",
         unless="multi_latent_attention",
     ),
+    Needs(
+        "rotary_seq_len_interpolation_factor",
+        "position_embedding_type",
+        ("rope",),
+        "needs --position-embedding-type rope",
+    ),
+    Needs(
+        "use_fused_weighted_squared_relu",
+        "num_experts",
+        (),
+        "weighs routed tokens: needs --num-experts",
+    ),
     Needs("rope_scaling_factor", "use_rope_scaling", (True,), "needs --use-rope-scaling"),
     Needs(
         "fim_rate fim_spm_rate fim_split_sample fim_no_prefix fim_prefix_token fim_middle_token"

@@ -14,6 +14,7 @@ POSITIVE = (
         "kv_channels",
         "num_query_groups",
         "max_position_embeddings",
+        "rotary_seq_len_interpolation_factor",
         "global_batch_size",
         "train_iters",
         "dry_run_ranks",

@@ -2,7 +2,10 @@
 """Rules about what a run needs of its machine to be observed."""
 
 import importlib.util
+import os
+from pathlib import Path
 
+from megatron.checkpoint.core.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 
 WITHOUT_CUDA = {
@@ -30,8 +33,33 @@ def check_observing(check: Check) -> None:
             or importlib.util.find_spec(package) is not None,
             f"{check.flag(dest)} needs the package {package}: pip install {package}",
         )
+    check.require(
+        not (check.args.wandb_project and is_staged(check.args.save or ""))
+        or check.args.wandb_save_dir,
+        "--wandb-project with a URL for --save: its files are local, and would go with the staged"
+        " ones; give --wandb-save-dir",
+    )
+    check_rerun(check)
     check_replicas_to_compare(check)
     note_what_is_always_logged(check)
+
+
+def check_rerun(check: Check) -> None:
+    """Check what the rerun machine writes."""
+    args = check.args
+    if args.rerun_mode != "validate_results":
+        return
+    if not args.save:
+        check.notes.append(
+            "--rerun-mode validate_results without --save: a run that ends to repeat a step"
+            " elsewhere leaves no checkpoint to resume from"
+        )
+    if args.result_rejected_tracker_filename:
+        folder = Path(args.result_rejected_tracker_filename).absolute().parent
+        check.require(
+            folder.is_dir() and os.access(folder, os.W_OK),
+            f"--result-rejected-tracker-filename: {folder} is no directory that can be written",
+        )
 
 
 def check_replicas_to_compare(check: Check) -> None:
@@ -51,8 +79,11 @@ def check_replicas_to_compare(check: Check) -> None:
 
 
 def note_what_is_always_logged(check: Check) -> None:
-    """Say of deprecated flags that they change nothing."""
+    """Say of flags that they change nothing, for they are deprecated or beside others."""
     if check.args.log_batch_size_to_tensorboard:
         check.notes.append("--log-batch-size-to-tensorboard: deprecated, is the default")
+    for dest in ("timing_log_option", "barrier_with_L1_time"):
+        if check.changed(dest) and not check.args.timing_log_level:
+            check.notes.append(f"{check.flag(dest)}: no effect with --timing-log-level 0")
     if check.args.log_learning_rate_to_tensorboard:
         check.notes.append("--log-learning-rate-to-tensorboard: deprecated, is the default")

@@ -311,9 +311,21 @@ def check_microbatch_groups(check: Check) -> None:
     """Check the microbatches that a virtual stage works on in a row."""
     args = check.args
     stages, group = args.pipeline_model_parallel_size, args.microbatch_group_size_per_vp_stage
-    batch = args.global_batch_size if args.rampup_batch_size is None else args.rampup_batch_size[0]
-    microbatches = batch // (args.micro_batch_size * args.data_parallel_size)
+    batches = [args.global_batch_size]
+    if args.rampup_batch_size is not None and args.rampup_batch_size[1] > 0:
+        start, increment, _ = args.rampup_batch_size
+        batches = [*range(start, args.global_batch_size + 1, increment)]
     flag = check.flag("microbatch_group_size_per_vp_stage")
+    for batch in batches:
+        check_microbatch_group(
+            check, flag, group, stages, batch // (args.micro_batch_size * args.data_parallel_size)
+        )
+
+
+def check_microbatch_group(
+    check: Check, flag: str, group: int, stages: int, microbatches: int
+) -> None:
+    """Check groups of microbatches beside the microbatches of a step."""
     check.require(
         stages <= group <= microbatches,
         f"{flag} {group} must be from {stages} (the pipeline stages) to {microbatches} (the"

@@ -244,6 +244,18 @@ def test_readers_see_no_exchange_that_is_half_done(tmp_path: Path) -> None:
     assert MemoryFileSystem().cat_file("run/iter_0000003/a") == b"new a"
 
 
+def test_a_torn_mark_of_an_exchange_leaves_the_old_checkpoint() -> None:
+    fill(run__iter_0000003__a=b"old a")
+    MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")
+    MemoryFileSystem().pipe_file("run/.replace_iter_0000003", b"")
+    path = Path(local_path("memory://run"))
+    store = store_of(path)
+    assert store is not None
+    store.tidy()
+    assert names(path) == ["iter_0000003"]
+    assert sorted(MemoryFileSystem.store) == ["/run/iter_0000003/a"]
+
+
 def test_an_exchange_that_a_start_ends_is_seen_by_that_start() -> None:
     fill(run__iter_0000003__a=b"old a")
     MemoryFileSystem().pipe_file("run/.new_iter_0000003/a", b"new a")

@@ -8,6 +8,9 @@ from typing import Literal
 from unittest.mock import patch
 
 import pytest
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron.pretrain.arguments import further_fields
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
@@ -60,6 +63,14 @@ def refused_together(known: dict[str, argparse.Action]) -> list[str]:
         (name, other_value(action)) for name, action in known.items() if action.dest in REFUSED
     ]
     return problems(MOCK + " " + " ".join(f"{name} {value}" for name, value in given))
+
+
+SPEC = f"--spec {__name__}"
+VALIDATE = "--rerun-mode validate_results"
+block_of_two, block_of_three = (
+    TransformerBlockSubmodules(layer_specs=[ModuleSpec(module=TransformerLayer)] * number)
+    for number in (2, 3)
+)
 
 
 @pytest.mark.parametrize("dest", REFUSED)
@@ -177,6 +188,13 @@ def test_all_unknown_flags_are_listed_each_with_the_nearest() -> None:
         ("--spec torch", "name a module and an attribute"),
         ("--spec torch nn", "nn is a module, but must be a ModuleSpec"),
         ("--spec nowhere nothing", "No module named"),
+        (f"{SPEC} block_of_three", "it has 3 layers, and --num-layers is 2"),
+        (
+            f"{SPEC} block_of_two --pipeline-model-parallel-size 2",
+            "is not divided between pipeline stages",
+        ),
+        ("--rotary-seq-len-interpolation-factor 2", "needs --position-embedding-type rope"),
+        (f"{VALIDATE} --result-rejected-tracker-filename /nowhere/x", "/nowhere is no directory"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 1", "must be from 2"),
         (f"{VIRTUAL} --microbatch-group-size-per-virtual-pipeline-stage 7", "leaves a group of 1"),
         (
