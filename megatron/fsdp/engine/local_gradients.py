@@ -116,13 +116,16 @@ class LocalGradients:
     ) -> torch.Tensor | None:
         """Return zeros in the flat tensor for the gradient of parameter ``index``.
 
-        None: there may be gradients of the parameter already.
+        None: there may be gradients of the parameter already, or what an outer pass has written
+        long before waits for that pass, and a nested one must not take it for its own.
 
         Args:
             index: number of the parameter.
             dtype: see :meth:`accumulate`.
             gradient_sum: see :meth:`accumulate`; it is empty.
         """
+        if index in self._early:
+            return None
         if self.is_empty:
             with named(self._unit_name, "accumulate gradients"):
                 self.open(dtype, gradient_sum, covers_all=False)
