@@ -125,6 +125,14 @@ def assert_same_gradients(model: MegatronFSDP, plain: nn.Module) -> None:
         torch.testing.assert_close(full_tensor(ours.grad), parameter.grad)
 
 
+def assert_nothing_waits(model: MegatronFSDP) -> None:
+    """Check that no product is kept for a pass that is over."""
+    for group in model.groups:
+        assert not group.gradients.local._early
+        for parameter in group.parameters:
+            assert not parameter.get_main_grad.__self__._products
+
+
 def write_into_flat_tensors(level: int, calls: int) -> tuple[int, int]:
     """Job: compare three steps of three microbatches; return the bytes copied, and of biases."""
     plain = WritingChain(False)
@@ -220,12 +228,31 @@ def fail_between_two_calls(level: int, zeroes: bool) -> None:
         for each in (model, plain):
             each(inputs(number)).square().sum().backward()
     assert_same_gradients(model, plain)
+    assert_nothing_waits(model)
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
 @pytest.mark.parametrize("level", [0, 3])
 def test_a_failed_backward_leaves_no_waiting_product(level: int, zeroes: bool) -> None:
     run_ranks(1, fail_between_two_calls, level, zeroes)
+
+
+def differentiate_by_inputs(level: int) -> None:
+    """Job: differentiate by an input, which brings autograd no gradients of weights."""
+    model, plain = shard_fused(WritingChain(True), level), WritingChain(False)
+    for number in range(2):
+        x = inputs(number).requires_grad_()
+        torch.autograd.grad(model(x).square().sum(), x)
+        assert all(group.gradients.local.is_empty for group in model.groups)
+        for each in (model, plain):
+            each(inputs(number)).square().sum().backward()
+        assert_same_gradients(model, plain)
+        assert_nothing_waits(model)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_gradient_of_inputs_alone_leaves_no_products(level: int) -> None:
+    run_ranks(1, differentiate_by_inputs, level)
 
 
 TOKENS = torch.tensor([[0, 3], [1, 3]])

@@ -319,6 +319,7 @@ class GroupGradients:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
         self.forget_reduced()
         self._inner_sum.free()
+        self.local.forget_written()
         self.local.free()
         for parameter in self._parameters:
             parameter.grad = None

@@ -161,6 +161,8 @@ class Schedule:
         for unit in reversed(self.units):
             if unit.is_in_backward:
                 self._finish_unit(unit)
+            for group in unit.trainable_groups:
+                group.gradients.local.forget_written()
         self._keeps_graph = False
         self._prefetcher.reshard_unused()
         self._on_backward_end()
