@@ -183,10 +183,7 @@ class NestedChain(WritingChain):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x, with_bias=False)
-        if self.recomputes:
-            x = checkpoint(self.middle, x, use_reentrant=True)
-        else:
-            x = self.middle(x)
+        x = checkpoint(self.middle, x, use_reentrant=True) if self.recomputes else self.middle(x)
         y: torch.Tensor = self.last(self.first(x))
         return y
 
