@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -23,6 +23,9 @@ from megatron.fsdp.engine.units import (
     merge_small_units,
 )
 from megatron.fsdp.sharding import names_of_groups
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
