@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 from torch import nn
 
@@ -24,8 +24,7 @@ from megatron.fsdp.engine.units import (
 )
 from megatron.fsdp.sharding import names_of_groups
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Estimate = TypeVar("Estimate", bound="MemoryEstimate")
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class MemoryEstimate:
     gathered: int = 0
     local_gradients: int = 0
 
-    def __add__(self, other: Self) -> Self:
+    def __add__(self: Estimate, other: Estimate) -> Estimate:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
         return type(self)(**sums)
 
