@@ -147,9 +147,9 @@ class Schedule:
             reduces_now = self._strategy.shards_gradients or is_complete
             for group in unit.trainable_groups:
                 group.gradients.accumulate(reduces_now)
-            if reduces_now:
+            if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
                 for group in unit.trainable_groups:
-                    self._reductions.start(group, over_inner=True, over_outer=is_complete)
+                    self._reductions.start(group, True, is_complete)
         unit.reset_backward()
         if not unit.users:
             self._reshard(unit)
@@ -191,7 +191,7 @@ class Schedule:
                 # Both are the same on all ranks, whichever of them have gradients.
                 has_local = group.gradients.awaits_reduction
                 if has_local or group.gradients.has_inner_sum:
-                    self._reductions.start(group, over_inner=has_local, over_outer=True)
+                    self._reductions.start(group, has_local, True)
 
     @torch.no_grad()
     def wait_for_reductions(self) -> None:
