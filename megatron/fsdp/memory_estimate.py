@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 from torch import nn
 
@@ -22,6 +23,8 @@ from megatron.fsdp.engine.units import (
     merge_small_units,
 )
 from megatron.fsdp.sharding import names_of_groups
+
+Estimate = TypeVar("Estimate", bound="MemoryEstimate")
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class MemoryEstimate:
 
     ``weights``, ``gradients`` and ``optimizer_state`` exist between steps. ``gathered`` is what two
     units have gathered at once, one in use and one ahead, and ``local_gradients`` what gradients
-    need before they are reduced; both are peaks within a step.
+    need before they are reduced, in a step of several microbatches; both are peaks within a step.
     """
 
     weights: int = 0
@@ -74,14 +77,24 @@ class MemoryEstimate:
     gathered: int = 0
     local_gradients: int = 0
 
-    def __add__(self, other: MemoryEstimate) -> MemoryEstimate:
+    def __add__(self: Estimate, other: Estimate) -> Estimate:
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return MemoryEstimate(**sums)
+        return type(self)(**sums)
 
     @property
     def total(self) -> int:
         """Bytes of all parts."""
         return sum(getattr(self, f.name) for f in fields(self))
+
+
+@dataclass(frozen=True)
+class _UnitMemory(MemoryEstimate):
+    """Bytes of one unit or group; ``local_gradients`` are those that wait for other microbatches.
+
+    ``reduced_at_once`` is what its gradients need from the end of its backward to the reduction.
+    """
+
+    reduced_at_once: int = 0
 
 
 def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate:
@@ -97,14 +110,14 @@ def estimate_memory(model: nn.Module, memory_plan: MemoryPlan) -> MemoryEstimate
         merge_small_units(units, parameters_of, memory_plan.prefetch_bytes)
     of_units = []
     for parameters in parameters_of.values():
-        of_unit = MemoryEstimate()
+        of_unit = _UnitMemory()
         for key, names in names_of_groups(parameters, memory_plan.expert is not None).items():
             axes = memory_plan.expert if key.is_expert and memory_plan.expert else memory_plan.dense
             precision = memory_plan.precision.resolve(key.dtype, key.trainable)
             shapes = [tuple(local_tensor(parameters[name]).shape) for name in names]
             of_unit += _of_group(shapes, axes, precision, key.trainable, memory_plan)
         of_units.append(of_unit)
-    return _at_once(of_units, memory_plan.strategy)
+    return _at_once(of_units)
 
 
 def experts_in(model: nn.Module) -> bool:
@@ -118,7 +131,7 @@ def _of_group(
     precision: Precision,
     trainable: bool,
     memory_plan: MemoryPlan,
-) -> MemoryEstimate:
+) -> _UnitMemory:
     """Return the bytes of one group; see [Note: the weights of a group] for its tensors."""
     strategy = memory_plan.strategy
     num_inner = axes.inner if strategy.shards_optimizer else 1
@@ -135,27 +148,35 @@ def _of_group(
         weights += inner_shard * compute  # else the compute shard is cast at each all-gather
     gathered = whole * compute if is_freed else 0
     if not trainable:
-        return MemoryEstimate(weights, gathered=gathered)
-    dtype = precision.grad_comm if strategy.shards_gradients else precision.main_grad
-    local = whole * dtype.itemsize
-    if axes.outer > 1:
-        local += inner_shard * precision.main_grad.itemsize  # the inner sum
+        return _UnitMemory(weights, gathered=gathered)
     # The gradient is kept in its own dtype, or in that of the optimizer, not in both at once.
     gradients = owned * main
-    return MemoryEstimate(weights, gradients, gradients * memory_plan.states, gathered, local)
+    states = gradients * memory_plan.states
+    frees_local = strategy.shards_gradients and num_inner > 1
+    waiting = at_once = 0
+    if frees_local:
+        at_once = whole * precision.grad_comm.itemsize
+    elif num_inner * num_outer > 1:  # else they accumulate in the tensor of the gradient shard
+        waiting = whole * precision.main_grad.itemsize
+    inner_sum = inner_shard * precision.main_grad.itemsize
+    if num_inner > 1 and axes.outer > 1:
+        # Below level 2 it is reduced over the outer axis at once.
+        waiting += inner_sum if frees_local else 0
+        at_once += 0 if frees_local else inner_sum
+    return _UnitMemory(weights, gradients, states, gathered, waiting, at_once)
 
 
-def _at_once(of_units: list[MemoryEstimate], strategy: ShardingStrategy) -> MemoryEstimate:
+def _at_once(of_units: list[_UnitMemory]) -> MemoryEstimate:
     """Add the parts of units; of what is freed after its use, add the two largest."""
 
     def largest(sizes: list[int]) -> int:
         return sum(sorted(sizes)[-2:])
 
-    local = [unit.local_gradients for unit in of_units]
     return MemoryEstimate(
         sum(unit.weights for unit in of_units),
         sum(unit.gradients for unit in of_units),
         sum(unit.optimizer_state for unit in of_units),
         largest([unit.gathered for unit in of_units]),
-        largest(local) if strategy.shards_gradients else sum(local),
+        sum(unit.local_gradients for unit in of_units)
+        + largest([unit.reduced_at_once for unit in of_units]),
     )

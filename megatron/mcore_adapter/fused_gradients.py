@@ -36,9 +36,11 @@ class FusedGradient:
         # By backward pass: recomputation runs passes inside of others, and a pass may fail. None
         # stands for a product in the flat tensor.
         self._products: dict[int, list[torch.Tensor | None]] = {}
+        self._num_forgotten = 0  # see LocalGradients
 
     def new_product(self) -> torch.Tensor:
         """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
+        self._forget_old_passes()
         products = self._products.setdefault(current_pass(), [])
         if self._gradients is not None and not products:
             view = self._gradients.view_to_write(self._index)
@@ -48,6 +50,15 @@ class FusedGradient:
         product = torch.zeros_like(self._parameter, requires_grad=False)
         products.append(product)
         return product
+
+    def _forget_old_passes(self) -> None:
+        """Drop products of passes that have failed, or that wanted no gradient of the weight."""
+        if self._gradients is None:
+            return
+        num_forgotten = self._gradients.local.num_forgotten
+        if num_forgotten != self._num_forgotten:
+            self._num_forgotten = num_forgotten
+            self._products.clear()
 
     def real_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient that autograd accumulates instead of ``gradient``."""

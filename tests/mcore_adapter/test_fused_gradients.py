@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import embedding, linear
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.comparison.measures import StepCounter
-from megatron.fsdp import fully_shard_model
+from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
@@ -110,15 +111,32 @@ class WritingChain(nn.Module):
         return y
 
 
-def write_into_flat_tensors(level: int, calls: int, num_ranks: int) -> tuple[int, int]:
-    """Job: compare three steps of three microbatches; return the bytes copied, and of biases."""
-    mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
-    plain = WritingChain(False)
-    model = fully_shard_model(
-        WritingChain(True), mesh, fsdp_unit_modules=[WritingLayer], zero_dp_strategy=level
-    )
+def shard_fused(chain: WritingChain, level: int) -> MegatronFSDP:
+    """Shard a chain over all ranks; its layers write into the flat tensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = fully_shard_model(chain, mesh, fsdp_unit_modules=[WritingLayer], zero_dp_strategy=level)
     for sharded in model.sharded_params:
         accept_fused_gradients(sharded.compute, sharded.group.gradients, sharded.index)
+    return model
+
+
+def assert_same_gradients(model: MegatronFSDP, plain: nn.Module) -> None:
+    for ours, parameter in zip(model.parameters(), plain.parameters()):
+        torch.testing.assert_close(full_tensor(ours.grad), parameter.grad)
+
+
+def assert_nothing_waits(model: MegatronFSDP) -> None:
+    """Check that no product is kept for a pass that is over."""
+    for group in model.groups:
+        assert not group.gradients.local._early
+        for parameter in group.parameters:
+            assert not parameter.get_main_grad.__self__._products
+
+
+def write_into_flat_tensors(level: int, calls: int) -> tuple[int, int]:
+    """Job: compare three steps of three microbatches; return the bytes copied, and of biases."""
+    plain = WritingChain(False)
+    model = shard_fused(WritingChain(True), level)
     model.module.calls = plain.calls = calls
     for _ in range(3):
         with StepCounter() as counter:
@@ -127,8 +145,7 @@ def write_into_flat_tensors(level: int, calls: int, num_ranks: int) -> tuple[int
                 model(inputs(number)).square().sum().backward()
         for number in range(3):
             plain(inputs(number)).square().sum().backward()
-        for ours, parameter in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(full_tensor(ours.grad), parameter.grad)
+        assert_same_gradients(model, plain)
         model.zero_grad()
         plain.zero_grad()
     return counter.copied_bytes, 2 * plain.first.bias.nbytes
@@ -137,7 +154,7 @@ def write_into_flat_tensors(level: int, calls: int, num_ranks: int) -> tuple[int
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_what_layers_write_themselves_is_not_copied(level: int, num_ranks: int) -> None:
-    for copied, biases in run_ranks(num_ranks, write_into_flat_tensors, level, 1, num_ranks):
+    for copied, biases in run_ranks(num_ranks, write_into_flat_tensors, level, 1):
         # Gradients of biases are added to zeros. An all-gather on a CPU may copy a rank's shard.
         own = 3 * 2 * 80 if level == 3 and num_ranks == 2 else 0
         assert copied <= 3 * biases + own
@@ -146,7 +163,93 @@ def test_what_layers_write_themselves_is_not_copied(level: int, num_ranks: int) 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_a_product_that_waits_for_another_use_counts_once(level: int, num_ranks: int) -> None:
-    run_ranks(num_ranks, write_into_flat_tensors, level, 2, num_ranks)
+    run_ranks(num_ranks, write_into_flat_tensors, level, 2)
+
+
+class NestedChain(WritingChain):
+    """A chain whose first layer is used by a nested pass too, after an unfused layer.
+
+    The nested pass uses the weight while its product of the outer pass waits for the first call.
+    """
+
+    def __init__(self, fuses: bool) -> None:
+        super().__init__(fuses)
+        self.unfused = WritingLayer(False)
+        self.recomputes = fuses
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.first(self.unfused(x), with_bias=False)
+        return y
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x, with_bias=False)
+        x = checkpoint(self.middle, x, use_reentrant=True) if self.recomputes else self.middle(x)
+        y: torch.Tensor = self.last(self.first(x))
+        return y
+
+
+def write_in_a_nested_pass(level: int) -> None:
+    model, plain = shard_fused(NestedChain(True), level), NestedChain(False)
+    for number in range(2):
+        for each in (model, plain):
+            each(inputs(number)).square().sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_nested_pass_leaves_the_product_of_the_outer_pass(level: int) -> None:
+    run_ranks(1, write_in_a_nested_pass, level)
+
+
+def fail_between_two_calls(level: int, zeroes: bool) -> None:
+    """Job: fail between two calls of a unit, one product of which waits, and go on with one."""
+    model, plain = shard_fused(WritingChain(True), level), WritingChain(False)
+
+    def fail(*unused: Any) -> None:
+        raise ValueError("between the two calls")
+
+    def fail_before_the_first_call(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        handle.remove()
+        output.register_hook(fail)
+        return output.clone()
+
+    handle = model.module.first.register_forward_hook(fail_before_the_first_call)
+    model.module.calls = 2
+    loss = model(inputs(0)).square().sum()
+    with pytest.raises(ValueError, match="between the two calls"):
+        loss.backward()
+    model.module.calls = 1
+    if zeroes:
+        model.zero_grad()
+    for number in range(2):
+        for each in (model, plain):
+            each(inputs(number)).square().sum().backward()
+    assert_same_gradients(model, plain)
+    assert_nothing_waits(model)
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_failed_backward_leaves_no_waiting_product(level: int, zeroes: bool) -> None:
+    run_ranks(1, fail_between_two_calls, level, zeroes)
+
+
+def differentiate_by_inputs(level: int) -> None:
+    """Job: differentiate by an input, which brings autograd no gradients of weights."""
+    model, plain = shard_fused(WritingChain(True), level), WritingChain(False)
+    for number in range(2):
+        x = inputs(number).requires_grad_()
+        torch.autograd.grad(model(x).square().sum(), x)
+        assert all(group.gradients.local.is_empty for group in model.groups)
+        for each in (model, plain):
+            each(inputs(number)).square().sum().backward()
+        assert_same_gradients(model, plain)
+        assert_nothing_waits(model)
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_a_gradient_of_inputs_alone_leaves_no_products(level: int) -> None:
+    run_ranks(1, differentiate_by_inputs, level)
 
 
 TOKENS = torch.tensor([[0, 3], [1, 3]])

@@ -88,6 +88,12 @@ class GroupGradients:
 
         self.local = LocalGradients(parameters, layout, device, unit_name, slots)
         """The gradients of this rank that are not in any reduction yet."""
+
+        self.awaits_reduction = False
+        """True from the end of a backward of the unit until the local gradients are reduced.
+
+        Unlike those, it is the same on all ranks: experts without tokens have no gradients."""
+
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device)
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device)
@@ -124,6 +130,7 @@ class GroupGradients:
         """
         if self._has_whole:
             self.wait_for_reduce()  # it reduces the tensor of the local gradients
+        self.awaits_reduction = True
         self.local.accumulate(*self._place(reduces_now))
 
     @torch.no_grad()
@@ -207,6 +214,7 @@ class GroupGradients:
 
     def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
+        self.awaits_reduction = False
         self.local.open(*self._place(False), covers_all=False)  # zeros if there are none
         full = self.local.take().to(self.comm_dtype)
         result = target.buffer_for(full.dtype)
@@ -217,6 +225,7 @@ class GroupGradients:
     def _reduce_whole(self) -> Iterator[Pending]:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
+        self.awaits_reduction = False
         self.local.open(*self._place(reduces_now=True), covers_all=False)
         is_in_sum = self.local.is_in_sum
         local = self.local.take()
@@ -319,6 +328,8 @@ class GroupGradients:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
         self.forget_reduced()
         self._inner_sum.free()
+        self.awaits_reduction = False
+        self.local.forget_written()
         self.local.free()
         for parameter in self._parameters:
             parameter.grad = None

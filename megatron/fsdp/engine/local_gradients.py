@@ -42,6 +42,8 @@ class LocalGradients:
     Attributes:
         is_empty: there are no gradients that wait for a reduction.
         is_in_sum: the gradients, which wait or are being reduced, are in the gradient shard.
+        num_forgotten: how often what layers have written was forgotten; what they keep themselves
+            of a pass before is then worthless.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class LocalGradients:
         self._slots = slots
         self.is_empty = True
         self.is_in_sum = False
+        self.num_forgotten = 0
         self._buffer: FlatBuffer | None = None  # made when it is first needed
         self._sum: torch.Tensor | None = None  # the gradient shard, where they accumulate in it
         self._views: list[torch.Tensor] = []  # of the tensor that is in use
@@ -116,13 +119,16 @@ class LocalGradients:
     ) -> torch.Tensor | None:
         """Return zeros in the flat tensor for the gradient of parameter ``index``.
 
-        None: there may be gradients of the parameter already.
+        None: there may be gradients of the parameter already, or what an outer pass has written
+        long before waits for that pass, and a nested one must not take it for its own.
 
         Args:
             index: number of the parameter.
             dtype: see :meth:`accumulate`.
             gradient_sum: see :meth:`accumulate`; it is empty.
         """
+        if index in self._early:
+            return None
         if self.is_empty:
             with named(self._unit_name, "accumulate gradients"):
                 self.open(dtype, gradient_sum, covers_all=False)
@@ -153,6 +159,16 @@ class LocalGradients:
         others = [index for index in arrived if index not in self._written]
         self._written.clear()
         return others
+
+    def forget_written(self) -> None:
+        """Forget what layers have written and autograd has not brought, and will not bring.
+
+        The pass has failed, or it is over and wanted no gradients of these parameters.
+        """
+        self.num_forgotten += 1
+        self._early.clear()
+        if self._written:  # then nothing has been accumulated since the flat tensor was opened
+            self.free()
 
     def open(self, dtype: torch.dtype, gradient_sum: RunningSum | None, covers_all: bool) -> bool:
         """Allocate the flat tensor, unless it has gradients already.

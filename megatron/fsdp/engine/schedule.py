@@ -147,8 +147,9 @@ class Schedule:
             reduces_now = self._strategy.shards_gradients or is_complete
             for group in unit.trainable_groups:
                 group.gradients.accumulate(reduces_now)
-            if reduces_now:
-                self._reduce(unit, over_inner=True, over_outer=is_complete)
+            if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
+                for group in unit.trainable_groups:
+                    self._reductions.start(group, True, is_complete)
         unit.reset_backward()
         if not unit.users:
             self._reshard(unit)
@@ -161,6 +162,8 @@ class Schedule:
         for unit in reversed(self.units):
             if unit.is_in_backward:
                 self._finish_unit(unit)
+            for group in unit.trainable_groups:
+                group.gradients.local.forget_written()
         self._keeps_graph = False
         self._prefetcher.reshard_unused()
         self._on_backward_end()
@@ -184,15 +187,13 @@ class Schedule:
     def reduce_pending(self) -> None:
         """Start to reduce all gradients that have accumulated."""
         for unit in reversed(self.units):
-            has_local = any(not group.gradients.local.is_empty for group in unit.trainable_groups)
-            if has_local or any(group.gradients.has_inner_sum for group in unit.trainable_groups):
-                self._reduce(unit, over_inner=has_local, over_outer=True)
+            for group in unit.trainable_groups:
+                # Both are the same on all ranks, whichever of them have gradients.
+                has_local = group.gradients.awaits_reduction
+                if has_local or group.gradients.has_inner_sum:
+                    self._reductions.start(group, has_local, True)
 
     @torch.no_grad()
     def wait_for_reductions(self) -> None:
         """Wait until the results of all reductions that have started are in the gradient shards."""
         self._reductions.wait()
-
-    def _reduce(self, unit: Unit, over_inner: bool, over_outer: bool) -> None:
-        for group in unit.trainable_groups:
-            self._reductions.start(group, over_inner, over_outer)
