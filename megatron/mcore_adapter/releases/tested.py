@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,14 +87,28 @@ def check_or_exit() -> None:
 
 
 def releases_on_path() -> Iterator[Release]:
-    """Yield Megatron-Core in the folders of ``sys.path``, in the order of an import."""
+    """Yield what ``import megatron.core`` takes, then what the folders of ``sys.path`` have."""
     namespace = importlib.import_module("megatron")
+    folders = [Path(folder) / "core" for folder in namespace.__path__]
     seen = set()
-    for folder in namespace.__path__:
-        release = read_release(Path(folder) / "core")
+    for core in (*_found_by_import(namespace.__path__), *folders):
+        release = read_release(core)
         if release is not None and release.file.resolve() not in seen:
             seen.add(release.file.resolve())
             yield release
+
+
+def _found_by_import(path: Iterable[str]) -> Iterator[Path]:
+    """Yield the folder of ``megatron.core``, which an editable install finds through a hook.
+
+    ``importlib.util.find_spec`` would return what has been imported, from wherever that was.
+    """
+    for finder in sys.meta_path:
+        spec = finder.find_spec("megatron.core", list(path))
+        if spec is not None:
+            if spec.origin is not None:
+                yield Path(spec.origin).parent
+            return
 
 
 def read_release(core: Path) -> Release | None:

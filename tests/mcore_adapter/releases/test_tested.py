@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from unittest.mock import patch
 
@@ -95,6 +97,25 @@ def test_an_older_release_is_refused(tmp_path: Path) -> None:
 def test_no_release_is_refused(tmp_path: Path) -> None:
     with path_of(tmp_path):
         assert "Megatron-Core is not installed" in refusal()
+
+
+def test_an_editable_install_is_found_through_its_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path / "checkout", "0.19.0") / "megatron" / "core"
+
+    class Hook:
+        """What setuptools installs for a package whose parent is a namespace."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != "megatron.core":
+                return None
+            return spec_from_file_location(name, core / "__init__.py")
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    with path_of(tmp_path / "placeholder"):
+        assert tested.check() == tested.Release(core / "package_info.py", (0, 19, 0))
 
 
 def test_a_folder_of_the_path_that_is_not_there_is_named(
