@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import sysconfig
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -52,14 +51,14 @@ def check() -> Release:
     Raises:
         ReleaseError: one line that names the files.
     """
-    problem = _missing_folder()
     found = list(releases_on_path())
-    if problem is None and not found:
-        problem = (
-            f"Megatron-Core is not installed: pip install 'megatron-core>={TESTED[0]}', or put a"
-            " checkout of Megatron-LM on PYTHONPATH"
+    if not found:
+        reason = _missing_folder()
+        raise ReleaseError(
+            f"Megatron-Core is not installed{f' ({reason})' if reason else ''}: pip install"
+            f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
-    problem = problem or _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
+    problem = _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
     if problem is not None:
         raise ReleaseError(problem)
     newest = tuple(int(number) for number in TESTED[-1].split("."))
@@ -127,13 +126,13 @@ def read_release(core: Path) -> Release | None:
 
 
 def _missing_folder() -> str | None:
-    """Find a folder of PYTHONPATH that was meant to have a release, and is not there."""
-    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if "megatron" in entry.lower() and not Path(entry).exists():
-            return (
-                f"PYTHONPATH names {entry}, which does not exist: correct it, or leave it out to"
-                " use the release that is installed"
-            )
+    """Find a folder of PYTHONPATH that was meant to have a release, and is not there.
+
+    Relative entries were meant from where the program started, which may have been elsewhere.
+    """
+    for entry in _python_path():
+        if os.path.isabs(entry) and "megatron" in entry.lower() and not Path(entry).exists():
+            return f"PYTHONPATH names {entry}, which does not exist"
     return None
 
 
@@ -149,10 +148,12 @@ def _too_old(release: Release) -> str | None:
 
 def _two_checkouts(found: list[Release]) -> str | None:
     """Find two releases that were both put in front of what is installed."""
-    installed = {Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib")}
+    # Where site adds a folder, an install asked for it.
+    given = (*_python_path(), os.curdir, os.path.dirname(sys.argv[0]))
+    folders = {Path(entry).resolve() for entry in given}
     checkouts = []
     for release in found:
-        if not installed & set(release.file.resolve().parents) and not _is_linked(release):
+        if release.file.parents[2].resolve() in folders and not _is_linked(release):
             checkouts.append(release)
     for other in checkouts[1:]:
         if other.numbers != checkouts[0].numbers:
@@ -163,9 +164,13 @@ def _two_checkouts(found: list[Release]) -> str | None:
     return None
 
 
+def _python_path() -> list[str]:
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
 def _is_linked(release: Release) -> bool:
-    """Return True for a release whose folder is reached through ``site-packages``."""
-    return "site-packages" in release.file.parts
+    """Return True for a release that is reached through ``site-packages``, or Debian's name."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(release.file.parts)
 
 
 def _other_loop(core: Release) -> str | None:
