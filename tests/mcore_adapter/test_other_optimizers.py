@@ -2,6 +2,8 @@
 """Optimizers of torch train FullyShardedDataParallel; Megatron-Core's others are refused."""
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -53,6 +55,54 @@ def train_with_torch(strategy: str) -> list[dict[str, torch.Tensor]]:
 def test_an_optimizer_of_torch_trains_like_an_unsharded_model(strategy: str) -> None:
     for found, expected in run_ranks(2, train_with_torch, strategy):
         # Adam divides by the root of small squares, so differences of gradients grow.
+        assert_same(found, expected, relative=1e-4)
+
+
+def take_steps(way: str, model: torch.nn.Module, reduce: Callable[[], None] = lambda: None) -> None:
+    """Take two steps as programs of torch write them; `reduce` follows the backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(2):
+
+        def closure(step: int = step) -> None:
+            optimizer.zero_grad()
+            if way == "accumulated":
+                with getattr(model, "no_sync", nullcontext)():
+                    backward(model, step + 10)
+            backward(model, step)
+            reduce()
+            if way != "accumulated":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        if way == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
+    """Job: weights after two steps, sharded and on a plain copy."""
+    model, plain = wrapped(strategy)
+    take_steps(way, model)
+
+    def reduce() -> None:
+        for parameter in plain.parameters():
+            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+
+    take_steps(way, plain, reduce)
+    found = {name: full_tensor(each) for name, each in model.named_parameters()}
+    return [
+        found,
+        {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()},
+    ]
+
+
+@pytest.mark.parametrize("way", ["clipped", "closure", "accumulated"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_final_after_backward_as_with_an_unsharded_model(
+    strategy: str, way: str
+) -> None:
+    for found, expected in run_ranks(2, train_in_a_way, strategy, way):
         assert_same(found, expected, relative=1e-4)
 
 
