@@ -27,7 +27,7 @@ FSDP_VALUES = {
 }
 """Flag -> value, and why no other one works; any other one does where the reason is empty."""
 
-FSDP_SWITCHES = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
+FSDP_SWITCHES = ("--use-distributed-optimizer",)
 
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
