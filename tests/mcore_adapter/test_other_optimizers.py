@@ -130,6 +130,19 @@ def test_optimizers_that_would_train_on_stale_weights_are_refused(
         assert "set use_distributed_optimizer in OptimizerConfig" in message
 
 
+def test_an_optimizer_of_unsharded_weights_is_built_by_keyword() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    built = []
+
+    def original(optimizer_of_core: Any, optimizer: Any, config: Any = None) -> None:
+        built.append((optimizer_of_core, optimizer, config))
+
+    init = other_optimizers._refusing_init(original)
+    init("self", optimizer=inner, config="config")
+    init("self", inner, "config")
+    assert built == [("self", inner, "config")] * 2
+
+
 def hook_of_a_model_that_is_gone() -> tuple[bool, bool]:
     """Job: whether torch's hook for a model is removed while it lives, and afterwards."""
     with patch.object(other_optimizers, "register_optimizer_step_post_hook") as register:

@@ -105,7 +105,7 @@ def test_an_editable_install_is_found_through_its_hook(
     core = checkout(tmp_path / "checkout", "0.19.0") / "megatron" / "core"
 
     class Hook:
-        """What setuptools installs for a package whose parent is a namespace."""
+        """The hook that setuptools installs for a package whose parent is a namespace."""
 
         @staticmethod
         def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
