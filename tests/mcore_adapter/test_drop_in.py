@@ -19,6 +19,7 @@ from megatron.core.utils import unwrap_model
 import megatron.mcore_adapter
 from megatron.fsdp import MegatronFSDP
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
+from megatron.mcore_adapter.releases import tested
 from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.rank_pool import run_ranks
@@ -120,7 +121,11 @@ def states_of_the_process() -> list[Any]:
     words = ["pretrain_gpt.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
     states = []
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with patch.object(sys, "argv", words.copy()), patch.dict(os.environ, connections):
+    with (
+        patch.object(sys, "argv", words.copy()),
+        patch.dict(os.environ, connections),
+        patch.object(tested, "has_loop", lambda: True),
+    ):
 
         def state() -> list[Any]:
             functions = [id(value) for value in vars(torch.cuda).values() if callable(value)]
@@ -144,6 +149,18 @@ def test_the_command_line_the_environment_and_torch_are_restored() -> None:
     assert "--use-distributed-optimizer" in during[0]
     assert during[1] is None
     assert during[2] != before[2]
+
+
+def command_line_of_another_program() -> tuple[list[str], list[str]]:
+    """Job: a command line with flags of the loop, without a checkout, before and after install."""
+    words = ["train.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
+    with patch.object(sys, "argv", words.copy()), drop_in.install():
+        return words, list(sys.argv)
+
+
+def test_a_program_with_its_own_parser_keeps_its_command_line() -> None:
+    ((before, after),) = run_ranks(1, command_line_of_another_program)
+    assert after == before
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:

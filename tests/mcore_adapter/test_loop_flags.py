@@ -10,7 +10,7 @@ FSDP = [*RUN, "--use-megatron-fsdp"]
 
 
 def completed(words: list[str], has_cuda: bool = True, **environment: str) -> LoopCommandLine:
-    return LoopCommandLine(words, environment, has_cuda).complete()
+    return LoopCommandLine(words, environment, has_cuda, has_loop=True).complete()
 
 
 def test_the_one_flag_brings_what_the_loop_requires() -> None:
@@ -34,6 +34,7 @@ def test_what_the_user_says_stays() -> None:
 def test_ddp_on_a_gpu_and_other_programs_are_left_alone() -> None:
     assert completed(RUN).added == []
     assert completed(["--use-megatron-fsdp"], has_cuda=False).notes() == []
+    assert LoopCommandLine(FSDP, {}, has_cuda=False, has_loop=False).complete().notes() == []
 
 
 def test_only_a_cpu_turns_the_fusion_of_weight_gradients_off() -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,20 +90,32 @@ def releases_on_path() -> Iterator[Release]:
     namespace = importlib.import_module("megatron")
     folders = [Path(folder) / "core" for folder in namespace.__path__]
     seen = set()
-    for core in (*_found_by_import(namespace.__path__), *folders):
+    for core in (*_found_by_import("megatron.core"), *folders):
         release = read_release(core)
         if release is not None and release.file.resolve() not in seen:
             seen.add(release.file.resolve())
             yield release
 
 
-def _found_by_import(path: Iterable[str]) -> Iterator[Path]:
-    """Yield the folder of ``megatron.core``, which an editable install finds through a hook.
+def has_loop() -> bool:
+    """Return True if Megatron-LM's loop is loaded, can be imported, or is above the program.
+
+    Programs in ``examples`` and ``tools`` of a checkout add its folder when they run.
+    """
+    if "megatron.training" in sys.modules or any(_found_by_import("megatron.training")):
+        return True
+    above = Path(sys.argv[0]).resolve().parents
+    return any((folder / "megatron" / "training" / "__init__.py").is_file() for folder in above)
+
+
+def _found_by_import(package: str) -> Iterator[Path]:
+    """Yield the folder of a package in ``megatron``; editable installs have a hook that finds it.
 
     ``importlib.util.find_spec`` would return what has been imported, from wherever that was.
     """
+    path = importlib.import_module("megatron").__path__
     for finder in sys.meta_path:
-        spec = finder.find_spec("megatron.core", list(path))
+        spec = finder.find_spec(package, list(path))
         if spec is not None:
             if spec.origin is not None:
                 yield Path(spec.origin).parent

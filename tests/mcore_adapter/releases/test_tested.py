@@ -27,6 +27,7 @@ def checkout(folder: Path, release: str, loop: bool = False) -> Path:
     core.mkdir(parents=True)
     names = zip(("MAJOR", "MINOR", "PATCH"), release.split("."))
     lines = "".join(f"{name} = {number}\n" for name, number in names)
+    (core / "__init__.py").touch()
     (core / "package_info.py").write_text(lines)
     if loop:
         (folder / "megatron" / "training").mkdir()
@@ -97,6 +98,19 @@ def test_an_older_release_is_refused(tmp_path: Path) -> None:
 def test_no_release_is_refused(tmp_path: Path) -> None:
     with path_of(tmp_path):
         assert "Megatron-Core is not installed" in refusal()
+
+
+def test_the_loop_is_found_on_the_path_and_above_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    with path_of(checkout(tmp_path / "wheel", "0.19.0")):
+        assert not tested.has_loop()
+        monkeypatch.setattr(sys, "argv", [str(folder / "examples" / "multimodal" / "train.py")])
+        assert tested.has_loop()
+    monkeypatch.undo()
+    with path_of(folder):
+        assert tested.has_loop()
 
 
 def test_an_editable_install_is_found_through_its_hook(
