@@ -111,8 +111,9 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
     Megatron-Core's DistributedOptimizer and schedules drive it unmodified. ``named_parameters()``
     yields the main weights as DTensors. Without ``ddp_config.use_distributed_optimizer`` an
-    optimizer of torch may step them too; it reduces gradients first, and its new weights are those
-    of the next forward. Megatron-Core's other optimizers raise a ValueError for them.
+    optimizer of torch may step them too; gradients are final after every backward outside
+    ``no_sync``, and its new weights are those of the next forward. Megatron-Core's other optimizers
+    raise a ValueError for them.
 
     Args:
         config: of the model.
@@ -166,6 +167,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
             pipeline=groups["pp_group"],
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
+            # Programs read gradients between backward and step, or call backward within step.
+            sync_model_each_microbatch=not ddp_config.use_distributed_optimizer,
             report_nan_in_param_grad=ddp_config.check_for_nan_in_grad,
         )
         trainable = [each for each in engine.sharded_params if each.group.requires_grad]

@@ -68,9 +68,13 @@ def install() -> AbstractContextManager[object]:
         return nullcontext()
     program = LoopProgram()
     installation = Installation(program)
-    installation.replace_names()
-    installation.replace_methods()
-    program.prepare()
+    try:
+        installation.replace_names()
+        installation.replace_methods()
+        program.prepare()
+    except BaseException:
+        installation.restore()
+        raise
     _installation = installation
     program.say(
         f"the drop-in is active on Megatron-Core {megatron.core.__version__}"
@@ -82,7 +86,10 @@ def install() -> AbstractContextManager[object]:
 def uninstall() -> None:
     """Restore everything, also in modules that have been imported since.
 
-    Only what :func:`megatron.mcore_adapter.cpu.install` did to a process without CUDA remains.
+    What :func:`megatron.mcore_adapter.cpu.install` did to a process without CUDA remains. So does
+    what wrappers did to Megatron-Core: its other optimizers still refuse parameters of sharded
+    models, and its DistributedOptimizer still asks such models over which ranks to count gradients.
+    Unsharded models notice neither.
     """
     global _installation
     if _installation is not None:

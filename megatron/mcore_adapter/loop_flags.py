@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
-"""A flag that the loop requires: command lines without it are those of other programs."""
+"""A flag that the loop requires; other programs may have it too."""
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -27,7 +27,7 @@ FSDP_VALUES = {
 }
 """Flag -> value, and why no other one works; any other one does where the reason is empty."""
 
-FSDP_SWITCHES = ("--use-distributed-optimizer", "--no-gradient-accumulation-fusion")
+FSDP_SWITCHES = ("--use-distributed-optimizer",)
 
 FSDP_REFUSED = {
     "--use-torch-fsdp2": "it is another implementation of the same",
@@ -73,11 +73,13 @@ class LoopCommandLine:
         words: as in ``sys.argv``, without the program.
         environment: variables of the process; not changed.
         has_cuda: whether the machine has CUDA.
+        has_loop: whether the program can import the loop.
     """
 
     words: Sequence[str]
     environment: Mapping[str, str]
     has_cuda: bool
+    has_loop: bool
     added: list[str] = field(default_factory=list)
     """Words to append."""
     unset: list[str] = field(default_factory=list)
@@ -87,7 +89,7 @@ class LoopCommandLine:
     @property
     def is_of_the_loop(self) -> bool:
         """True for a command line of Megatron-LM's loop."""
-        return self._has(EVERY_RUN_HAS)
+        return self.has_loop and self._has(EVERY_RUN_HAS)
 
     def complete(self) -> LoopCommandLine:
         """Fill ``added`` and ``unset``; command lines of other programs are left as they are.

@@ -39,14 +39,14 @@ class LoopOnCpu:
         for name in ("rand", "randn", "randint", "full", "arange"):
             self._replace(torch, name, _on_cpu(getattr(torch, name)))
         # A compiler run for each of the small fused functions takes ten seconds, and gains nothing.
-        torch.compiler.set_stance("force_eager")
+        self._stance = torch.compiler.set_stance("force_eager")
 
     def restore(self) -> None:
         """Undo the replacements."""
         for owner, name, original in reversed(self._replaced):
             setattr(owner, name, original)
         self._replaced.clear()
-        torch.compiler.set_stance("default")
+        self._stance.__exit__(None, None, None)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
         self._replaced.append((owner, name, getattr(owner, name)))

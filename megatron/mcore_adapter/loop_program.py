@@ -16,6 +16,7 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.loop_environment import check_installed
 from megatron.mcore_adapter.loop_flags import LoopCommandLine
 from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.releases import tested
 
 
 class LoopProgram:
@@ -33,7 +34,9 @@ class LoopProgram:
 
     def __init__(self) -> None:
         self._has_cuda = torch.cuda.is_available()
-        self._command_line = LoopCommandLine(sys.argv[1:], os.environ, self._has_cuda).complete()
+        self._command_line = LoopCommandLine(
+            sys.argv[1:], os.environ, self._has_cuda, tested.has_loop()
+        ).complete()
         if self._command_line.is_of_the_loop:
             check_installed(Path(megatron.core.__path__[0]))
         self._given = list(sys.argv)

@@ -79,19 +79,19 @@ def refuse_stale_weights() -> None:
 
 def _refusing_init(original: Any) -> Any:
     @functools.wraps(original)
-    def init(
-        optimizer: Any, inner: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
-    ) -> None:
+    def init(megatron_optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+        # The original calls its first argument "optimizer", and programs may pass it by that name.
+        inner = args[0] if args else kwargs.get("optimizer")
         stepped: list[nn.Parameter] = []
         for group in inner.param_groups if inner is not None else ():
             stepped += group["params"]
         if any(map(is_owned, stepped)):
             raise ValueError(
-                f"{type(optimizer).__name__} would train on stale weights of a"
+                f"{type(megatron_optimizer).__name__} would train on stale weights of a"
                 " FullyShardedDataParallel model: set use_distributed_optimizer in OptimizerConfig"
                 " (--use-distributed-optimizer), or step model.parameters() with an optimizer of"
                 " torch"
             )
-        original(optimizer, inner, *args, **kwargs)
+        original(megatron_optimizer, *args, **kwargs)
 
     return init

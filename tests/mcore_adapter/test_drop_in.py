@@ -15,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import distributed as core_distributed
 from megatron.core.optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
+from torch._dynamo import eval_frame
 
 import megatron.mcore_adapter
 from megatron.fsdp import MegatronFSDP
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
+from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
+from megatron.mcore_adapter.releases import tested
 from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
 from tests.mcore_adapter.megatron_lm_loop import NAMES, loaded
 from tests.rank_pool import run_ranks
@@ -120,7 +123,11 @@ def states_of_the_process() -> list[Any]:
     words = ["pretrain_gpt.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
     states = []
     connections = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    with patch.object(sys, "argv", words.copy()), patch.dict(os.environ, connections):
+    with (
+        patch.object(sys, "argv", words.copy()),
+        patch.dict(os.environ, connections),
+        patch.object(tested, "has_loop", lambda: True),
+    ):
 
         def state() -> list[Any]:
             functions = [id(value) for value in vars(torch.cuda).values() if callable(value)]
@@ -144,6 +151,53 @@ def test_the_command_line_the_environment_and_torch_are_restored() -> None:
     assert "--use-distributed-optimizer" in during[0]
     assert during[1] is None
     assert during[2] != before[2]
+
+
+def stance_after_uninstalling() -> tuple[str, str]:
+    """Job: torch's compiler stance while the CPU replacements are active, and after them."""
+    with torch.compiler.set_stance("eager_on_recompile"):
+        replacements = LoopOnCpu()
+        during = eval_frame._stance.stance
+        replacements.restore()
+        return during, eval_frame._stance.stance
+
+
+def test_the_stance_of_the_compiler_is_restored() -> None:
+    assert run_ranks(1, stance_after_uninstalling) == [("force_eager", "eager_on_recompile")]
+
+
+def install_with_an_error() -> tuple[str, bool, bool]:
+    """Job: the error of a preparation that fails; whether names and the command line are as before.
+
+    The command line is changed before the error.
+    """
+    words = ["pretrain_gpt.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
+    theirs = import_module(drop_in.ADAPTER).FullyShardedDataParallel
+    with (
+        patch.object(sys, "argv", words.copy()),
+        patch.object(tested, "has_loop", lambda: True),
+        patch.object(cpu, "install", side_effect=RuntimeError("no device")),
+        patch.object(torch.cuda, "is_available", lambda: False),
+    ):
+        message = message_of(drop_in.install)
+        same_names = core_distributed.FullyShardedDataParallel is theirs
+        return message, same_names, sys.argv == words
+
+
+def test_a_preparation_that_fails_changes_nothing() -> None:
+    assert run_ranks(1, install_with_an_error) == [("no device", True, True)]
+
+
+def command_line_of_another_program() -> tuple[list[str], list[str]]:
+    """Job: a command line with flags of the loop, without a checkout, before and after install."""
+    words = ["train.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
+    with patch.object(sys, "argv", words.copy()), drop_in.install():
+        return words, list(sys.argv)
+
+
+def test_a_program_with_its_own_parser_keeps_its_command_line() -> None:
+    ((before, after),) = run_ranks(1, command_line_of_another_program)
+    assert after == before
 
 
 def install_beside_strangers() -> tuple[list[str], bool]:

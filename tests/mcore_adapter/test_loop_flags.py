@@ -10,13 +10,13 @@ FSDP = [*RUN, "--use-megatron-fsdp"]
 
 
 def completed(words: list[str], has_cuda: bool = True, **environment: str) -> LoopCommandLine:
-    return LoopCommandLine(words, environment, has_cuda).complete()
+    return LoopCommandLine(words, environment, has_cuda, has_loop=True).complete()
 
 
 def test_the_one_flag_brings_what_the_loop_requires() -> None:
     assert completed(FSDP).notes() == [
         "set --ckpt-format fsdp_dtensor --data-parallel-sharding-strategy optim_grads_params"
-        " --use-distributed-optimizer --no-gradient-accumulation-fusion"
+        " --use-distributed-optimizer"
     ]
 
 
@@ -28,12 +28,18 @@ def test_what_the_user_says_stays() -> None:
         "fsdp_dtensor",
         "--use-distributed-optimizer",
     ]
-    assert completed(words).added == ["--no-gradient-accumulation-fusion"]
+    assert completed(words).added == []
 
 
 def test_ddp_on_a_gpu_and_other_programs_are_left_alone() -> None:
     assert completed(RUN).added == []
     assert completed(["--use-megatron-fsdp"], has_cuda=False).notes() == []
+    assert LoopCommandLine(FSDP, {}, has_cuda=False, has_loop=False).complete().notes() == []
+
+
+def test_only_a_cpu_turns_the_fusion_of_weight_gradients_off() -> None:
+    assert "--no-gradient-accumulation-fusion" not in completed(FSDP).added
+    assert "--no-gradient-accumulation-fusion" in completed(FSDP, has_cuda=False).added
 
 
 def test_a_cpu_brings_its_own_settings_for_any_data_parallel_class() -> None:

@@ -2,6 +2,8 @@
 """Optimizers of torch train FullyShardedDataParallel; Megatron-Core's others are refused."""
 
 import gc
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -56,6 +58,54 @@ def test_an_optimizer_of_torch_trains_like_an_unsharded_model(strategy: str) -> 
         assert_same(found, expected, relative=1e-4)
 
 
+def take_steps(way: str, model: torch.nn.Module, reduce: Callable[[], None] = lambda: None) -> None:
+    """Take two steps as programs of torch write them; `reduce` follows the backward."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(2):
+
+        def closure(step: int = step) -> None:
+            optimizer.zero_grad()
+            if way == "accumulated":
+                with getattr(model, "no_sync", nullcontext)():
+                    backward(model, step + 10)
+            backward(model, step)
+            reduce()
+            if way != "accumulated":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+        if way == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def train_in_a_way(strategy: str, way: str) -> list[dict[str, torch.Tensor]]:
+    """Job: weights after two steps, sharded and on a plain copy."""
+    model, plain = wrapped(strategy)
+    take_steps(way, model)
+
+    def reduce() -> None:
+        for parameter in plain.parameters():
+            torch.distributed.all_reduce(parameter.grad, op=torch.distributed.ReduceOp.AVG)
+
+    take_steps(way, plain, reduce)
+    found = {name: full_tensor(each) for name, each in model.named_parameters()}
+    return [
+        found,
+        {f"module.module.{name}": each.detach() for name, each in plain.named_parameters()},
+    ]
+
+
+@pytest.mark.parametrize("way", ["clipped", "closure", "accumulated"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_are_final_after_backward_as_with_an_unsharded_model(
+    strategy: str, way: str
+) -> None:
+    for found, expected in run_ranks(2, train_in_a_way, strategy, way):
+        assert_same(found, expected, relative=1e-4)
+
+
 def build_other_optimizer(precision: dict[str, Any]) -> str:
     """Job: the error of building Megatron-Core's optimizer without sharding."""
     model, _ = wrapped("optim_grads_params")
@@ -78,6 +128,19 @@ def test_optimizers_that_would_train_on_stale_weights_are_refused(
     for message in run_ranks(2, build_other_optimizer, precision):
         assert "stale weights" in message
         assert "set use_distributed_optimizer in OptimizerConfig" in message
+
+
+def test_an_optimizer_of_unsharded_weights_is_built_by_keyword() -> None:
+    inner = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    built = []
+
+    def original(optimizer_of_core: Any, optimizer: Any, config: Any = None) -> None:
+        built.append((optimizer_of_core, optimizer, config))
+
+    init = other_optimizers._refusing_init(original)
+    init("self", optimizer=inner, config="config")
+    init("self", inner, "config")
+    assert built == [("self", inner, "config")] * 2
 
 
 def hook_of_a_model_that_is_gone() -> tuple[bool, bool]:

@@ -52,6 +52,8 @@ def start(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
 def test_contradictions_end_the_program_with_one_line(tmp_path: Path) -> None:
     program = tmp_path / "pretrain_gpt.py"
     program.touch()
+    (tmp_path / "megatron" / "training").mkdir(parents=True)
+    (tmp_path / "megatron" / "training" / "__init__.py").touch()
     done = start(str(program), *MODEL.split(), "--use-megatron-fsdp", "--ckpt-format", "torch_dist")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
@@ -65,6 +67,7 @@ def test_what_is_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
     (core / "transformer" / "moe").mkdir(parents=True)
     (core / "transformer" / "moe" / "paged_stash.py").touch()
     (core / "datasets" / "Makefile").touch()
+    (core / "__init__.py").touch()
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
     (tmp_path / "pretrain_gpt.py").touch()
     done = start(str(tmp_path / "pretrain_gpt.py"), PATH=str(tmp_path))

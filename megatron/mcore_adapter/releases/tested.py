@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,14 +51,14 @@ def check() -> Release:
     Raises:
         ReleaseError: one line that names the files.
     """
-    problem = _missing_folder()
     found = list(releases_on_path())
-    if problem is None and not found:
-        problem = (
-            f"Megatron-Core is not installed: pip install 'megatron-core>={TESTED[0]}', or put a"
-            " checkout of Megatron-LM on PYTHONPATH"
+    if not found:
+        reason = _missing_folder()
+        raise ReleaseError(
+            f"Megatron-Core is not installed{f' ({reason})' if reason else ''}: pip install"
+            f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
         )
-    problem = problem or _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
+    problem = _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
     if problem is not None:
         raise ReleaseError(problem)
     newest = tuple(int(number) for number in TESTED[-1].split("."))
@@ -87,14 +86,40 @@ def check_or_exit() -> None:
 
 
 def releases_on_path() -> Iterator[Release]:
-    """Yield Megatron-Core in the folders of ``sys.path``, in the order of an import."""
+    """Yield what ``import megatron.core`` takes, then what the folders of ``sys.path`` have."""
     namespace = importlib.import_module("megatron")
+    folders = [Path(folder) / "core" for folder in namespace.__path__]
     seen = set()
-    for folder in namespace.__path__:
-        release = read_release(Path(folder) / "core")
+    for core in (*_found_by_import("megatron.core"), *folders):
+        release = read_release(core)
         if release is not None and release.file.resolve() not in seen:
             seen.add(release.file.resolve())
             yield release
+
+
+def has_loop() -> bool:
+    """Return True if Megatron-LM's loop is loaded, can be imported, or is above the program.
+
+    Programs in ``examples`` and ``tools`` of a checkout add its folder when they run.
+    """
+    if "megatron.training" in sys.modules or any(_found_by_import("megatron.training")):
+        return True
+    above = Path(sys.argv[0]).resolve().parents
+    return any((folder / "megatron" / "training" / "__init__.py").is_file() for folder in above)
+
+
+def _found_by_import(package: str) -> Iterator[Path]:
+    """Yield the folder of a package in ``megatron``; editable installs have a hook that finds it.
+
+    ``importlib.util.find_spec`` would return what has been imported, from wherever that was.
+    """
+    path = importlib.import_module("megatron").__path__
+    for finder in sys.meta_path:
+        spec = finder.find_spec(package, list(path))
+        if spec is not None:
+            if spec.origin is not None:
+                yield Path(spec.origin).parent
+            return
 
 
 def read_release(core: Path) -> Release | None:
@@ -113,13 +138,13 @@ def read_release(core: Path) -> Release | None:
 
 
 def _missing_folder() -> str | None:
-    """Find a folder of PYTHONPATH that was meant to have a release, and is not there."""
-    for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        if "megatron" in entry.lower() and not Path(entry).exists():
-            return (
-                f"PYTHONPATH names {entry}, which does not exist: correct it, or leave it out to"
-                " use the release that is installed"
-            )
+    """Find a folder of PYTHONPATH that was meant to have a release, and is not there.
+
+    Relative entries were meant from where the program started, which may have been elsewhere.
+    """
+    for entry in _python_path():
+        if os.path.isabs(entry) and "megatron" in entry.lower() and not Path(entry).exists():
+            return f"PYTHONPATH names {entry}, which does not exist"
     return None
 
 
@@ -135,10 +160,12 @@ def _too_old(release: Release) -> str | None:
 
 def _two_checkouts(found: list[Release]) -> str | None:
     """Find two releases that were both put in front of what is installed."""
-    installed = {Path(sysconfig.get_paths()[kind]).resolve() for kind in ("purelib", "platlib")}
+    # Where site adds a folder, an install asked for it.
+    given = (*_python_path(), os.curdir, os.path.dirname(sys.argv[0]))
+    folders = {Path(entry).resolve() for entry in given}
     checkouts = []
     for release in found:
-        if not installed & set(release.file.resolve().parents) and not _is_linked(release):
+        if release.file.parents[2].resolve() in folders and not _is_linked(release):
             checkouts.append(release)
     for other in checkouts[1:]:
         if other.numbers != checkouts[0].numbers:
@@ -149,9 +176,13 @@ def _two_checkouts(found: list[Release]) -> str | None:
     return None
 
 
+def _python_path() -> list[str]:
+    return os.environ.get("PYTHONPATH", "").split(os.pathsep)
+
+
 def _is_linked(release: Release) -> bool:
-    """Return True for a release whose folder is reached through ``site-packages``."""
-    return "site-packages" in release.file.parts
+    """Return True for a release that is reached through ``site-packages``, or Debian's name."""
+    return not {"site-packages", "dist-packages"}.isdisjoint(release.file.parts)
 
 
 def _other_loop(core: Release) -> str | None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,6 +27,7 @@ def checkout(folder: Path, release: str, loop: bool = False) -> Path:
     core.mkdir(parents=True)
     names = zip(("MAJOR", "MINOR", "PATCH"), release.split("."))
     lines = "".join(f"{name} = {number}\n" for name, number in names)
+    (core / "__init__.py").touch()
     (core / "package_info.py").write_text(lines)
     if loop:
         (folder / "megatron" / "training").mkdir()
@@ -97,23 +100,90 @@ def test_no_release_is_refused(tmp_path: Path) -> None:
         assert "Megatron-Core is not installed" in refusal()
 
 
-def test_a_folder_of_the_path_that_is_not_there_is_named(
+def test_the_loop_is_found_on_the_path_and_above_the_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    with path_of(checkout(tmp_path / "wheel", "0.19.0")):
+        assert not tested.has_loop()
+        monkeypatch.setattr(sys, "argv", [str(folder / "examples" / "multimodal" / "train.py")])
+        assert tested.has_loop()
+    monkeypatch.undo()
+    with path_of(folder):
+        assert tested.has_loop()
+
+
+def test_an_editable_install_is_found_through_its_hook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = checkout(tmp_path / "checkout", "0.19.0") / "megatron" / "core"
+
+    class Hook:
+        """The hook that setuptools installs for a package whose parent is a namespace."""
+
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            if name != "megatron.core":
+                return None
+            return spec_from_file_location(name, core / "__init__.py")
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Hook])
+    with path_of(tmp_path / "placeholder"):
+        assert tested.check() == tested.Release(core / "package_info.py", (0, 19, 0))
+
+
+def test_a_folder_of_the_path_that_is_not_there_explains_that_nothing_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     absent = tmp_path / "Megatron-LM"
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{absent}")
-    with path_of(checkout(tmp_path, "0.19.0")):
-        assert f"PYTHONPATH names {absent}, which does not exist" in refusal()
-        absent.mkdir()
-        tested.check()
+    with path_of(absent):
+        assert f"not installed (PYTHONPATH names {absent}, which does not exist)" in refusal()
+        monkeypatch.setenv("PYTHONPATH", "Megatron-LM")
+        assert "PYTHONPATH names" not in refusal()
 
 
-def test_two_checkouts_of_different_releases_are_both_named(tmp_path: Path) -> None:
+def test_a_folder_of_the_path_that_is_not_there_stops_no_installed_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'megatron-hooks'}{os.pathsep}Megatron-LM")
+    with path_of(checkout(tmp_path / "lib" / "site-packages", "0.19.0")):
+        assert str(tested.check()) == "0.19.0"
+
+
+def test_two_checkouts_of_different_releases_are_both_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = checkout(tmp_path / "a", "0.18.2"), checkout(tmp_path / "b", "0.19.0")
+    monkeypatch.setenv("PYTHONPATH", f"{first}{os.pathsep}{second}")
     with path_of(first, second):
         message = refusal()
     for folder, release in ((first, "0.18.2"), (second, "0.19.0")):
         assert f"{release} ({folder / 'megatron' / 'core' / 'package_info.py'})" in message
+
+
+@pytest.mark.parametrize("entry", ["working directory", "folder of the program"])
+def test_a_checkout_without_an_entry_of_the_path_counts_too(
+    entry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = checkout(tmp_path / "a", "0.18.2"), checkout(tmp_path / "b", "0.19.0")
+    monkeypatch.setenv("PYTHONPATH", str(second))
+    if entry == "working directory":
+        monkeypatch.chdir(first)
+    else:
+        monkeypatch.setattr(sys, "argv", [str(first / "pretrain_gpt.py")])
+    with path_of(first, second):
+        assert "two releases" in refusal()
+
+
+@pytest.mark.parametrize("folder", ["lib/python3/dist-packages", "editable"])
+def test_a_checkout_before_what_site_has_added_is_used(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    monkeypatch.setenv("PYTHONPATH", str(front))
+    with path_of(front, checkout(tmp_path / folder, "0.16.1")):
+        assert str(tested.check()) == "0.19.0"
 
 
 def test_a_checkout_before_what_is_installed_is_used(tmp_path: Path) -> None:
