@@ -52,8 +52,8 @@ def check() -> Release:
         ReleaseError: one line that names the files.
     """
     found = list(releases_on_path())
+    reason = _missing_folder()
     if not found:
-        reason = _missing_folder()
         raise ReleaseError(
             f"Megatron-Core is not installed{f' ({reason})' if reason else ''}: pip install"
             f" 'megatron-core>={TESTED[0]}', or put a checkout of Megatron-LM on PYTHONPATH"
@@ -61,6 +61,8 @@ def check() -> Release:
     problem = _too_old(found[0]) or _two_checkouts(found) or _other_loop(found[0])
     if problem is not None:
         raise ReleaseError(problem)
+    if reason is not None and os.environ.get("RANK", "0") == "0":
+        _say_once(f"{reason}; Megatron-Core {found[0]} ({found[0].file}) is used")
     newest = tuple(int(number) for number in TESTED[-1].split("."))
     if found[0].numbers[:2] > newest[:2] and os.environ.get("RANK", "0") == "0":
         _say_once(

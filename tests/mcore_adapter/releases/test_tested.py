@@ -146,9 +146,17 @@ def test_a_folder_of_the_path_that_is_not_there_explains_that_nothing_is_found(
 def test_a_folder_of_the_path_that_is_not_there_stops_no_installed_release(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'megatron-hooks'}{os.pathsep}Megatron-LM")
+    absent = tmp_path / "megatron-hooks"
+    monkeypatch.setenv("PYTHONPATH", f"{absent}{os.pathsep}Megatron-LM")
+    said: list[str] = []
+    monkeypatch.setattr(tested, "_say_once", said.append)
     with path_of(checkout(tmp_path / "lib" / "site-packages", "0.19.0")):
-        assert str(tested.check()) == "0.19.0"
+        release = tested.check()
+    assert str(release) == "0.19.0"
+    assert said == [
+        f"PYTHONPATH names {absent}, which does not exist; Megatron-Core 0.19.0 ({release.file})"
+        " is used"
+    ]
 
 
 def test_two_checkouts_of_different_releases_are_both_named(
