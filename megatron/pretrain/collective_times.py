@@ -64,6 +64,11 @@ class CollectiveTimes:
             self._recorder.entries.clear()
             self._add(entries)
 
+    def discard(self) -> None:
+        """Forget what has been recorded since the last count: it is not part of an iteration."""
+        if self._recorder is not None:
+            self._recorder.entries.clear()
+
     def add_to(self, timers: Timers) -> None:
         """Add the times since the last call to the timers of :data:`NAMES`."""
         self.count()

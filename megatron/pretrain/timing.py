@@ -75,6 +75,7 @@ class PhaseTimes:
         self.writes = args.log_timers_to_tensorboard
         self._say = say
         self._configs: list[object] = []
+        self._is_paused = False
         self.collectives: CollectiveTimes | None = None
         """Times of FSDP's collectives, at level 2 of a run with --use-megatron-fsdp."""
         if level > 1 and args.use_megatron_fsdp:
@@ -100,11 +101,13 @@ class PhaseTimes:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Measure no forward inside the context, which is an evaluation."""
+        """Measure nothing inside the context, which is an evaluation."""
         self._let_megatron_core_measure(None)
+        self._is_paused = True
         try:
             yield
         finally:
+            self._is_paused = False
             self._let_megatron_core_measure(self.timers)
 
     @contextmanager
@@ -116,7 +119,7 @@ class PhaseTimes:
             level: of detail from which on it is measured. At level 1 ranks wait for each other
                 first, unless --no-barrier-with-level-1-timing.
         """
-        if self.timers is None:
+        if self.timers is None or self._is_paused:
             yield
             return
         self.timers(name, log_level=level).start(barrier=level == 1 and self._barrier)
@@ -143,7 +146,9 @@ class PhaseTimes:
             self.collectives.count()
 
     def resume_interval(self) -> None:
-        """Count time as that of the interval again."""
+        """Count time as that of the interval again, without the collectives since its stop."""
+        if self.collectives is not None:
+            self.collectives.discard()
         if self.timers is not None:
             self.timers(INTERVAL, log_level=1).start()
 

@@ -2,15 +2,21 @@
 """Times of phases: on the log and in TensorBoard at each interval, and nothing at level 0."""
 
 import re
+from argparse import Namespace
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch.distributed as dist
 from megatron.core import timers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.fsdp.engine.recorder import GATHER
+from megatron.mcore_adapter import cpu
+from megatron.pretrain.collective_times import CollectiveTimes
+from megatron.pretrain.timing import BATCH, PhaseTimes
 from tests.pretrain.saved_runs import FSDP
 from tests.pretrain.training_runs import SMALL, Record, pretrain, train
 from tests.rank_pool import run_ranks
@@ -118,3 +124,43 @@ def test_an_evaluation_is_not_timed() -> None:
     assert record.evaluations["validation"] and len(times) == 2
     for each in times:
         assert each["forward-compute"][1] < each["interval-time"][1]
+
+
+def measure_paused() -> list[bool]:
+    """Job: whether there is a timer of batches after a paused context, and after another."""
+    args = Namespace(
+        timing_log_level=2,
+        timing_log_option="max",
+        barrier_with_L1_time=False,
+        log_timers_to_tensorboard=False,
+        use_megatron_fsdp=False,
+    )
+    cpu.install()  # timers synchronise with the device
+    times = PhaseTimes(args, print)
+    assert times.timers is not None
+    found = []
+    for context in (times.paused(), nullcontext()):
+        with context, times.measured(BATCH, level=2):
+            pass
+        found.append(BATCH in times.timers._timers)
+    return found
+
+
+def test_nothing_is_measured_while_times_are_paused() -> None:
+    assert run_ranks(1, measure_paused)[0] == [False, True]
+
+
+def test_collectives_between_a_stop_and_a_resumption_are_not_counted() -> None:
+    times = CollectiveTimes()
+    counted: list[object] = []
+    times.start()
+    try:
+        assert times._recorder is not None
+        times._recorder.entries.append(entry := Mock(track=GATHER, end=3.0, begin=1.0))
+        entry.name = "all-gather"
+        with patch.object(times, "_add", counted.extend):
+            times.discard()
+            times.count()
+    finally:
+        times.stop()
+    assert not counted
