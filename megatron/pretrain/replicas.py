@@ -78,8 +78,12 @@ def _differing(model: list[nn.Module]) -> list[str]:
 def _messages() -> Iterator[list[str]]:
     """Collect what Megatron-Core logs about differing weights, instead of showing it."""
     messages: list[str] = []
+
+    def keep(record: logging.LogRecord) -> None:
+        messages.append(record.getMessage())
+
     handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = keep  # type: ignore[method-assign]
     logger = logging.getLogger("megatron.core.utils")
     before = logger.level, logger.propagate
     logger.addHandler(handler)

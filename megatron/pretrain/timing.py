@@ -193,7 +193,9 @@ def _collector():  # type: ignore[no-untyped-def]  # the class is local
         def __init__(self) -> None:
             self.values: dict[str, float] = {}
 
-        def add_scalar(self, name: str, value: float, iteration: int) -> None:  # type: ignore[override]
+        def add_scalar(  # type: ignore[override]
+            self, name: str, value: float, iteration: int
+        ) -> None:
             """Keep a number."""
             self.values[name] = float(value)
 
