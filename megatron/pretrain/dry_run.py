@@ -30,8 +30,7 @@ from megatron.mcore_adapter.data_parallel import default_unit_modules, precision
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.gpt_model import build_chunk
-from megatron.pretrain.tokenizer import padded_vocab_size
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
 
 MIB = 2**20
 ACTIVATION_BYTES = 34
@@ -52,13 +51,7 @@ class StageEstimate:
 def print_dry_run(args: argparse.Namespace, say: Callable[[str], object] = print) -> None:
     """Print what follows from completed arguments: ranks, batches, parameters and memory."""
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
-    rows = padded_vocab_size(
-        tokenizer,
-        padded_size=args.padded_vocab_size,
-        vocab_size=args.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_size=args.tensor_model_parallel_size,
-    )
+    rows = embedding_rows(args, tokenizer)
     stages = [estimate_stage(args, rows, s) for s in range(args.pipeline_model_parallel_size)]
     for line in (*mesh_lines(args), *batch_lines(args), *model_lines(args, stages)):
         say(line)

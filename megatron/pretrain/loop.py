@@ -48,8 +48,7 @@ from megatron.pretrain.replicas import check_replicas
 from megatron.pretrain.report import Report
 from megatron.pretrain.stopping import StopRequest
 from megatron.pretrain.timing import LOAD, SAVE
-from megatron.pretrain.tokenizer import padded_vocab_size
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
 from megatron.pretrain.training_run import TrainingRun
 from megatron.pretrain.training_step import forward_backward, sum_of, train_step
 
@@ -78,13 +77,7 @@ def run_to_the_end(
     if args.profile:
         trace.check_directory(profile_directory(args), args.profile_ranks)
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
-    rows = padded_vocab_size(
-        tokenizer,
-        padded_size=args.padded_vocab_size,
-        vocab_size=args.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_size=args.tensor_model_parallel_size,
-    )
+    rows = embedding_rows(args, tokenizer)
     args = FrozenArguments(args, padded_vocab_size=rows)
     source = find_data(args, tokenizer)
     model = build_model(args, args.padded_vocab_size, device)

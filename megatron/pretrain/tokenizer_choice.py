@@ -19,7 +19,12 @@ from megatron.pretrain.library_tokenizers import (
     TikTokenizer,
     missing_package,
 )
-from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
+from megatron.pretrain.tokenizer import (
+    ByteTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    padded_vocab_size,
+)
 
 SENTENCE_PIECE = tuple(each for each, package in PACKAGES.items() if package == "sentencepiece")
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", *PACKAGES)
@@ -189,3 +194,18 @@ def _build(choice: TokenizerChoice) -> Tokenizer:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def embedding_rows(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
+    """Return the number of rows of the embedding that the arguments and the tokenizer need.
+
+    Raises:
+        ValueError: --padded-vocab-size does not fit, see :func:`padded_vocab_size`.
+    """
+    return padded_vocab_size(
+        tokenizer,
+        padded_size=args.padded_vocab_size,
+        vocab_size=args.vocab_size,
+        divisible_by=args.make_vocab_size_divisible_by,
+        tensor_size=args.tensor_model_parallel_size,
+    )

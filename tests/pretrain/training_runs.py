@@ -35,8 +35,8 @@ from megatron.pretrain.gpt_optimizer import build_optimizer
 from megatron.pretrain.logging_setup import set_up_logging
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import Report
-from megatron.pretrain.tokenizer import Tokenizer, padded_vocab_size
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.tokenizer import Tokenizer
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
 from tests.model_parallel import initialize
 
 SIZES = (
@@ -193,13 +193,7 @@ def build(command_line: str, **overrides: Any) -> loop.TrainingRun:
     """
     args, device = prepare(command_line)
     vars(args).update(overrides)
-    args.padded_vocab_size = padded_vocab_size(
-        tokenizer_of(args),
-        padded_size=args.padded_vocab_size,
-        vocab_size=args.vocab_size,
-        divisible_by=args.make_vocab_size_divisible_by,
-        tensor_size=args.tensor_model_parallel_size,
-    )
+    args.padded_vocab_size = embedding_rows(args, tokenizer_of(args))
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = build_optimizer(args, model)
     report = type("ThisReport", (RecordingReport,), {"record": Record()})(args)

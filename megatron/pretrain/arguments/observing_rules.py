@@ -41,7 +41,7 @@ def check_observing(check: Check) -> None:
     )
     check_rerun(check)
     check_replicas_to_compare(check)
-    note_what_is_always_logged(check)
+    note_untimed(check)
 
 
 def check_rerun(check: Check) -> None:
@@ -78,12 +78,8 @@ def check_replicas_to_compare(check: Check) -> None:
     )
 
 
-def note_what_is_always_logged(check: Check) -> None:
-    """Say of flags that they change nothing, for they are deprecated or beside others."""
-    if check.args.log_batch_size_to_tensorboard:
-        check.notes.append("--log-batch-size-to-tensorboard: deprecated, is the default")
+def note_untimed(check: Check) -> None:
+    """Say which flags of timers change nothing without timers."""
     for dest in ("timing_log_option", "barrier_with_L1_time"):
         if check.changed(dest) and not check.args.timing_log_level:
             check.notes.append(f"{check.flag(dest)}: no effect with --timing-log-level 0")
-    if check.args.log_learning_rate_to_tensorboard:
-        check.notes.append("--log-learning-rate-to-tensorboard: deprecated, is the default")

@@ -11,6 +11,8 @@ DECIDED_BY_CORE = "deprecated, Megatron-Core decides it"
 SAME_HERE: dict[str, str] = {
     "deprecated_use_mcore_models": DEPRECATED_DEFAULT,
     "ckpt_fully_parallel_save_deprecated": DEPRECATED_DEFAULT,
+    "log_batch_size_to_tensorboard": DEPRECATED_DEFAULT,
+    "log_learning_rate_to_tensorboard": DEPRECATED_DEFAULT,
     "verify_integrity": IS_THE_DEFAULT,
     "auto_detect_ckpt_format": IS_THE_DEFAULT,
     "use_tokenizer_model_from_checkpoint_args": IS_THE_DEFAULT,

@@ -197,8 +197,7 @@ READ_BY = {
         """swiglu squared_relu openai_gelu use_rotary_position_embeddings recompute_activations
             use_flash_attn no_persist_layer_norm bias_gelu_fusion bias_swiglu_fusion
             enable_experimental group_query_attention
-            legacy_tokenizer data_args_path per_split_data_args_path
-            log_batch_size_to_tensorboard log_learning_rate_to_tensorboard"""
+            legacy_tokenizer data_args_path per_split_data_args_path"""
     ),
     "gpt_model": (
         """position_embedding_type rotary_base rotary_percent use_rope_scaling rope_scaling_factor
@@ -214,12 +213,12 @@ READ_BY = {
             multiple_validation_sets fim_data"""
     ),
     "loop": (
-        """make_vocab_size_divisible_by
-            padded_vocab_size micro_batch_size
+        """padded_vocab_size micro_batch_size
             global_batch_size rampup_batch_size train_iters exit_interval exit_duration_in_mins
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
             check_weight_hash_across_dp_replicas_interval"""
     ),
+    "tokenizer_choice": "make_vocab_size_divisible_by",
     "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
     "scalars": (
