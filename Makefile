@@ -4,6 +4,7 @@
 #   make lint                                 ruff and mypy
 #   make test [ARGS="-k layout"]              the tests, in a few minutes
 #   make test-all                             these and what is long by nature: every combination
+#   make docs                                 the documentation site, in build/site
 #   make test TORCH=torch==2.14.1 MEGATRON=0.19.0   with another torch, in an environment of its own, and with a
 #                                             release of Megatron-Core that lies beside the repository
 
@@ -22,7 +23,7 @@ ARGS ?=
 WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.megatron_release $(MEGATRON)) && eval "$$variables" &&)
 PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
-.PHONY: pretrain lint test test-all clean
+.PHONY: pretrain lint test test-all docs clean
 .DELETE_ON_ERROR:
 
 pretrain: $(VENV)/.installed
@@ -38,6 +39,14 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.documented
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --quiet
+	@echo "make: the site is build/site/index.html"
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[docs]"
+	touch $@
 
 $(VENV)/.installed: setup.py pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or newer with the venv module found. Install python3.11 (on Debian also" \
