@@ -262,7 +262,7 @@ BROKEN_LINES = [
     BrokenLine(
         "gathering step: an update that torch has cut is added as it is",
         "megatron/fsdp/gathering_step.py",
-        "        return divided_like(operand, pattern)\n",
+        "        return matched(operand, pattern)\n",
         "        return operand\n",
         "tests/fsdp/test_gathering_step.py",
     ),

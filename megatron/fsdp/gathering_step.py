@@ -12,16 +12,16 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.matching import divided_like, is_divided_by_torch
-from megatron.fsdp.dtensor.uneven import UnevenDTensor
+from megatron.fsdp.dtensor.matching import matched
 from megatron.fsdp.elementwise import OnLocalShards, OptimizerClass, why_not_elementwise
 
 
 class OnWholeMatrices(OnLocalShards):
-    """A mode in which operands that torch has divided get the division of the sharded one.
+    """A mode in which DTensors that one call combines get the division of the first of them.
 
-    The operands are those of the same shape in one call, such as ``parameter.add_(update)``, or at
-    the same positions of lists, as in ``torch._foreach_add_(parameters, updates)``.
+    They are those of the same shape, as in ``parameter.add_(update)``, or at the same positions of
+    lists, as in ``torch._foreach_add_(parameters, updates)``. The first one may be changed in
+    place, so it stays the same object.
     """
 
     def __torch_function__(
@@ -31,17 +31,16 @@ class OnWholeMatrices(OnLocalShards):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        named = kwargs or {}
         if args and isinstance(args[0], (list, tuple)):
-            args = (args[0], *(_list_like(args[0], each) for each in args[1:]))
+            first, *others = args
+            args = (first, *(_list_like(first, each) for each in others))
         else:
-            args = tuple(_match_all(args))
-        return super().__torch_function__(function, types, args, kwargs)
-
-
-def _match_all(operands: Sequence[Any]) -> list[Any]:
-    """Divide the operands of one call alike, if one of them is an uneven DTensor."""
-    uneven = next((each for each in operands if isinstance(each, UnevenDTensor)), None)
-    return [_match(each, uneven) for each in operands]
+            operands = (*args, *named.values())
+            first = next((each for each in operands if isinstance(each, DTensor)), None)
+            args = tuple(_match(each, first) for each in args)
+            named = {key: _match(each, first) for key, each in named.items()}
+        return super().__torch_function__(function, types, args, named)
 
 
 def _list_like(patterns: Sequence[Any], operand: Any) -> Any:
@@ -52,8 +51,8 @@ def _list_like(patterns: Sequence[Any], operand: Any) -> Any:
 
 
 def _match(operand: Any, pattern: Any) -> Any:
-    if isinstance(operand, DTensor) and is_divided_by_torch(operand, pattern):
-        return divided_like(operand, pattern)
+    if isinstance(operand, DTensor) and isinstance(pattern, DTensor):
+        return matched(operand, pattern)
     return operand
 
 

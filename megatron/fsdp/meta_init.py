@@ -15,6 +15,9 @@ from math import nan
 import torch
 from torch import nn
 
+WEIGHTS_METHOD = "_init_weights"
+"""Method by which a model of transformers initialises a module in it."""
+
 
 class Initialiser:
     """The source of first values for the parameters and buffers that a module owns itself.
@@ -34,8 +37,8 @@ class Initialiser:
 
     def for_model(self, model: nn.Module) -> Initialiser:
         """Return the initialiser of a model: transformers' own, if the model has such parts."""
-        models = [each for each in model.modules() if _weights_method(each) is not None]
-        return TransformersInitialiser(models) if models else self
+        models = [each for each in model.modules() if _is_of_transformers(each)]
+        return TransformersInitialiser(models, self) if models else self
 
     def kept_together(self) -> set[nn.Module]:
         """Return modules that are parts by themselves, with everything inside them."""
@@ -82,21 +85,22 @@ class TransformersInitialiser(Initialiser):
     """The initialisation of models of transformers, by their method ``_init_weights``.
 
     It is called for every module of such a model, that of the innermost model for a model in
-    another one, as transformers does. Modules outside follow torch's convention.
+    another one, as transformers does.
 
     Args:
         models: the models, outer ones first.
+        others: the initialiser of modules outside of them.
     """
 
     source = "_init_weights() of its model"
     visits_parents = True
 
-    def __init__(self, models: Iterable[nn.Module]):
+    def __init__(self, models: Iterable[nn.Module], others: Initialiser):
+        self._others = others
         self._method_for: dict[nn.Module, Callable[[nn.Module], object]] = {}
         self._layers: set[nn.Module] = set()
         for model in models:
-            method = _weights_method(model)
-            assert method is not None
+            method: Callable[[nn.Module], object] = getattr(model, WEIGHTS_METHOD)
             self._method_for.update(dict.fromkeys(model.modules(), method))
             # Layers scale weights of the modules inside them.
             names = set(getattr(model, "_no_split_modules", None) or ())
@@ -107,15 +111,18 @@ class TransformersInitialiser(Initialiser):
         return self._layers
 
     def knows(self, module: nn.Module) -> bool:
-        """Return True for modules of these models, and for those with ``reset_parameters``."""
-        return module in self._method_for or super().knows(module)
+        """Return True for modules of these models, and for those that the others know."""
+        return module in self._method_for or self._others.knows(module)
 
     def initialise(self, module: nn.Module) -> None:
         """Call ``reset_parameters``, as constructors do, and then ``_init_weights``."""
+        if module not in self._method_for:
+            if self._others.knows(module):  # parents outside own nothing, and need nothing
+                self._others.initialise(module)
+            return
         if super().knows(module):
             super().initialise(module)
-        if module in self._method_for:
-            self._method_for[module](module)
+        self._method_for[module](module)
 
 
 def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
@@ -211,10 +218,9 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _weights_method(module: nn.Module) -> Callable[[nn.Module], object] | None:
-    """Return the method by which a model of transformers initialises a module in it."""
-    method: Callable[[nn.Module], object] | None = getattr(module, "_init_weights", None)
-    return method if callable(method) and hasattr(module, "config") else None
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Return True for a model of transformers, which this package does not import."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
 
 
 def _fill_with_nan(names_of: dict[nn.Module, set[str]]) -> None:

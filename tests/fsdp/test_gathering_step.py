@@ -36,6 +36,8 @@ class GatheringMuon(torch.optim.Optimizer):
         loss = None if closure is None else closure()
         for group in self.param_groups:
             updates = [self.update(parameter, group) for parameter in group["params"]]
+            for parameter, update in zip(group["params"], updates):
+                update.add_(other=parameter, alpha=0.1)  # weight decay
             if group["how"] == "foreach":
                 torch._foreach_add_(group["params"], updates, alpha=-group["lr"])
                 continue

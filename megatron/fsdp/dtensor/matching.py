@@ -9,7 +9,7 @@ with the same mesh and placements.
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.fsdp.dtensor.chunks import gather_chunks, is_replicated, local_chunks
 from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over, full_tensor
@@ -36,14 +36,27 @@ def divided_like(value: DTensor, pattern: DTensor) -> UnevenDTensor:
     return dtensor_over(own, pattern.device_mesh, pattern.placements, pattern.shape)
 
 
-def is_divided_by_torch(value: object, pattern: object) -> bool:
-    """Return True if :func:`divided_like` is needed to combine both element by element.
+def divided_evenly(value: DTensor, pattern: DTensor) -> DTensor:
+    """Return ``value``, an uneven DTensor, divided as torch does; an all-gather.
 
-    The answer is the same on all ranks.
+    Args:
+        value: an uneven DTensor.
+        pattern: a DTensor with the mesh and the placements of the result.
     """
-    return (
-        isinstance(pattern, UnevenDTensor)
-        and type(value) is DTensor
-        and value.shape == pattern.shape
-        and not is_replicated(pattern)
-    )
+    mesh = pattern.device_mesh
+    whole = DTensor.from_local(full_tensor(value), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=pattern.placements)
+
+
+def matched(value: DTensor, pattern: DTensor) -> DTensor:
+    """Return ``value`` in the division of ``pattern``, to combine both element by element.
+
+    It is ``value`` itself where both are divided alike, or have other shapes. All ranks decide the
+    same.
+    """
+    if value.shape != pattern.shape or is_replicated(value) or is_replicated(pattern):
+        return value
+    is_uneven = isinstance(value, UnevenDTensor)
+    if is_uneven is isinstance(pattern, UnevenDTensor):
+        return value
+    return divided_evenly(value, pattern) if is_uneven else divided_like(value, pattern)
