@@ -4,7 +4,9 @@
     python benchmarks/padding_table.py [--expert-parallel 1] [--dp 8 --dp 64 ...]
 
 Plans every unit of every model with the engine's planner, megatron.fsdp.engine.layout.plan, and
-prints two markdown tables. The exit status is 1 if a unit has more than 1 % padding. Shapes are
+prints three markdown tables: the padding with preferred rows, the padding that whole rows always
+cost (granularity="rows"), and seconds. The exit status is 1 if a unit has more than 1 % padding
+with preferred rows. Shapes are
 those of the models' published configurations, with one matrix for each projection of each expert.
 A fused projection has the same rows, only more of them.
 """
@@ -19,7 +21,7 @@ from math import prod
 
 import click
 
-from megatron.fsdp.engine.layout import Layout, _plan, plan
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, Granularity, Layout, _plan, plan
 
 LIMIT = 0.01
 
@@ -175,11 +177,15 @@ def seconds_to_plan(units: list[PlannedUnit], world_size: int, expert_parallel: 
 
 
 def unit_row(
-    name: str, unit: PlannedUnit, world_sizes: list[int], expert_parallel: int
+    name: str,
+    unit: PlannedUnit,
+    world_sizes: list[int],
+    expert_parallel: int,
+    granularity: Granularity = PREFER_ROWS,
 ) -> tuple[str, float]:
     """Return the markdown row of a unit, and its largest padding."""
     shapes = shapes_on_one_rank(unit, expert_parallel)
-    layouts = [plan(shapes, world_size) for world_size in world_sizes]
+    layouts = [plan(shapes, world_size, granularity) for world_size in world_sizes]
     cells = [
         f"{padding(layout):.3%}, {sum(slot.by_rows for slot in layout.slots)}" for layout in layouts
     ]
@@ -195,6 +201,19 @@ def time_row(
         f"{seconds_to_plan(units, world_size, expert_parallel):.3f}" for world_size in world_sizes
     ]
     return f"| {name} | {sum(unit.copies for unit in units)} | {' | '.join(cells)} |"
+
+
+def print_padding(world_sizes: list[int], expert_parallel: int, granularity: Granularity) -> float:
+    """Print the table of padding, and return the largest."""
+    print_head(["model", "unit", "M elements", "parameters"], world_sizes)
+    worst = 0.0
+    for name, units in MODELS.items():
+        for unit in units:
+            row, largest = unit_row(name, unit, world_sizes, expert_parallel, granularity)
+            print(row)
+            worst = max(worst, largest)
+    print(f"\nThe largest padding is {worst:.3%}.\n")
+    return worst
 
 
 def print_head(columns: list[str], world_sizes: list[int]) -> None:
@@ -218,20 +237,15 @@ def print_head(columns: list[str], world_sizes: list[int]) -> None:
     show_default=True,
 )
 def main(expert_parallel: int, world_sizes: tuple[int, ...]) -> None:
-    """Print both tables."""
+    """Print the tables."""
     sizes = list(world_sizes)
     print(
         "Padding, and parameters that are cut between rows only, of each unit (expert parallel"
         f" {expert_parallel}):\n"
     )
-    print_head(["model", "unit", "M elements", "parameters"], sizes)
-    worst = 0.0
-    for name, units in MODELS.items():
-        for unit in units:
-            row, largest = unit_row(name, unit, sizes, expert_parallel)
-            print(row)
-            worst = max(worst, largest)
-    print(f"\nThe largest padding is {worst:.3%}.\n")
+    worst = print_padding(sizes, expert_parallel, PREFER_ROWS)
+    print('The same with granularity="rows", which never cuts inside a row:\n')
+    print_padding(sizes, expert_parallel, ROWS)
     print(
         f"Seconds to plan all units of all layers ({platform.machine()}, one core, Python"
         f" {platform.python_version()}):\n"

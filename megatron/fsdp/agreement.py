@@ -41,6 +41,10 @@ def check_agreement(
         "suggested_communication_unit_size": settings.overlap.prefetch_bytes,
         "the settings of memory slots": settings.slots,
         "use_decoupled_grad": settings.use_decoupled_grad,
+        "find_unused_parameters": settings.find_unused,
+        "granularity": settings.granularity.unit
+        if settings.granularity.is_required
+        else "prefer_rows",
         "the list of units": ", ".join(unit.name or "the model" for unit in parameters_of),
     }
     number = 0

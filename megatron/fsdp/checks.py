@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import is_linked
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS, Granularity
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.meta_init import Initialiser, problems_of_initialisation
@@ -99,6 +100,30 @@ def parse_size(suggested_communication_unit_size: int | None) -> int | None:
             f" {size!r}"
         )
     return size
+
+
+def parse_granularity(granularity: str) -> Granularity:
+    """Return the smallest part of a parameter that is never cut.
+
+    Raises:
+        ValueError: for anything but "prefer_rows" and "rows".
+    """
+    known = {"prefer_rows": PREFER_ROWS, "rows": ROWS}
+    if not isinstance(granularity, str) or granularity not in known:
+        raise ValueError(f"granularity expects 'prefer_rows' or 'rows' but got {granularity!r}")
+    return known[granularity]
+
+
+def check_function(function: object) -> None:
+    """Check ``param_init_fn``.
+
+    Raises:
+        ValueError: for anything but None and a callable.
+    """
+    if function is not None and not callable(function):
+        raise ValueError(
+            f"param_init_fn expects a function of a module, or None, but got {function!r}"
+        )
 
 
 def check_nccl(device: torch.device | None) -> None:

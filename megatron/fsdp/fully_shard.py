@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ def fully_shard_model(
     grad_reduce_in_fp32: bool | None = None,
     preserve_fp32_weights: bool | None = None,
     suggested_communication_unit_size: int | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    find_unused_parameters: bool = False,
+    granularity: str = "prefer_rows",
 ) -> MegatronFSDP:
     """Shard a model over the data-parallel ranks: ZeRO levels 0 to 3, plain or hybrid.
 
@@ -118,7 +121,8 @@ def fully_shard_model(
         device: device that the module is moved to. None: the mesh's. Ignored with meta
             initialisation.
         init_model_with_meta_device: parameters on the meta device get their values unit by unit,
-            through ``reset_parameters()`` of the modules that own them, in module order.
+            through ``reset_parameters()`` of the modules that own them, in module order, or
+            ``param_init_fn``.
         mixed_precision_policy: dtypes of main weights and gradients.
         overlap_grad_reduce: overlap gradient reductions with compute.
         overlap_param_gather: overlap all-gathers of weights with compute.
@@ -155,6 +159,17 @@ def fully_shard_model(
         suggested_communication_unit_size: bytes up to which small units outside the named ones are
             gathered with the parameters that ``module`` owns directly, and the bound of what is
             gathered ahead. None: the size of the largest named unit, and one unit ahead.
+        param_init_fn: with meta initialisation: called with every module that owns parameters or
+            buffers on the meta device, children first, when they have storage; gives them their
+            first values. None: ``reset_parameters()``, or in models of transformers their own
+            ``_init_weights``.
+        find_unused_parameters: leave ``param.grad`` None, so that optimizers leave the parameter
+            alone, if it got no gradient on any rank since gradients were cleared. It costs one
+            small all-reduce for each synchronisation, whose result the host waits for, and levels 0
+            and 1 reduce when backward is over. False: the gradient is zero.
+        granularity: "prefer_rows": a shard boundary may cut inside a row of a parameter where rows
+            would cost more than 1 % of padding; the local tensor is then flat. "rows": never,
+            whatever the padding costs.
 
     Returns:
         The wrapper; the user's module is its ``module``.
@@ -204,6 +219,9 @@ def fully_shard_model(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
         suggested_communication_unit_size=suggested_communication_unit_size,
+        param_init_fn=param_init_fn,
+        find_unused_parameters=find_unused_parameters,
+        granularity=granularity,
     )
     # From here on the settings stand for all arguments. `ShardedModule.__init__` builds what the
     # paragraphs above describe, in this order: settings and mesh, units, groups with their flat
@@ -212,7 +230,10 @@ def fully_shard_model(
 
 
 def fully_shard_optimizer(
-    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+    optimizer: torch.optim.Optimizer,
+    preproc_state_dict_for_dcp_ckpt: bool = True,
+    *,
+    optimizer_gathers_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
 
@@ -226,12 +247,15 @@ def fully_shard_optimizer(
         optimizer: an element-wise torch optimizer.
         preproc_state_dict_for_dcp_ckpt: make ``state_dict()`` ready for
             torch.distributed.checkpoint.
+        optimizer_gathers_matrices: the optimizer is written for DTensors and gathers the whole
+            matrices that it needs, by ``full_tensor()`` or ``redistribute()``, as implementations
+            of Muon do. It may then have any update.
 
     Raises:
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
         NotImplementedError: for optimizers that need whole matrices.
     """
-    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt, optimizer_gathers_matrices)
 
 
 def fully_shard(
@@ -274,15 +298,19 @@ def fully_shard(
     grad_reduce_in_fp32: bool | None = None,
     preserve_fp32_weights: bool | None = None,
     suggested_communication_unit_size: int | None = None,
+    param_init_fn: Callable[[nn.Module], object] | None = None,
+    find_unused_parameters: bool = False,
+    granularity: str = "prefer_rows",
+    optimizer_gathers_matrices: bool = False,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard an existing model and its optimizer together.
 
     ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
     training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
 
-    All arguments after the first two are those of :func:`fully_shard_model`. The returned optimizer
-    is that of :func:`fully_shard_optimizer`. After an error, the model and the optimizer are
-    unchanged.
+    All arguments after the first two are those of :func:`fully_shard_model`, and
+    ``optimizer_gathers_matrices`` of :func:`fully_shard_optimizer`, which makes the returned
+    optimizer. After an error, the model and the optimizer are unchanged.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
@@ -327,9 +355,14 @@ def fully_shard(
         grad_reduce_in_fp32=grad_reduce_in_fp32,
         preserve_fp32_weights=preserve_fp32_weights,
         suggested_communication_unit_size=suggested_communication_unit_size,
+        param_init_fn=param_init_fn,
+        find_unused_parameters=find_unused_parameters,
+        granularity=granularity,
     )
     problems = Problems()
-    check_optimizer(problems, optimizer, module, use_decoupled_grad)
+    check_optimizer(problems, optimizer, module, use_decoupled_grad, optimizer_gathers_matrices)
     model = MegatronFSDP.from_settings(module, settings, problems)
     swap_parameters(optimizer, model)
-    return model, shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
+    return model, shard_optimizer(
+        optimizer, preproc_state_dict_for_dcp_ckpt, optimizer_gathers_matrices
+    )

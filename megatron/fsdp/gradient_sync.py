@@ -20,17 +20,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import attrgetter, is_not
 from sys import getrefcount
 
 import torch
+import torch.distributed as dist
 
 from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
@@ -69,8 +71,13 @@ class GroupHandover:
         self._gradients: list[ShardedGradient] = []
         self._references: list[int] = []  # to the gradients, by the engine itself
 
-    def attach(self, flat: torch.Tensor) -> None:
-        """Show the gradients in ``flat``, the gradient shard; frozen parameters show none."""
+    def attach(self, flat: torch.Tensor, are_used: Sequence[bool] | None = None) -> None:
+        """Show the gradients in ``flat``, the gradient shard; frozen parameters show none.
+
+        Args:
+            flat: the gradient shard.
+            are_used: for each parameter, False to show no gradient. None: all show theirs.
+        """
         if flat is not self._flat:  # it is the same tensor in every step
             self._flat = flat
             self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
@@ -81,6 +88,9 @@ class GroupHandover:
             trains = all(map(_requires_grad, self.parameters))
             if not (trains and all(map(_requires_grad, self._computes))):
                 gradients = self._gradients_of_trained()
+            if are_used is not None:
+                gradients = [each if used else None for each, used in zip(gradients, are_used)]
+            if gradients is not self._gradients:
                 self.attached = [each for each in gradients if each is not None]
             _set_all(self.parameters, self._attribute, gradients)
 
@@ -144,6 +154,9 @@ class GradientSync:
         report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
             this rank, which may be none. It raises if any rank has one. None: gradients are not
             checked.
+        groups_of_use: groups that reach every rank of the model if they are used one after the
+            other. A parameter shows no gradient if it got none on any of these ranks. None: it
+            shows zeros.
     """
 
     def __init__(
@@ -153,10 +166,12 @@ class GradientSync:
         microbatches: Microbatches,
         use_decoupled_grad: bool,
         report_nonfinite: Callable[[list[ShardedParam]], None] | None,
+        groups_of_use: Sequence[dist.ProcessGroup] | None = None,
     ):
         self._microbatches = microbatches
         self._use_decoupled_grad = use_decoupled_grad
         self._report_nonfinite = report_nonfinite
+        self._groups_of_use = groups_of_use
         self._schedule: Schedule | None = None
         self._is_attached = False  # reduced gradients are on the parameters
         self._is_final = True  # no backward pass has ended since they were attached or cleared
@@ -174,10 +189,17 @@ class GradientSync:
         self._handovers = [
             GroupHandover(members, attribute, self._family) for members in trainable.values()
         ]
+        # By group, for each parameter: it has got a gradient on some rank since they were cleared.
+        self._used: dict[GroupHandover, list[bool]] = {}
+        self._forget_use()
+        if groups_of_use is not None:
+            for group in trainable:
+                group.gradients.local.notes_users = True
 
     def connect(self, schedule: Schedule) -> None:
         """Set the schedule whose backward passes call this object."""
         self._schedule = schedule
+        schedule.reduces_late = self._groups_of_use is not None
 
     # ---- backward passes
 
@@ -216,6 +238,8 @@ class GradientSync:
 
     def start(self) -> None:
         """Start to reduce all gradients that have accumulated."""
+        if self._groups_of_use is not None:
+            self._agree_on_use()
         self._own_schedule.reduce_pending()
 
     def wait(self) -> None:
@@ -243,11 +267,34 @@ class GradientSync:
         self.wait()
         for handover in self._handovers:
             gradients = handover.group.gradients
-            handover.attach(gradients.final(in_main_dtype=not self._use_decoupled_grad))
+            flat = gradients.final(in_main_dtype=not self._use_decoupled_grad)
+            handover.attach(flat, self._used.get(handover))
         self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
         self._is_attached = True
         if self._report_nonfinite is not None:
             self._report_nonfinite(self._find_nonfinite())
+
+    def _agree_on_use(self) -> None:
+        """Find the parameters that got a gradient on any rank, and the groups to be reduced.
+
+        This is an all-reduce over the groups of use.
+        """
+        assert self._groups_of_use is not None
+        flags: list[int] = []
+        for handover in self._handovers:
+            gradients = handover.group.gradients
+            users = gradients.local.users
+            flags.append(gradients.awaits_reduction)
+            flags += [index in users for index in range(len(handover.parameters))]
+        if not flags:
+            return
+        device = self._handovers[0].group.main_shard.device
+        table = torch.tensor(flags, dtype=torch.uint8, device=device)
+        all_reduce_over(table, self._groups_of_use, dist.ReduceOp.MAX)
+        everywhere = iter(map(bool, table.tolist()))
+        for handover in self._handovers:
+            handover.group.gradients.awaits_reduction = next(everywhere)
+            self._used[handover] = list(islice(everywhere, len(handover.parameters)))
 
     # ---- changes of gradients
 
@@ -263,10 +310,15 @@ class GradientSync:
             handover.group.gradients.clear()
             handover.detach()
             handover.free()
+        self._forget_use()
         self._is_attached = False
         self._is_final = True
 
     # ---- internals
+
+    def _forget_use(self) -> None:
+        if self._groups_of_use is not None:
+            self._used = {each: [False] * len(each.parameters) for each in self._handovers}
 
     @property
     def _own_schedule(self) -> Schedule:
@@ -311,4 +363,5 @@ def _set_all(
 def clear_gradient_shard(sharded_param: ShardedParam) -> None:
     """Set this rank's shard of the reduced gradient of one parameter to zero."""
     group = sharded_param.group
+    group.gradients.local.users.discard(sharded_param.index)
     shard_view(group.gradients.shard, group.layout, sharded_param.index, group.rank).zero_()

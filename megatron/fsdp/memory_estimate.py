@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from megatron.fsdp.engine.layout import plan
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.units import (
@@ -49,6 +49,7 @@ class MemoryPlan:
         states: tensors of optimizer state for each weight, such as 2 for Adam.
         fine_grained: make units inside units too.
         prefetch_bytes: see ``OverlapPolicy``; it bounds the root's unit too.
+        granularity: of all parameters.
     """
 
     unit_modules: Sequence[type | nn.Module | str]
@@ -60,6 +61,7 @@ class MemoryPlan:
     states: int = 2
     fine_grained: bool = False
     prefetch_bytes: int | None = None
+    granularity: Granularity = PREFER_ROWS
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ def _of_group(
     strategy = memory_plan.strategy
     num_inner = axes.inner if strategy.shards_optimizer else 1
     num_outer = axes.outer if memory_plan.shards_outer else 1
-    layout = plan(shapes, num_inner * num_outer)
+    layout = plan(shapes, num_inner * num_outer, memory_plan.granularity)
     whole, inner_shard, owned = layout.numel, layout.numel // num_inner, layout.shard_size
     compute, main = precision.compute.itemsize, precision.main_param.itemsize
     is_freed = strategy.shards_parameters and num_inner > 1

@@ -8,11 +8,15 @@ In a part children come before their parents, the order in which constructors fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from math import nan
 
 import torch
 from torch import nn
+
+WEIGHTS_METHOD = "_init_weights"
+"""Method by which a model of transformers initialises a module in it."""
 
 
 class Initialiser:
@@ -20,7 +24,25 @@ class Initialiser:
 
     It follows torch's convention: a method ``reset_parameters``, in some of torch's modules
     ``_reset_parameters``.
+
+    Attributes:
+        source: name of the code that may leave tensors without values, which then is an error; None
+            if that is trusted.
+        visits_parents: modules are initialised that own nothing themselves, because they may
+            initialise their children.
     """
+
+    source: str | None = None
+    visits_parents = False
+
+    def for_model(self, model: nn.Module) -> Initialiser:
+        """Return the initialiser of a model: transformers' own, if the model has such parts."""
+        models = [each for each in model.modules() if _is_of_transformers(each)]
+        return TransformersInitialiser(models, self) if models else self
+
+    def kept_together(self) -> set[nn.Module]:
+        """Return modules that are parts by themselves, with everything inside them."""
+        return set()
 
     def knows(self, module: nn.Module) -> bool:
         """Return True if ``module`` can be initialised."""
@@ -38,6 +60,71 @@ class Initialiser:
         reset()
 
 
+class GivenInitialiser(Initialiser):
+    """A function of the user's that gives a module's own parameters and buffers first values.
+
+    Args:
+        function: called with the module.
+    """
+
+    source = "param_init_fn"
+
+    def __init__(self, function: Callable[[nn.Module], object]):
+        self._function = function
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True: tensors that the function leaves out are found afterwards."""
+        return True
+
+    def initialise(self, module: nn.Module) -> None:
+        """Call the function."""
+        self._function(module)
+
+
+class TransformersInitialiser(Initialiser):
+    """The initialisation of models of transformers, by their method ``_init_weights``.
+
+    It is called for every module of such a model, that of the innermost model for a model in
+    another one, as transformers does.
+
+    Args:
+        models: the models, outer ones first.
+        others: the initialiser of modules outside of them.
+    """
+
+    source = "_init_weights() of its model"
+    visits_parents = True
+
+    def __init__(self, models: Iterable[nn.Module], others: Initialiser):
+        self._others = others
+        self._method_for: dict[nn.Module, Callable[[nn.Module], object]] = {}
+        self._layers: set[nn.Module] = set()
+        for model in models:
+            method: Callable[[nn.Module], object] = getattr(model, WEIGHTS_METHOD)
+            self._method_for.update(dict.fromkeys(model.modules(), method))
+            # Layers scale weights of the modules inside them.
+            names = set(getattr(model, "_no_split_modules", None) or ())
+            self._layers |= {each for each in model.modules() if type(each).__name__ in names}
+
+    def kept_together(self) -> set[nn.Module]:
+        """Return the layers, which transformers never splits either."""
+        return self._layers
+
+    def knows(self, module: nn.Module) -> bool:
+        """Return True for modules of these models, and for those that the others know."""
+        return module in self._method_for or self._others.knows(module)
+
+    def initialise(self, module: nn.Module) -> None:
+        """Call ``reset_parameters``, as constructors do, and then ``_init_weights``."""
+        if module not in self._method_for:
+            if self._others.knows(module):  # parents outside own nothing, and need nothing
+                self._others.initialise(module)
+            return
+        if super().knows(module):
+            super().initialise(module)
+        self._method_for[module](module)
+
+
 def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
     """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
@@ -49,16 +136,20 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> l
         return []
     return [
         "init_model_with_meta_device needs a method reset_parameters() in every module that owns"
-        f" parameters or buffers on the meta device; it is missing in {'; '.join(unknown)}"
+        " parameters or buffers on the meta device, or a function param_init_fn that initialises"
+        f" modules; the method is missing in {'; '.join(unknown)}"
     ]
 
 
-def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+def initialisation_parts(
+    root: nn.Module, units: Iterable[nn.Module], together: Collection[nn.Module] = ()
+) -> Iterator[list[nn.Module]]:
     """Divide the modules of ``root`` into parts; all modules of a part are initialised together.
 
     Args:
         root: the model.
         units: modules in it whose parameters are sharded together.
+        together: modules that are parts, whatever units are in them.
 
     Yields:
         The modules of a part, children first.
@@ -69,7 +160,7 @@ def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterato
         contains_units = any(each in wanted for each in module.modules() if each is not module)
         owns_parameters = next(module.parameters(recurse=False), None) is not None
         is_part = module in wanted or (owns_parameters and module is not root)
-        if is_part and not contains_units:
+        if module in together or (is_part and not contains_units):
             yield list(_children_first(module))
             return
         for child in module.children():
@@ -82,7 +173,17 @@ def initialisation_parts(root: nn.Module, units: Iterable[nn.Module]) -> Iterato
 def materialize(
     modules: Iterable[nn.Module], device: torch.device, initialiser: Initialiser
 ) -> None:
-    """Move the meta tensors that ``modules`` own directly to ``device``, and initialise them."""
+    """Move the meta tensors that ``modules`` own directly to ``device``, and initialise them.
+
+    Args:
+        modules: a part, children first.
+        device: of the tensors.
+        initialiser: gives them their values.
+
+    Raises:
+        ValueError: names the tensors without values afterwards, if the initialiser has a source.
+    """
+    modules = list(modules)
     names_of: dict[nn.Module, set[str]] = {}
     for module in modules:
         names = {name for name, _ in _own_meta_tensors(module)}
@@ -91,9 +192,16 @@ def materialize(
     for module in names_of:
         for name, tensor in list(_own_meta_tensors(module)):
             _allocate(module, name, tensor, device)
-    for module, names in names_of.items():
-        with torch.no_grad(), _protected(module, names, device):
-            initialiser.initialise(module)
+    if initialiser.source is not None:
+        _fill_with_nan(names_of)
+    part = set(modules)
+    for module in modules:
+        is_parent = initialiser.visits_parents and part.issuperset(module.children())
+        if module in names_of or is_parent:
+            with torch.no_grad(), _protected(module, names_of.get(module, set()), device):
+                initialiser.initialise(module)
+    if initialiser.source is not None:
+        _refuse_without_values(names_of, initialiser.source)
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
@@ -108,6 +216,34 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _children_first(child)
     yield module
+
+
+def _is_of_transformers(module: nn.Module) -> bool:
+    """Return True for a model of transformers, which this package does not import."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
+
+
+def _fill_with_nan(names_of: dict[nn.Module, set[str]]) -> None:
+    """Fill the floating-point tensors of these names that modules own with NaN."""
+    for module, names in names_of.items():
+        for name, tensor in _own_tensors(module):
+            if name in names and tensor.is_floating_point():
+                tensor.data.fill_(nan)
+
+
+def _refuse_without_values(names_of: dict[nn.Module, set[str]], source: str) -> None:
+    """Raise ``ValueError`` for tensors that are NaN everywhere still."""
+    left = []
+    for module, names in names_of.items():
+        for name, tensor in _own_tensors(module):
+            is_checked = name in names and tensor.is_floating_point() and tensor.numel() > 0
+            if is_checked and tensor.isnan().all():
+                left.append(f"{type(module).__name__}.{name}")
+    if left:
+        raise ValueError(
+            f"{source} gives no values to {', '.join(left)}: pass a param_init_fn that initialises"
+            " every module"
+        )
 
 
 @contextmanager

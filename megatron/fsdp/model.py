@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from megatron.fsdp.client_members import ClientMembers
 from megatron.fsdp.config import (
     DistributedDataParallelConfig,
     precision_of,
@@ -24,7 +25,7 @@ from megatron.fsdp.settings import DEFAULT_PRECISION, ShardingSettings
 from megatron.fsdp.sharded_module import OWNER, ShardedModule
 
 
-class MegatronFSDP(ShardedModule):
+class MegatronFSDP(ClientMembers):
     """The published wrapper: a sharded module and the controls of its communication.
 
     :func:`megatron.fsdp.fully_shard.fully_shard_model` creates it from keyword arguments, by
@@ -321,6 +322,18 @@ class MegatronFSDP(ShardedModule):
         self._schedule.wait_for_reductions()
         for group in self.groups:
             group.gradients.set_comm_dtype(policy.grad_comm_dtype)
+
+
+def find_megatron_fsdp(model: nn.Module) -> MegatronFSDP | None:
+    """Return the wrapper in a chain of wrappers that have each other as ``module``; None if none.
+
+    Args:
+        model: the outermost of them.
+    """
+    each: object = model
+    while isinstance(each, nn.Module) and not isinstance(each, MegatronFSDP):
+        each = getattr(each, "module", None)
+    return each if isinstance(each, MegatronFSDP) else None
 
 
 def owner_of(parameter: torch.Tensor) -> MegatronFSDP:

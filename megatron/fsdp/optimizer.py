@@ -20,9 +20,9 @@ from megatron.fsdp.elementwise import (
     OnLocalShards,
     OptimizerClass,
     torch_class,
-    why_not_elementwise,
 )
 from megatron.fsdp.flat_update import FlatUpdate
+from megatron.fsdp.gathering_step import OnWholeMatrices, refuse_class
 from megatron.fsdp.gradient_sync import clear_gradient_shard
 from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
 from megatron.fsdp.optimizer_state import (
@@ -41,6 +41,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_models: list[MegatronFSDP]
     _fsdp_whole_models: list[MegatronFSDP]  # those whose parameters no other optimizer steps
     _fsdp_checkpoint_ready: bool
+    _fsdp_gathers: bool  # it gathers the matrices that it needs
     _fsdp_flat: FlatUpdate | None  # of torch's optimizers
 
     def step(
@@ -86,7 +87,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], Any] | None, reduce: Callable[[], None]
     ) -> Any:
         """Run the user's step over all parameters, as DTensors."""
-        on_local_shards = OnLocalShards()
+        on_local_shards = OnWholeMatrices() if self._fsdp_gathers else OnLocalShards()
 
         def synchronised(closure: Callable[[], Any]) -> Any:
             with on_local_shards.paused():
@@ -137,7 +138,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = [each[1] if isinstance(each, tuple) else each for each in given]
             _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
-            _refuse_class(_user_class(self), self.defaults, [param_group])
+            refuse_class(_user_class(self), self.defaults, [param_group], self._fsdp_gathers)
         super().add_param_group(param_group)
         self._find_models()
         self._make_missing_state()
@@ -247,7 +248,9 @@ def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = 
 
 
 def shard_optimizer(
-    optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
+    optimizer: torch.optim.Optimizer,
+    checkpoint_ready: bool = True,
+    gathers_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
@@ -258,6 +261,7 @@ def shard_optimizer(
     Args:
         optimizer: an element-wise torch optimizer.
         checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
+        gathers_matrices: it gathers whole matrices itself, so its update may be any.
 
     Raises:
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
@@ -271,7 +275,7 @@ def shard_optimizer(
     kind = type(optimizer)
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
-    refuse_optimizer(optimizer)
+    refuse_optimizer(optimizer, gathers_matrices)
     _refuse_unsharded(_parameters(optimizer))
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
@@ -279,6 +283,7 @@ def shard_optimizer(
     )
     sharded = cast(ShardedOptimizer, optimizer)
     sharded._fsdp_checkpoint_ready = checkpoint_ready
+    sharded._fsdp_gathers = gathers_matrices
     known = torch_class(kind)
     sharded._fsdp_flat = FlatUpdate(known) if known is not None else None
     sharded._find_models()
@@ -319,6 +324,7 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer,
     module: nn.Module,
     use_decoupled_grad: bool,
+    gathers_matrices: bool,
 ) -> None:
     """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
 
@@ -327,6 +333,7 @@ def check_optimizer(
         optimizer: the user's argument, of any type.
         module: the user's argument, of any type, before sharding.
         use_decoupled_grad: the user's argument of this name.
+        gathers_matrices: the user's argument ``optimizer_gathers_matrices``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         problems.add(
@@ -338,7 +345,7 @@ def check_optimizer(
         unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
         if unknown:
             problems.add(f"{unknown} parameters of the optimizer are none of the module's")
-    problems.check(refuse_optimizer, optimizer)
+    problems.check(refuse_optimizer, optimizer, gathers_matrices)
     problems.check(refuse_own_step, optimizer)
     if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
@@ -348,9 +355,10 @@ def check_optimizer(
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer, gathers_matrices: bool = False) -> None:
     """Raise ``NotImplementedError`` for optimizers that cannot work on shards of matrices."""
-    _refuse_class(_user_class(optimizer), optimizer.defaults, optimizer.param_groups)
+    kind = _user_class(optimizer)
+    refuse_class(kind, optimizer.defaults, optimizer.param_groups, gathers_matrices)
 
 
 def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
@@ -363,17 +371,6 @@ def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(
             "the optimizer's step has been replaced on the instance: shard the optimizer before"
             " that"
-        )
-
-
-def _refuse_class(
-    kind: OptimizerClass, defaults: dict[str, Any], groups: list[dict[str, Any]]
-) -> None:
-    reason = why_not_elementwise(kind, defaults, groups)
-    if reason:
-        raise NotImplementedError(
-            f"{kind.__name__} {reason}. Use AdamW, Adam, SGD, RMSprop, Adagrad or another"
-            " element-wise optimizer"
         )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,13 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.checks import (
     check_flags,
+    check_function,
     check_module,
     check_nccl,
     parse_device,
+    parse_granularity,
     parse_outer_strategy,
     parse_size,
 )
 from megatron.fsdp.config import DistributedDataParallelConfig, refuse_unbuilt
+from megatron.fsdp.engine.layout import Granularity
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import (
     GradientPolicy,
@@ -29,7 +32,7 @@ from megatron.fsdp.engine.policy import (
     SlotPolicy,
 )
 from megatron.fsdp.engine.units import resolve_unit_modules
-from megatron.fsdp.meta_init import Initialiser
+from megatron.fsdp.meta_init import GivenInitialiser, Initialiser
 from megatron.fsdp.problems import Problems
 
 DEFAULT_PRECISION = MixedPrecisionPolicy()
@@ -82,6 +85,9 @@ class ShardingSettings:
     grad_reduce_in_fp32: bool | None = None
     preserve_fp32_weights: bool | None = None
     suggested_communication_unit_size: int | None = None
+    param_init_fn: Callable[[nn.Module], object] | None = None
+    find_unused_parameters: bool = False
+    granularity: str = "prefer_rows"
     fsdp_manual_registration: bool = False
 
     def resolve(
@@ -105,12 +111,8 @@ class ShardingSettings:
         outer_strategy = problems.check(
             parse_outer_strategy, self.outer_dp_sharding_strategy, mesh, strategy
         )
-        precision = problems.check(
-            precision_policy,
-            self.mixed_precision_policy,
-            self.grad_reduce_in_fp32,
-            self.preserve_fp32_weights,
-        )
+        older = (self.grad_reduce_in_fp32, self.preserve_fp32_weights)
+        precision = problems.check(precision_policy, self.mixed_precision_policy, *older)
         gradients = problems.check(
             GradientPolicy, self.calculate_per_token_loss, self.average_in_collective
         )
@@ -118,13 +120,14 @@ class ShardingSettings:
         device = problems.check(self._parse_device, mesh)
         slots = problems.check(self._slot_policy, device)
         overlap = problems.check(self._overlap_policy)
-        initialiser_or_none = initialiser if self.init_model_with_meta_device else None
+        granularity = problems.check(parse_granularity, self.granularity)
+        initialiser_or_none = self._choose_initialiser(module, initialiser)
         problems.check(check_module, module, mesh, strategy, initialiser_or_none)
         problems.raise_everywhere(self._reach())
 
         assert mesh is not None and strategy is not None and outer_strategy is not None
         assert precision is not None and gradients is not None and unit_modules is not None
-        assert overlap is not None and device is not None
+        assert overlap is not None and device is not None and granularity is not None
         return ResolvedSettings(
             mesh=mesh,
             strategy=strategy,
@@ -142,15 +145,30 @@ class ShardingSettings:
             report_nan=self._reports_nan,
             use_decoupled_grad=self.use_decoupled_grad,
             checkpoint_ready=self.preproc_state_dict_for_dcp_ckpt,
+            find_unused=self.find_unused_parameters,
+            granularity=granularity,
         )
 
     def _check_plain_values(self, problems: Problems) -> None:
         flags = [field.name for field in fields(self) if isinstance(field.default, bool)]
         problems.check(check_flags, **{name: getattr(self, name) for name in flags})
+        problems.check(check_function, self.param_init_fn)
         problems.check(
             refuse_unbuilt,
             keep_fp8_transpose_cache=self.keep_fp8_transpose_cache,
         )
+
+    def _choose_initialiser(
+        self, module: nn.Module, initialiser: Initialiser
+    ) -> Initialiser | None:
+        """Return the source of first values of meta tensors; None: there must be none."""
+        if not self.init_model_with_meta_device:
+            return None
+        if callable(self.param_init_fn):
+            return GivenInitialiser(self.param_init_fn)
+        if isinstance(module, nn.Module):  # otherwise the check of the module reports it
+            return initialiser.for_model(module)
+        return initialiser
 
     def _parse_device(self, mesh: FSDPDistributedIndex | None) -> torch.device | None:
         device = parse_device(self.device)
@@ -263,6 +281,8 @@ class ResolvedSettings:
         report_nan: NaN or Inf gradients raise an error.
         use_decoupled_grad: gradients go to ``param.decoupled_grad`` instead of ``param.grad``.
         checkpoint_ready: tensors of state dicts describe their chunks to torch's checkpoint.
+        find_unused: parameters that got no gradient on any rank show none.
+        granularity: the smallest part of a parameter that no shard boundary cuts.
     """
 
     mesh: FSDPDistributedIndex
@@ -281,6 +301,8 @@ class ResolvedSettings:
     report_nan: bool
     use_decoupled_grad: bool
     checkpoint_ready: bool
+    find_unused: bool
+    granularity: Granularity
 
 
 def precision_policy(

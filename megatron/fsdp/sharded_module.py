@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.agreement import check_agreement
-from megatron.fsdp.config import refuse_unbuilt
 from megatron.fsdp.dtensor.sharded_param import (
     ShardedParam,
     is_linked,
@@ -30,6 +29,7 @@ from megatron.fsdp.engine.units import assign_parameters, find_units, merge_smal
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.model_state import load_model_state
+from megatron.fsdp.module_loading import accept_full_tensors
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
 from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
@@ -95,6 +95,7 @@ class ShardedModule(nn.Module):
             microbatches=self._microbatches,
             use_decoupled_grad=resolved.use_decoupled_grad,
             report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
+            groups_of_use=resolved.mesh.all_groups() if resolved.find_unused else None,
         )
         self._schedule = Schedule(
             self._units,
@@ -108,6 +109,7 @@ class ShardedModule(nn.Module):
 
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
+        accept_full_tensors(self.module, self._sharded_param_of)
 
     def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
         """Return sharded parameters by name, in the module's own order, with all tied names.
@@ -221,14 +223,12 @@ class ShardedModule(nn.Module):
         Args:
             state_dict: values under the wrapper's names or the module's own.
             strict: treat missing and unexpected keys as errors.
-            assign: not supported, because the weights are views of flat buffers.
+            assign: copies too: the weights remain views of flat buffers, in their own dtype.
 
         Raises:
-            NotImplementedError: for ``assign``.
             RuntimeError: lists everything that does not fit, like any module.
             TypeError: for anything but a mapping.
         """
-        refuse_unbuilt(assign=assign)
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict expects a mapping but got {type(state_dict).__name__}")
         # Wrappers inside (Float16Module) may rename keys, so the keys are those of the module's

@@ -112,7 +112,8 @@ class Sharder:
         if initialiser is None or root is None:
             return
         modules = [unit.module for unit in units if not unit.is_automatic]
-        for part in initialisation_parts(root, [each for each in modules if each is not None]):
+        unit_modules = [each for each in modules if each is not None]
+        for part in initialisation_parts(root, unit_modules, initialiser.kept_together()):
             on_meta = _meta_parameters(part)
             materialize(part, self._settings.device, initialiser)
             for parameter in on_meta:
@@ -134,6 +135,7 @@ class Sharder:
             unit_name,
             self._slots.weights if self._slots else None,
             self._slots.gradients if self._slots else None,
+            settings.granularity,
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:

@@ -8,7 +8,8 @@
 From then on ``--use-megatron-fsdp`` trains, saves and loads with the classes of this project. Names
 that were imported before are replaced too, in every module. References elsewhere (in a default
 argument or a list) are not. ``torchrun -m megatron.mcore_adapter pretrain_gpt.py ...`` does the
-same without a change of the program.
+same without a change of the program. The published package answers under its path in Megatron-Core,
+``megatron.core.distributed.fsdp.src.megatron_fsdp``, with the names of this project too.
 
 [Note: replacements] The loop knows Megatron-Core's class and some functions on its state dicts by
 name. Each of them is replaced, in every loaded module, by an object that exists for this purpose
@@ -34,9 +35,10 @@ from megatron.fsdp.dtensor import uneven_dtensor
 from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
 from megatron.mcore_adapter.loop_program import LoopProgram
+from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
-UNEVEN = "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor"
+UNEVEN = f"{PACKAGE}.uneven_dtensor"
 ENTRIES = "megatron.core.transformer.fsdp_dtensor_checkpoint"
 CLASS = "FullyShardedDataParallel"
 REPLACED = ("megatron.core.distributed.fsdp", ENTRIES)
@@ -71,6 +73,7 @@ def install() -> AbstractContextManager[object]:
     try:
         installation.replace_names()
         installation.replace_methods()
+        installation.paths.install()
         program.prepare()
     except BaseException:
         installation.restore()
@@ -103,6 +106,13 @@ class Installation:
     def __init__(self, program: LoopProgram) -> None:
         self._program = program
         self._pairs = _pairs_of_names()
+        theirs = {id(value): name for name, value in vars(sys.modules[UNEVEN]).items()}
+        replaced = {
+            f"{UNEVEN}.{theirs[id(before)]}": after
+            for before, after in self._pairs
+            if id(before) in theirs
+        }
+        self.paths = PublishedPaths(replaced)
         replacements: list[tuple[type, str, Callable[..., Any]]] = [
             (DistributedOptimizer, "sharded_state_dict", loop_optimizer.replace_sharded_state_dict),
             (DistributedOptimizer, "load_state_dict", loop_optimizer.replace_load_state_dict),
@@ -137,7 +147,12 @@ class Installation:
             setattr(owner, name, replacement)
 
     def restore(self) -> None:
-        """Undo all replacements, also in modules that have been imported since."""
+        """Undo all replacements, also in modules that have been imported since.
+
+        Names that these have taken from the published package by its path remain those of this
+        project.
+        """
+        self.paths.restore()
         _exchange([(ours, theirs) for theirs, ours in self._pairs])
         for owner, name, original, _ in self._methods:
             setattr(owner, name, original)

@@ -308,13 +308,6 @@ WRONG_CALLS: dict[str, WrongCall] = {
         lambda scene: sharded_linear()[0].load_state_dict("file.pt"),
         TypeError,
     ),
-    "weights to be assigned": WrongCall(
-        ("assign", "not built yet"),
-        lambda scene: (lambda model: model.load_state_dict(model.state_dict(), assign=True))(
-            sharded_linear()[0]
-        ),
-        NotImplementedError,
-    ),
     "optimizer state of other names": WrongCall(
         ("param_groups[0]", "module.0.weight", "module.weight"), load_other_optimizer
     ),

@@ -269,12 +269,13 @@ def test_state_dicts_can_be_deep_copied(ranks: Ranks, dtype: torch.dtype) -> Non
         ranks(2, copy_and_train_on, level, dtype)
 
 
-def load_by_assignment() -> str:
+def load_by_assignment() -> None:
     model = fully_shard_model(nn.Linear(4, 4))
-    with pytest.raises(NotImplementedError) as error:
-        model.load_state_dict(model.state_dict(), assign=True)
-    return str(error.value)
+    before = list(model.parameters())
+    model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)}, assign=True)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert parameter is old and (uneven_dtensor_to_full_tensor(parameter) == 1).all()
 
 
-def test_assigning_a_state_dict_is_refused_not_ignored(ranks: Ranks) -> None:
-    assert all("assign" in message for message in ranks(1, load_by_assignment))
+def test_assigning_a_state_dict_copies_it(ranks: Ranks) -> None:
+    ranks(2, load_by_assignment)

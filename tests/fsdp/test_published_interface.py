@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_fsdp
 from megatron.fsdp.engine import mesh as engine_mesh
-from megatron_fsdp.utils import contains_submesh, get_mesh_names
+from megatron_fsdp.utils import (
+    contains_submesh,
+    find_megatron_fsdp,
+    get_mcore_tensor_parallel_partition_dim,
+    get_mesh_names,
+    is_mcore_tensor_model_parallel,
+)
 
 MODULES: dict[str, list[str]] = {
     "megatron_fsdp": [
@@ -38,7 +44,12 @@ MODULES: dict[str, list[str]] = {
     "megatron_fsdp.megatron_fsdp": ["MegatronFSDP"],
     "megatron_fsdp.mixed_precision": ["MixedPrecisionPolicy"],
     "megatron_fsdp.distributed_data_parallel_config": ["DistributedDataParallelConfig"],
-    "megatron_fsdp.utils": ["FSDPDistributedIndex", "contains_submesh", "get_mesh_names"],
+    "megatron_fsdp.utils": [
+        *("FSDPDistributedIndex", "contains_submesh", "find_megatron_fsdp"),
+        *("get_mcore_tensor_parallel_partition_dim", "get_mesh_names"),
+        "is_mcore_tensor_model_parallel",
+    ],
+    "megatron_fsdp.param_and_grad_buffer": ["make_fsdp_dtensor"],
     "megatron_fsdp.package_info": ["__version__"],
     "megatron_fsdp.uneven_dtensor": [
         *(
@@ -47,7 +58,9 @@ MODULES: dict[str, list[str]] = {
             "gather_uneven_dtensor_to_full_tensor",
         ),
         *(
+            "get_state_dict",
             "get_unflattened_state_dict",
+            "make_uneven_dtensor",
             "preprocess_state_dict_for_uneven_dtensor",
             "redistribute_uneven_dtensor_to_replicated",
         ),
@@ -112,6 +125,9 @@ SHARD = {
         ["check_for_nan_in_grad", "grad_reduce_in_fp32", "preserve_fp32_weights"]
     ),  # older spellings
     "suggested_communication_unit_size": None,
+    "param_init_fn": None,
+    "find_unused_parameters": False,
+    "granularity": "prefer_rows",
 }
 
 
@@ -120,8 +136,17 @@ REQUIRED = inspect.Parameter.empty
 
 SIGNATURES: dict[str, dict[str, Any]] = {
     "fully_shard_model": {"module": REQUIRED, **SHARD},
-    "fully_shard": {"module": REQUIRED, "optimizer": REQUIRED, **SHARD},
-    "fully_shard_optimizer": {"optimizer": REQUIRED, "preproc_state_dict_for_dcp_ckpt": True},
+    "fully_shard": {
+        "module": REQUIRED,
+        "optimizer": REQUIRED,
+        **SHARD,
+        "optimizer_gathers_matrices": False,
+    },
+    "fully_shard_optimizer": {
+        "optimizer": REQUIRED,
+        "preproc_state_dict_for_dcp_ckpt": True,
+        "optimizer_gathers_matrices": False,
+    },
     "MixedPrecisionPolicy": {
         "main_params_dtype": torch.float32,
         "main_grads_dtype": None,
@@ -225,6 +250,46 @@ def test_exported_names(name: str) -> None:
     module = importlib.import_module(name)
     assert sorted(module.__all__) == sorted(MODULES[name])
     assert all(getattr(module, export) is not None for export in module.__all__)
+
+
+NOT_OFFERED = {
+    "megatron_fsdp.param_and_grad_buffer": ("ParamAndGradBuffer", "model.parameters()"),
+    "megatron_fsdp.utils": ("get_global_memory_buffer", "fsdp_double_buffer"),
+    "megatron_fsdp.uneven_dtensor": ("copy_chunk_metadata", "update_uneven_dtensor_chunk_metadata"),
+    "megatron_fsdp.megatron_fsdp": ("TrainingState", "megatron.fsdp.engine.states"),
+}
+
+
+@pytest.mark.parametrize("module", NOT_OFFERED)
+def test_a_name_that_is_not_offered_says_what_does_its_work(module: str) -> None:
+    name, alternative = NOT_OFFERED[module]
+    with pytest.raises(ImportError) as error:
+        exec(f"from {module} import {name}")
+    assert f"{module} does not offer {name}" in str(error.value) and alternative in str(error.value)
+    assert not hasattr(importlib.import_module(module), "anything_else")
+
+
+def find_the_wrapper() -> None:
+    class Outer(nn.Module):
+        def __init__(self, module: nn.Module):
+            super().__init__()
+            self.module = module
+
+    linear = nn.Linear(3, 3)
+    linear.weight.tensor_model_parallel, linear.weight.partition_dim = True, 1
+    model = megatron_fsdp.fully_shard_model(linear)
+    assert find_megatron_fsdp(model) is model is find_megatron_fsdp(Outer(Outer(model)))
+    assert find_megatron_fsdp(linear) is None and find_megatron_fsdp(Outer(linear)) is None
+    weight, bias = dict(model.named_parameters()).values()
+    for parameter in (weight, linear.weight):
+        assert is_mcore_tensor_model_parallel(parameter)
+        assert get_mcore_tensor_parallel_partition_dim(parameter) == 1
+    assert not is_mcore_tensor_model_parallel(bias)
+    assert get_mcore_tensor_parallel_partition_dim(bias) is None
+
+
+def test_questions_about_models_and_parameters(ranks: Callable[..., list[Any]]) -> None:
+    ranks(1, find_the_wrapper)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)

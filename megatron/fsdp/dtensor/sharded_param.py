@@ -26,6 +26,7 @@ from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.tensor_parallel import get_mcore_tensor_parallel_partition_dim
 
 
 @dataclass(frozen=True)
@@ -259,8 +260,8 @@ def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlic
             parameter.shape, parameter.device_mesh, parameter.placements
         )
         return TensorSlice(tuple(parameter.shape), placement.dim, start[placement.dim])
-    dim = getattr(parameter, "partition_dim", -1)
-    if not getattr(parameter, "tensor_model_parallel", False) or dim < 0:
+    dim = get_mcore_tensor_parallel_partition_dim(parameter)
+    if dim is None:
         return TensorSlice(local)
     shape = list(local)
     shape[dim] *= axis.size()

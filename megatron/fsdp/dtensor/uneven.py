@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from megatron.fsdp.engine.collectives import all_gather_uneven
+
+PROCESS_ATTRIBUTES = frozenset({"_fsdp_sharded", "_fsdp_model", "norm_group", "family"})
+"""Attributes of parameters and gradients that refer to the model and to process groups."""
 
 AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
@@ -87,6 +90,22 @@ class UnevenDTensor(DTensor):
             result._is_param = True
         result.requires_grad_(self.requires_grad)
         return result
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle as DTensors of torch do: the local tensor, the mesh and the placements.
+
+        The rest of the flat buffer, what belongs to this process only, and the class of gradients
+        are left out.
+        """
+        local = self._local_tensor
+        if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
+            local = local.detach().clone()
+        plain = dtensor_over(local, self.device_mesh, self.placements, self.shape)
+        attributes = {k: v for k, v in vars(self).items() if k not in PROCESS_ATTRIBUTES}
+        vars(plain).update({**attributes, **vars(plain)})
+        plain.requires_grad_(self.requires_grad)
+        reduce: Callable[..., Any] = DTensor.__reduce_ex__  # torch has no types for it
+        return reduce(plain, protocol)
 
 
 torch.serialization.add_safe_globals([UnevenDTensor])

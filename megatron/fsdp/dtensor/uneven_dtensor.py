@@ -9,12 +9,16 @@ call them, in the same order.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from itertools import product
-from typing import Any
+from typing import Any, cast
 from zlib import crc32
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -42,6 +46,7 @@ __all__ = [
     "filter_unflattened_state_dict",
     "gather_and_compute_chunk_metadata",
     "gather_uneven_dtensor_to_full_tensor",
+    "get_state_dict",
     "get_unflattened_state_dict",
     "preprocess_state_dict_for_uneven_dtensor",
     "redistribute_uneven_dtensor_to_replicated",
@@ -126,6 +131,25 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
         named[str(path)] = get_unflattened_state_dict(state_dict, path)
     _attach_chunks(named, may_differ=True)
     return state_dict
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dicts of a model and its optimizers, ready for torch's checkpoint.
+
+    This is torch's function of this name (arguments and result are its), followed by
+    :func:`preprocess_state_dict_for_uneven_dtensor`.
+    """
+    found = get_torch_state_dict(model, optimizers, submodules=submodules, options=options)
+    model_state, optimizer_state = cast(tuple[dict[str, Any], dict[str, Any]], found)
+    preprocess_state_dict_for_uneven_dtensor(model_state)
+    preprocess_state_dict_for_uneven_dtensor(optimizer_state)
+    return model_state, optimizer_state
 
 
 def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:

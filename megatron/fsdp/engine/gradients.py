@@ -319,6 +319,7 @@ class GroupGradients:
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
         self._is_moved = False
+        self.local.users.clear()
         if self._is_shown:
             self._grad_sum.clear()
         else:

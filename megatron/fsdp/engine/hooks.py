@@ -53,6 +53,7 @@ class UnitHooks:
     def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
         self._schedule = schedule
         self._sharded = sharded
+        self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._root = schedule.units[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[UnitCall] = []  # forwards under way, innermost last
@@ -62,7 +63,7 @@ class UnitHooks:
         for module in _not_compiled(self._root.module):
             if next(module.parameters(recurse=False), None) is not None:
                 module._parameters = WatchedParameters(
-                    module._parameters, self._read_by_name, self._look_at
+                    module._parameters, self._read_by_name, self._look_at, self._to_store
                 )
 
     def _register(self, unit: Unit) -> None:
@@ -149,11 +150,18 @@ class UnitHooks:
         """Return the parameter that code sees when it lists a module's parameters.
 
         Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
-        it is the sharded parameter, unless the compute parameter is readable.
+        it is the sharded parameter, at every level and for every number of ranks: it has the
+        gradient, and an optimizer steps it.
         """
         unit = self._unit_of.get(parameter)
         if unit is None or self._calls:
             return parameter
+        if in_backward():  # recomputation may list what it computes with
+            return self._readable(unit, parameter)
+        return self._sharded[parameter]
+
+    def _readable(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
+        """Return a compute parameter if it is readable, otherwise the sharded one."""
         if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
             return self._sharded[parameter]
         unit.wait_for_unshard()
@@ -163,15 +171,47 @@ class UnitHooks:
         """Return the parameter that code sees when it reads one by name.
 
         Inside a forward, the innermost call borrows the parameter's unit until it ends, unless one
-        of the calls under way uses the unit already.
+        of the calls under way uses the unit already. Outside, code may compute with the result at
+        levels whose compute parameters stay readable.
         """
         unit = self._unit_of.get(parameter)
-        if unit is None or not self._calls:
-            return self._look_at(parameter)
+        if unit is None:
+            return parameter
+        if not self._calls:
+            return self._readable(unit, parameter)
         # Nearly always the innermost call reads a parameter of its own unit.
         if self._calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
             self._borrow(unit)
         return parameter
+
+    def _to_store(
+        self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
+    ) -> nn.Parameter | None:
+        """Return the parameter to store where code assigns one to a module: never a sharded one.
+
+        Args:
+            name: the attribute of the module.
+            value: the assigned parameter.
+            present: the parameter that the module has under that name.
+
+        Raises:
+            ValueError: for a weight that is tied to another one only now: both are sharded already.
+        """
+        compute = value if value is None else self._compute.get(value, value)
+        if compute is present or compute not in self._unit_of or present not in self._unit_of:
+            return compute
+        raise ValueError(
+            f"{self._name_of(present)} cannot be tied to {self._name_of(compute)}: they were two"
+            " parameters when the model was sharded, and each has its own shards and optimizer"
+            f" state. Assign {name} before fully_shard; weights that were tied then stay tied"
+        )
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        for group in self._unit_of[parameter].groups:
+            for name, each in zip(group.names, group.parameters):
+                if each is parameter:
+                    return name
+        raise AssertionError("every parameter of a unit is in one of its groups")
 
     def _borrow(self, unit: Unit) -> None:
         if not any(unit in call.used_units for call in self._calls):
@@ -261,6 +301,8 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         parameters: the module's own ``_parameters``.
         read_by_name: called with a parameter that is read by name; returns the one that code gets.
         look_at: called with a parameter that is listed; returns the one that code gets.
+        to_store: called with a name, the parameter that code assigns to it, and the one that is
+            there; returns the one that is stored.
     """
 
     def __init__(
@@ -268,10 +310,15 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         parameters: dict[str, nn.Parameter | None],
         read_by_name: Callable[[nn.Parameter], nn.Parameter],
         look_at: Callable[[nn.Parameter], nn.Parameter],
+        to_store: Callable[[str, nn.Parameter | None, nn.Parameter | None], nn.Parameter | None],
     ):
         super().__init__(parameters)
         self._read_by_name = read_by_name
         self._look_at = look_at
+        self._to_store = to_store
+
+    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
+        super().__setitem__(name, self._to_store(name, value, super().get(name)))
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)

@@ -42,6 +42,8 @@ class LocalGradients:
     Attributes:
         is_empty: there are no gradients that wait for a reduction.
         is_in_sum: the gradients, which wait or are being reduced, are in the gradient shard.
+        notes_users: the next attribute is kept.
+        users: indices of the parameters that got a gradient since reduced ones were dropped.
         num_forgotten: how often what layers have written was forgotten; what they keep themselves
             of a pass before is then worthless.
     """
@@ -61,6 +63,8 @@ class LocalGradients:
         self._slots = slots
         self.is_empty = True
         self.is_in_sum = False
+        self.notes_users = False
+        self.users: set[int] = set()
         self.num_forgotten = 0
         self._buffer: FlatBuffer | None = None  # made when it is first needed
         self._sum: torch.Tensor | None = None  # the gradient shard, where they accumulate in it
@@ -96,6 +100,8 @@ class LocalGradients:
         arrived = [
             index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
         ]
+        if self.notes_users:
+            self.users.update(arrived)
         # Ranks that do not allocate the same buffers at the same time assign different slots. So a
         # rank that has not used the group (an expert without tokens) accumulates zeros.
         if not (arrived or self._written) and self._slots is None:

@@ -29,7 +29,7 @@ from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import plan
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
 from megatron.fsdp.engine.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine.partition import Partition
@@ -53,6 +53,7 @@ class ParamGroup:
         unit_name: name of the unit of the group, for traces.
         weight_slots: memory slots for gathered weights; None: they have storage of their own.
         gradient_slots: memory slots for local gradients, likewise.
+        granularity: of all parameters.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ParamGroup:
         unit_name: str,
         weight_slots: MemorySlots | None = None,
         gradient_slots: MemorySlots | None = None,
+        granularity: Granularity = PREFER_ROWS,
     ):
         self.names = list(names)
         self.parameters = list(parameters)
@@ -78,7 +80,7 @@ class ParamGroup:
         self._partition = Partition.of(communicator, strategy, shards_outer)
         self.rank = self._partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
-        self.layout = plan(shapes, self._partition.num_owned)
+        self.layout = plan(shapes, self._partition.num_owned, granularity)
         self._reshards_after_use = strategy.shards_parameters and self._partition.num_inner > 1
         self._make_weights(device, weight_slots if self._reshards_after_use else None)
         self.gradients = GroupGradients(

@@ -50,6 +50,12 @@ class Schedule:
         self._on_backward_end = on_backward_end
         self._prefetcher = Prefetcher(units, overlap)
         self._reductions = Reductions(overlap.grad_reduce)
+        self.reduces_late = False
+        """True to reduce gradients when the backward pass is over, where no level forbids that.
+
+        The loss may then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3 reduce
+        and gather unit by unit, so their ranks must reach the same ones."""
+
         self._is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
@@ -144,7 +150,7 @@ class Schedule:
         if unit.has_grads:
             self._reductions.advance()
             is_complete = self._microbatches.are_synchronised
-            reduces_now = self._strategy.shards_gradients or is_complete
+            reduces_now = self._strategy.shards_gradients or (is_complete and not self.reduces_late)
             for group in unit.trainable_groups:
                 group.gradients.accumulate(reduces_now)
             if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch

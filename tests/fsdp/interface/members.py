@@ -41,6 +41,13 @@ def head_weight(model: nn.Module) -> Tensor:
     return whole(model.state_dict()["module.head.weight"]).double()
 
 
+@shows("members", "is_param_fsdp_distributed")
+def shows_is_param_fsdp_distributed(make: Make) -> None:
+    model = wrapped(build_stack())
+    assert model.is_param_fsdp_distributed
+    assert list(map(id, model.module.parameters())) == list(map(id, model.parameters()))
+
+
 @shows("step", "closure")
 def shows_closure(make: Make) -> None:
     model, optimizer = with_optimizer(preserve_fp32_weights=False)

@@ -175,6 +175,70 @@ def shows_sync_model_each_microbatch(make: Make) -> None:
 
 
 @shows("fully_shard_model", "preproc_state_dict_for_dcp_ckpt")
+@shows("fully_shard_model", "param_init_fn")
+def shows_param_init_fn(make: Make) -> None:
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(0.25)
+
+    with torch.device("meta"):
+        module = build_stack()
+    model = make(module, init_model_with_meta_device=True, param_init_fn=fill)
+    assert all((whole(parameter) == 0.25).all() for parameter in model.parameters())
+    message = message_of(ValueError, make, build_stack(), param_init_fn="zeros")
+    assert "param_init_fn" in message and "'zeros'" in message
+
+
+@shows("fully_shard_model", "find_unused_parameters")
+def shows_find_unused_parameters(make: Make) -> None:
+    for wanted in (False, True):
+        module = build_stack()
+        module.unused = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        model = make(module, find_unused_parameters=wanted)
+        backward(model)
+        missing = [name for name, each in model.named_parameters() if each.grad is None]
+        assert missing == (["module.unused"] if wanted else [])
+
+
+@shows("fully_shard_model", "granularity")
+def shows_granularity(make: Make) -> None:
+    for wanted in ("prefer_rows", "rows"):
+        model = make(nn.Linear(1001, 3, bias=False), granularity=wanted)
+        (weight,) = model.parameters()
+        assert weight.to_local().ndim == (2 if wanted == "rows" else 1)
+    message = message_of(ValueError, make, build_stack(), granularity="columns")
+    assert "granularity" in message and "'columns'" in message
+
+
+@shows("fully_shard_optimizer", "optimizer_gathers_matrices")
+def shows_optimizer_gathers_matrices(make: Make) -> None:
+    class DividingByNorm(torch.optim.Optimizer):
+        """Divide a weight by one plus the norm of its whole gradient."""
+
+        def __init__(self, params: Any, offset: float = 1.0):
+            super().__init__(params, {"offset": offset})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.div_(group["offset"] + whole(parameter.grad).norm())
+
+    model = fully_shard_model(build_stack())
+    message = message_of(
+        NotImplementedError, fully_shard_optimizer, DividingByNorm(model.parameters())
+    )
+    assert "optimizer_gathers_matrices" in message
+    optimizer = fully_shard_optimizer(
+        DividingByNorm(model.parameters()), optimizer_gathers_matrices=True
+    )
+    before = [whole(parameter).clone() for parameter in model.parameters()]
+    backward(model)
+    optimizer.step()
+    for old, parameter in zip(before, model.parameters(), strict=True):
+        close(whole(parameter), old / (1 + whole(parameter.grad).norm()), "weight", 1e-6)
+
+
 @shows("fully_shard_optimizer", "optimizer", "preproc_state_dict_for_dcp_ckpt")
 def shows_preproc_state_dict_for_dcp_ckpt(make: Make) -> None:
     def is_ready(value: Any) -> bool:
