@@ -34,7 +34,7 @@ MODEL = (
     " --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 1000"
     " --log-interval 1 --swiglu --disable-bias-linear --normalization RMSNorm"
     " --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0"
-    " --attention-dropout 0"
+    " --attention-dropout 0 --num-workers 0"
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-ffn-hidden-size 32"
 MLA = (
