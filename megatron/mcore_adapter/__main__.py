@@ -29,8 +29,7 @@ def main() -> None:
     if not program.is_file():
         stop(f"there is no program {program}; {USAGE}")
     sys.argv[:] = sys.argv[1:]
-    # As Python does for a program; its checkout comes before a release that is installed.
-    sys.path.insert(0, str(program.resolve().parent))
+    tested.use_checkout_of(program)
     try:
         check_installed(tested.check().file.parent)
         # Importing it imports Megatron-Core, whose own messages would come first.

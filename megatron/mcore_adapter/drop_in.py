@@ -27,15 +27,21 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
-import megatron.core
-from megatron.core.optimizer import DistributedOptimizer
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from megatron.mcore_adapter.loop_environment import check_importable
+from megatron.mcore_adapter.releases import tested
 
-from megatron.fsdp.dtensor import uneven_dtensor
-from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts
-from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
-from megatron.mcore_adapter.loop_program import LoopProgram
-from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths
+# The imports below would fail with an error that names a file of Megatron-Core and no fix.
+check_importable(tested.check().file.parent)
+
+import megatron.core  # noqa: E402
+from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
+
+from megatron.fsdp.dtensor import uneven_dtensor  # noqa: E402
+from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts  # noqa: E402
+from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
+from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
+from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = f"{PACKAGE}.uneven_dtensor"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -15,19 +16,49 @@ def check_installed(core: Path) -> None:
     Raises:
         RuntimeError: one line that names everything that is not installed, with the fix.
     """
-    lacking = _modules(core) + _compiler(core)
+    _refuse(_modules(core) + _compiler(core))
+
+
+def check_importable(core: Path) -> None:
+    """Check that Megatron-Core in ``core`` can be imported.
+
+    Raises:
+        RuntimeError: one line that names every module that is not installed, with the fix.
+    """
+    _refuse(_modules(core))
+
+
+def _refuse(lacking: list[str]) -> None:
     if lacking:
         raise RuntimeError(f"Megatron-LM's training loop needs {'; and '.join(lacking)}")
 
 
+UNDECLARED = {
+    "triton": ("core/transformer/moe/ops/paged_stash.py", "core/transformer/moe/paged_stash.py"),
+    "yaml": ("training/yaml_arguments.py", "training/config/container.py"),
+}
+"""Module -> files of a checkout that import it in some releases, where nothing declares it."""
+
+PACKAGES = {"yaml": "pyyaml"}
+"""Module -> name for pip, where it is another one."""
+
+
 def _modules(core: Path) -> list[str]:
-    """Find absent modules that packages of Megatron-Core import without declaring them."""
-    importers = {"triton": core / "transformer" / "moe" / "paged_stash.py"}
-    return [
-        f"the Python module {name}, which {file} imports (pip install {name})"
-        for name, file in importers.items()
-        if file.exists() and importlib.util.find_spec(name) is None
-    ]
+    """Find absent modules that the loop and Megatron-Core import without declaring them."""
+    lacking = []
+    for name, files in UNDECLARED.items():
+        importers = [core.parent / file for file in files if _imports(core.parent / file, name)]
+        if importers and importlib.util.find_spec(name) is None:
+            package = PACKAGES.get(name, name)
+            lacking.append(
+                f"the Python module {name}, which {importers[0]} imports (pip install {package})"
+            )
+    return lacking
+
+
+def _imports(file: Path, name: str) -> bool:
+    """Return True for a file that imports a module whenever it is imported itself."""
+    return file.is_file() and re.search(rf"^import {name}\b", file.read_text(), re.M) is not None
 
 
 def _compiler(core: Path) -> list[str]:

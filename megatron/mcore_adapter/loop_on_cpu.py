@@ -3,7 +3,8 @@
 
 :mod:`megatron.mcore_adapter.cpu` replaces those of Megatron-Core for good. The loop asks further
 questions, which other programs in the process must not hear answered: whether there is a device, of
-which number and architecture. Only modules of the loop get these answers.
+which number and architecture. Only modules of the loop get these answers. The loop also chooses
+local layers and an early release of pipeline outputs, for which a CPU needs replacements.
 """
 
 from __future__ import annotations
@@ -11,10 +12,20 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron.mcore_adapter.local_layers import LocalAttention, LocalLatentAttention, LocalNorm
 
 LOOP = "megatron.training"
 """The package that is told that there is a device."""
@@ -24,10 +35,28 @@ ARCHITECTURE = SimpleNamespace(major=9, minor=0, total_memory=0, name="CPU")
 
 
 class LoopOnCpu:
-    """The replacements, from construction until :meth:`restore`."""
+    """The replacements, from construction until :meth:`restore`.
+
+    An error in the constructor undoes those that were made.
+    """
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Any, str, Any]] = []
+        with ExitStack() as undo:
+            self._undo = undo
+            self._replace_device()
+            self._replace_layers()
+            self._keep_pipeline_outputs()
+            # A compiler run for each of the small fused functions takes ten seconds, and gains
+            # nothing.
+            undo.push(torch.compiler.set_stance("force_eager"))
+            self._undo = undo.pop_all()
+
+    def restore(self) -> None:
+        """Undo the replacements; a second call does nothing."""
+        self._undo.close()
+
+    def _replace_device(self) -> None:
+        """Answer the loop's questions about a device, and make its tensors on the CPU."""
         nothing: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
         for name, answer in {"is_available": True, "device_count": 1}.items():
             self._replace(torch.cuda, name, _for_the_loop(getattr(torch.cuda, name), answer))
@@ -38,19 +67,44 @@ class LoopOnCpu:
             self._replace(torch.cuda, name, lambda device=None: 0)
         for name in ("rand", "randn", "randint", "full", "arange"):
             self._replace(torch, name, _on_cpu(getattr(torch, name)))
-        # A compiler run for each of the small fused functions takes ten seconds, and gains nothing.
-        self._stance = torch.compiler.set_stance("force_eager")
 
-    def restore(self) -> None:
-        """Undo the replacements."""
-        for owner, name, original in reversed(self._replaced):
-            setattr(owner, name, original)
-        self._replaced.clear()
-        self._stance.__exit__(None, None, None)
+    def _replace_layers(self) -> None:
+        """Build local layers that know sequence and context parallelism, and latent attention."""
+        self._replace(WrappedTorchNorm, "__new__", LocalNorm.__new__)
+        self._replace(LocalSpecProvider, "core_attention", lambda provider: CoreAttention)
+        self._replace(gpt_layer_specs, "MLASelfAttention", LocalLatentAttention)
+
+    def _keep_pipeline_outputs(self) -> None:
+        """Keep the outputs of a pipeline stage until their backward.
+
+        The loop always has outputs freed, and an interleaved schedule may free one while its send
+        is under way. On a GPU the stream keeps the memory; gloo would read what is there by then.
+        """
+        self._replace(schedules, "deallocate_output_tensor", lambda *args, **kwargs: None)
+        self._replace(schedules, "custom_backward", _backward)
 
     def _replace(self, owner: Any, name: str, replacement: Any) -> None:
-        self._replaced.append((owner, name, getattr(owner, name)))
+        self._undo.callback(setattr, owner, name, vars(owner)[name])
         setattr(owner, name, replacement)
+
+
+class CoreAttention:
+    """A factory of the attention of a local layer: ours where Megatron-Core's lacks a feature.
+
+    It is a class, not a function, because layer specs take classes only.
+    """
+
+    def __new__(  # type: ignore[misc]  # layer specs call this and use the result
+        cls, config: TransformerConfig, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Make the attention; arguments are those of DotProductAttention."""
+        needs_ours = config.context_parallel_size > 1 or config.multi_latent_attention
+        return (LocalAttention if needs_ours else DotProductAttention)(config, *args, **kwargs)
+
+
+def _backward(output: Tensor, grad_output: Tensor | None) -> None:
+    """Run the backward of an output that has not been freed; a scalar needs no gradient."""
+    torch.autograd.backward(output, grad_tensors=grad_output)
 
 
 def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., Any]:
@@ -66,11 +120,11 @@ def _for_the_loop(original: Callable[..., Any], answer: Any) -> Callable[..., An
     return ask
 
 
-def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a factory that makes tensors on the CPU where CUDA is asked for."""
 
     @functools.wraps(factory)
-    def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def make(*args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"

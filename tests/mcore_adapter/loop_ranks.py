@@ -150,7 +150,12 @@ def warm_up(script: str) -> None:
             setattr(parent, name.rpartition(".")[2], sys.modules[name])
             parent = sys.modules[name]
         parent.GPTModel = object
-    for name in ("megatron.mcore_adapter.drop_in", "gpt_builders", "model_provider"):
+    for name in (
+        "megatron.mcore_adapter.drop_in",
+        "gpt_builders",
+        "model_provider",
+        "megatron.core.tokenizers.text",  # imports transformers
+    ):
         import_module(name)
 
 

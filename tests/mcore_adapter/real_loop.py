@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron-LM's own training loop with this project, against the same loop with its DDP.
 
-    python -m tests.mcore_adapter.real_loop --release 0.19.0 [--rows zero3 ep] [--write]
+    python -m tests.mcore_adapter.real_loop --release 0.19.0 [--rows zero2 ep] [--write]
 
 Every row of `ROWS` runs `pretrain_gpt.py` of the release on CPU ranks, twice: with the flags of the
 layout, and with those and `--use-megatron-fsdp`. Losses and gradient norms of all steps have to
-agree to 1e-5.
+agree to 1e-5. `--write` puts the differences into the table of results.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,17 @@ MODEL = (
     " --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 1000"
     " --log-interval 1 --swiglu --disable-bias-linear --normalization RMSNorm"
     " --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0"
-    " --attention-dropout 0"
+    " --attention-dropout 0 --num-workers 0"
 )
 MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-ffn-hidden-size 32"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8"
+    " --qk-pos-emb-head-dim 8 --v-head-dim 4 --rope-type rope"
+)
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
 
 
 @dataclass(frozen=True)
@@ -62,21 +69,29 @@ ROWS = {
     "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
     "double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer"),
     "hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2"),
-    "hybrid-optim": Row(
-        4,
-        fsdp="--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim",
-    ),
+    "hybrid-optim": Row(4, fsdp=HYBRID_OPTIM),
     "per-token": Row(2, "--calculate-per-token-loss"),
     "tp": Row(4, "--tensor-model-parallel-size 2"),
+    "tp-sp": Row(4, SP),
     "pp": Row(4, "--pipeline-model-parallel-size 2"),
+    "vpp": Row(4, VPP, OVERLAP),
+    "cp": Row(4, "--context-parallel-size 2"),
+    "mla": Row(4, f"{SP} {MLA}"),
+    "bf16": Row(2, "--bf16"),
     "ep": Row(4, f"{MOE} --expert-model-parallel-size 2"),
+    "ep-tp": Row(4, f"{MOE} {SP} --expert-model-parallel-size 2"),
     "ep-zero2": Row(
         4,
         f"{MOE} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
         "--data-parallel-sharding-strategy optim_grads",
     ),
     "resume": Row(2, resumed_at=2),
+    "resume-double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer", resumed_at=2),
+    "resume-bf16": Row(2, "--bf16", resumed_at=2),
+    "resume-hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2", resumed_at=2),
+    "resume-hybrid-optim": Row(4, fsdp=HYBRID_OPTIM, resumed_at=2),
     "resume-ep": Row(4, f"{MOE} --expert-model-parallel-size 2", resumed_at=2),
+    "resume-vpp": Row(4, VPP, resumed_at=2),
     "resume-tp-pp": Row(
         4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", resumed_at=2
     ),
@@ -165,10 +180,33 @@ def is_equal(result: tuple[float, float] | str) -> bool:
     )
 
 
+def with_cells(table: str, release: str, results: Mapping[str, tuple[float, float]]) -> str:
+    """Return the text of the table of results with the cells of a release, rows as in `ROWS`."""
+    before, bar, rest = table.partition("| row |")
+    lines = (bar + rest).splitlines()
+    cells: dict[str, list[str]] = {}
+    for line in lines[2:]:
+        name, _, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        cells[name] = columns
+    for name, (loss, norm) in results.items():
+        columns = cells.setdefault(name, [""] * len(RELEASES))
+        columns[RELEASES.index(release)] = f"{short(loss)} / {short(norm)}"
+    for name, row in ROWS.items():
+        columns = cells.get(name, [""] * len(RELEASES))
+        cells[name] = [name, str(row.ranks), *columns]
+    rows = [f"| {' | '.join(cells[name])} |" for name in ROWS]
+    return before + "\n".join([*lines[:2], *rows]) + "\n"
+
+
+def short(difference: float) -> str:
+    return f"{difference:.1e}" if difference else "0"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--release", choices=RELEASES, default=RELEASES[-1])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
     args = parser.parse_args()
     start = time.monotonic()
     results = compare(args.rows, args.release)
@@ -178,7 +216,10 @@ def main() -> None:
         if isinstance(result, str):
             print(f"| {name} | {result} |")
         else:
-            print(f"| {name} | {result[0]:.1e} | {result[1]:.1e} |")
+            print(f"| {name} | {short(result[0])} | {short(result[1])} |")
+    if args.write:
+        equal = {name: result for name, result in results.items() if is_equal(result)}
+        RESULTS.write_text(with_cells(RESULTS.read_text(), args.release, equal))
     sys.exit(not all(map(is_equal, results.values())))
 
 

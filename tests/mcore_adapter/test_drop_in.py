@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The drop-in: Megatron-LM's loop trains with our class; every name is replaced and restored."""
 
+import io
 import os
 import sys
 import typing
+from contextlib import redirect_stdout
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import megatron.core
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -114,6 +117,24 @@ def install_and_take_back() -> list[Any]:
 def test_every_name_is_replaced_before_and_after_the_import_of_the_loop_and_restored() -> None:
     assert run_ranks(1, install_and_take_back) == [
         [True, True, True, True, set(), True, True, True]
+    ]
+
+
+def lines_at_installation() -> list[str]:
+    """Job: what installing prints."""
+    with redirect_stdout(io.StringIO()) as output, drop_in.install():
+        pass
+    return output.getvalue().splitlines()
+
+
+def test_one_line_of_the_first_rank_says_on_which_release_the_drop_in_is_active() -> None:
+    core = megatron.core
+    assert run_ranks(2, lines_at_installation) == [
+        [
+            f"megatron.mcore_adapter: the drop-in is active on Megatron-Core {core.__version__} in"
+            f" {core.__path__[0]}"
+        ],
+        [],
     ]
 
 

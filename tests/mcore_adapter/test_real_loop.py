@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests import megatron_release
-from tests.mcore_adapter.real_loop import MODEL, ROOT, compare, is_equal
+from tests.mcore_adapter.real_loop import MODEL, RESULTS, ROOT, compare, is_equal, with_cells
+from tests.mcore_adapter.releases.test_tested import checkout
 
 NEWEST = megatron_release.RELEASES[-1]
 
@@ -27,9 +28,9 @@ def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
 @pytest.mark.parametrize(
     "release, rows",
     [
-        ("0.17.1", ["zero0", "ep", "resume-tp-pp"]),
-        ("0.18.2", ["zero0", "hybrid-optim", "resume"]),
-        ("0.19.0", ["zero0", "double-buffer", "evaluation", "resume-ep"]),
+        ("0.17.1", ["zero0", "vpp", "ep", "resume-tp-pp"]),
+        ("0.18.2", ["zero0", "cp", "bf16", "resume-hybrid-optim"]),
+        ("0.19.0", ["zero0", "double-buffer", "evaluation", "vpp", "cp", "bf16", "resume-ep"]),
     ],
 )
 def test_every_release_trains_and_resumes_like_its_ddp(release: str, rows: list[str]) -> None:
@@ -65,7 +66,7 @@ def test_what_is_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"
     (core / "datasets").mkdir(parents=True)
     (core / "transformer" / "moe").mkdir(parents=True)
-    (core / "transformer" / "moe" / "paged_stash.py").touch()
+    (core / "transformer" / "moe" / "paged_stash.py").write_text("import triton\n")
     (core / "datasets" / "Makefile").touch()
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\n")
@@ -75,6 +76,46 @@ def test_what_is_not_installed_is_said_in_one_line(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     for part in ("pip install triton", "pip install pybind11", "make, g++, python3"):
         assert part in line
+
+
+def test_two_releases_are_named_in_one_line(tmp_path: Path) -> None:
+    installed = checkout(tmp_path / "installed", "0.18.2")
+    newer = checkout(tmp_path / "newer", "0.19.0", loop=True)
+    (newer / "pretrain_gpt.py").touch()
+    path = os.pathsep.join((str(ROOT), str(installed)))
+    done = start(str(newer / "pretrain_gpt.py"), PYTHONPATH=path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    for release in (installed, newer):
+        assert str(release / "megatron" / "core" / "package_info.py") in line
+
+
+def test_a_wheel_before_a_checkout_of_another_release_is_named_with_it(tmp_path: Path) -> None:
+    wheel = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    newer = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    path = os.pathsep.join(map(str, (ROOT, wheel, newer)))
+    done = subprocess.run(
+        [sys.executable, "-c", "import megatron.mcore_adapter.drop_in"],
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+    )
+    line = done.stderr.splitlines()[-1]
+    assert str(wheel / "megatron" / "core" / "package_info.py") in line
+    assert str(newer / "megatron" / "training" / "__init__.py") in line
+
+
+def test_a_run_adds_its_cells_to_the_table_of_results() -> None:
+    table = RESULTS.read_text()
+    before, _, _ = table.partition("| row |")
+    written = with_cells(table, "0.18.2", {"zero0": (0, 2.5e-7)})
+    assert written.startswith(before) and "| zero0 | 2 | " in written
+    row = next(line for line in written.splitlines() if line.startswith("| zero0 |"))
+    assert row.split("|")[4].strip() == "0 / 2.5e-07"
+    (was,) = (line for line in table.splitlines() if line.startswith("| zero0 |"))
+    assert row.split("|")[5] == was.split("|")[5]
+    assert with_cells(written, "0.18.2", {}) == written
 
 
 @pytest.mark.parametrize("words", [[], ["--help"], ["absent.py"]], ids=["none", "help", "absent"])

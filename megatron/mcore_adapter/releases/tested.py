@@ -106,8 +106,27 @@ def has_loop() -> bool:
     """
     if "megatron.training" in sys.modules or any(_found_by_import("megatron.training")):
         return True
-    above = Path(sys.argv[0]).resolve().parents
-    return any((folder / "megatron" / "training" / "__init__.py").is_file() for folder in above)
+    return _checkout_above(Path(sys.argv[0])) is not None
+
+
+def use_checkout_of(program: Path) -> None:
+    """Let imports find the folder of a program first, then the checkout that it is in, if any.
+
+    Programs in ``examples`` and ``tools`` of a checkout append its folder when they run. Its loop
+    would then meet the release of Megatron-Core that is installed.
+    """
+    sys.path.insert(0, str(program.resolve().parent))
+    checkout = _checkout_above(program)
+    if checkout is not None and not any(_found_by_import("megatron.training")):
+        sys.path.insert(1, str(checkout))
+
+
+def _checkout_above(program: Path) -> Path | None:
+    """Return the folder above a program that has Megatron-LM's loop, or None."""
+    for folder in program.resolve().parents:
+        if (folder / "megatron" / "training" / "__init__.py").is_file():
+            return folder
+    return None
 
 
 def _found_by_import(package: str) -> Iterator[Path]:

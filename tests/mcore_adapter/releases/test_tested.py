@@ -113,6 +113,20 @@ def test_the_loop_is_found_on_the_path_and_above_the_program(
         assert tested.has_loop()
 
 
+def test_the_checkout_above_a_program_comes_before_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkout(tmp_path / "checkout", "0.19.0", loop=True)
+    installed = checkout(tmp_path / "lib" / "site-packages", "0.16.1")
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    with path_of(installed):
+        tested.use_checkout_of(folder / "tools" / "train.py")
+    assert sys.path == [str(folder / "tools"), str(folder), "elsewhere"]
+    with path_of(folder):
+        tested.use_checkout_of(folder / "tools" / "train.py")
+    assert sys.path == [str(folder / "tools"), str(folder / "tools"), str(folder), "elsewhere"]
+
+
 def test_an_editable_install_is_found_through_its_hook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
