@@ -37,15 +37,17 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     modes = ["no_shard", "optim_grads_params"] if release == NEWEST else [*MODES]
     lines = [f"{RUN} {MODES[mode]}" for mode in modes]
     # It goes on from the file of the installed release, and writes one for it.
-    lines += [f"{RUN} {FSDP} --load {mine}", f"{first} --save {theirs}"]
-    *records, resumed, saved = train_on(release, tmp_path, 2, *lines)
+    resume, tune = (f"{RUN} {FSDP} --load {mine} {flag}" for flag in ("", "--finetune"))
+    lines += [resume, tune, f"{first} --save {theirs}"]
+    *records, resumed, tuned, saved = train_on(release, tmp_path, 2, *lines)
     reference = installed[1]
     for record in records:
         assert_same_run(record, reference, loss=1e-6, norm=1e-5)
     assert saved.losses == pytest.approx(reference.losses[:2], rel=1e-6)
     assert resumed.losses == pytest.approx(reference.losses[2:], rel=1e-6)
-    (back,) = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}")[0]
+    back, expected = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}", tune)[0]
     assert back.losses == pytest.approx(reference.losses[2:], rel=1e-6)
+    assert tuned.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 @pytest.mark.exhaustive
