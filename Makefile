@@ -55,8 +55,10 @@ $(VENV)/.installed: setup.py pyproject.toml
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --editable ".[test,lint,plot]"
 	@# Imported by checkouts of Megatron-Core. Only tests on these see it: with triton torch would compile kernels for them.
-	$(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(VENV)/for_releases triton pybind11 six \
-		|| echo "make: triton, pybind11 and six are not installed: tests on other releases of Megatron-Core will be skipped" >&2
+	@# A build of torch for GPUs brings the triton that it works with.
+	@missing=$$($(VENV)/bin/python -c 'import sys; from importlib.util import find_spec; print(*(n for n in sys.argv[1:] if not find_spec(n)))' triton pybind11 six); \
+	test -z "$$missing" || $(VENV)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target $(VENV)/for_releases $$missing \
+		|| echo "make: $$missing: not installed: tests on other releases of Megatron-Core will be skipped" >&2
 	touch $@
 
 clean:

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def obstacle(release: str) -> str | None:
     """Return the reason for which a release cannot run here, or None."""
     if not archive_of(release).is_file():
         return f"no Megatron-Core {release}: {archive_of(release)} is not there"
-    missing = [name for name in NEEDED if not any(PACKAGES.glob(f"{name}*"))]
+    missing = [
+        name for name in NEEDED if not any(PACKAGES.glob(f"{name}*")) and not find_spec(name)
+    ]
     if missing:
         return (
             f"Megatron-Core {release} imports {', '.join(NEEDED)}: install them with pip install"

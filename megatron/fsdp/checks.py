@@ -135,7 +135,8 @@ def check_nccl(device: torch.device | None) -> None:
     Raises:
         ValueError: for a device without NCCL, or an allocator whose memory cannot be registered.
     """
-    accelerator = torch.accelerator.current_accelerator()
+    # A build of torch for GPUs has an accelerator wherever it runs.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = (device or accelerator or torch.device("cpu")).type
     if kind != "cuda":
         raise ValueError(

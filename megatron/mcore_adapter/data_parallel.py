@@ -31,6 +31,7 @@ from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.mcore_adapter.other_optimizers import follow_torch_optimizers, refuse_stale_weights
 from megatron.mcore_adapter.parameter_attributes import set_attributes
 from megatron.mcore_adapter.releases import precision_fields
+from megatron.mcore_adapter.releases.main_weights import keep_main_weights
 
 
 class CoreEngine(MegatronFSDP):
@@ -181,6 +182,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         elif not strategy.shards_optimizer:
             count_over_instance(self, pg_collection)
         refuse_stale_weights()
+        keep_main_weights()
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import read_metadata
-from megatron.checkpoint.torch_dist.checkpoint import check_marker, read_common
+from megatron.checkpoint.torch_dist.checkpoint import check_marker
+from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.releases.common_state import common_object_readable
 from megatron.pretrain.gpt_model import unwrap
 from megatron.pretrain.save_strategy import SaveStrategies, load_strategy
 from megatron.pretrain.write_results import written_by_threads
@@ -88,7 +90,7 @@ def load(
         ValueError: it does not fit this run.
     """
     _refuse_code(source)
-    with gathered_weights(model), without_warnings():
+    with gathered_weights(model), without_warnings(), _common_state_readable(source):
         metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(
             args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
         )
@@ -135,6 +137,13 @@ def _refuse_code(source: Path) -> None:
     problems = agree(problems)
     if problems:
         raise ValueError(problems[0])
+
+
+def _common_state_readable(source: Path) -> AbstractContextManager[None]:
+    """Return the context in which Megatron-Core finds the common state, in either form."""
+    if (source / COMMON_FILE).is_file():
+        return nullcontext()
+    return common_object_readable(lambda: read_common(StoredCheckpoint(source, verify=False)))
 
 
 def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:

@@ -21,6 +21,7 @@ from megatron.fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
+from megatron.fsdp.checks import check_nccl
 from tests.fsdp.engine.test_mesh import HYBRID
 from tests.fsdp.meshes import mesh_of
 from tests.fsdp.models import ResidualBlock
@@ -355,6 +356,19 @@ WRONG_CALLS = {**STRATEGIES, **OPTIONS, **MODELS}
 @pytest.mark.parametrize("name", WRONG_CALLS)
 def test_a_wrong_call_is_refused_alike_on_every_rank(ranks: Ranks, name: str) -> None:
     check_refusal(ranks, __name__, name)
+
+
+def test_nccl_is_refused_by_a_build_for_gpus_on_a_machine_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a build says that its accelerator is CUDA, unless asked for one that is available."""
+
+    def of_the_build(check_available: bool = False) -> torch.device | None:
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", of_the_build)
+    with pytest.raises(ValueError, match="there is none of on cpu"):
+        check_nccl(None)
 
 
 def shard_a_linear() -> None:

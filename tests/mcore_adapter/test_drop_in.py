@@ -212,7 +212,11 @@ def test_a_preparation_that_fails_changes_nothing() -> None:
 def command_line_of_another_program() -> tuple[list[str], list[str]]:
     """Job: a command line with flags of the loop, without a checkout, before and after install."""
     words = ["train.py", "--micro-batch-size", "2", "--use-megatron-fsdp"]
-    with patch.object(sys, "argv", words.copy()), drop_in.install():
+    with (
+        patch.object(sys, "argv", words.copy()),
+        patch.object(tested, "has_loop", lambda: False),
+        drop_in.install(),
+    ):
         return words, list(sys.argv)
 
 

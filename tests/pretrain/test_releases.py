@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The program trains, saves and loads on every release of Megatron-Core, with the same numbers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests import megatron_release
 from tests.megatron_release import RELEASES
-from tests.pretrain.release_runs import train_on
+from tests.pretrain.files_by_release import WAYS, Way, compare
+from tests.pretrain.release_runs import INSTALLED, train_on
 from tests.pretrain.training_runs import SMALL, assert_same_run, train
 from tests.rank_pool import run_ranks
 
@@ -34,15 +37,17 @@ def test_losses_norms_and_checkpoints_are_those_of_the_installed_release(
     modes = ["no_shard", "optim_grads_params"] if release == NEWEST else [*MODES]
     lines = [f"{RUN} {MODES[mode]}" for mode in modes]
     # It goes on from the file of the installed release, and writes one for it.
-    lines += [f"{RUN} {FSDP} --load {mine}", f"{first} --save {theirs}"]
-    *records, resumed, saved = train_on(release, tmp_path, 2, *lines)
+    resume, tune = (f"{RUN} {FSDP} --load {mine} {flag}" for flag in ("", "--finetune"))
+    lines += [resume, tune, f"{first} --save {theirs}"]
+    *records, resumed, tuned, saved = train_on(release, tmp_path, 2, *lines)
     reference = installed[1]
     for record in records:
         assert_same_run(record, reference, loss=1e-6, norm=1e-5)
     assert saved.losses == pytest.approx(reference.losses[:2], rel=1e-6)
     assert resumed.losses == pytest.approx(reference.losses[2:], rel=1e-6)
-    (back,) = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}")[0]
+    back, expected = run_ranks(2, train, f"{RUN} {FSDP} --load {theirs}", tune)[0]
     assert back.losses == pytest.approx(reference.losses[2:], rel=1e-6)
+    assert tuned.losses == pytest.approx(expected.losses, rel=1e-6)
 
 
 @pytest.mark.exhaustive
@@ -64,3 +69,23 @@ def test_a_growing_batch_is_the_same(release: str, tmp_path: Path) -> None:
     assert record.column("batch-size") == reference.column("batch-size")
     assert record.column("batch-size")[0] == 4
     assert_same_run(record, reference, loss=1e-6, norm=1e-5)
+
+
+def goes_on_with_files_of(release: str, model: str, ways: Sequence[Way], folder: Path) -> None:
+    """Load and convert files of a release under the installed one, and the other way round."""
+    megatron_release.require(release)
+    outcomes = [*compare([INSTALLED, release], [model], folder, ways)]
+    assert len(outcomes) == 2 * len(ways)
+    assert [str(each) for each in outcomes if not each.is_equal] == []
+
+
+def test_files_of_the_newest_release_load_and_convert_both_ways(tmp_path: Path) -> None:
+    loaded_by_megatron_core = WAYS[:1]
+    converted = [way for way in WAYS if way.convert]
+    goes_on_with_files_of(NEWEST, "llama", [*loaded_by_megatron_core, *converted], tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("release", RELEASES)
+def test_files_of_experts_load_and_convert_both_ways(release: str, tmp_path: Path) -> None:
+    goes_on_with_files_of(release, "deepseek", WAYS, tmp_path)

@@ -19,12 +19,13 @@ from megatron.core.optimizer import get_standard_config_overrides
 
 from megatron.pretrain import gpt_optimizer, ranks, torch_dist_checkpoint
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
-from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
+from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.not_built import NOT_BUILT
+from megatron.pretrain.arguments.flags import spelled
 from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.arguments.same_here import SAME_HERE
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
+from tests.pretrain.arguments.command_lines import REFUSED_HERE
 from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.pretrain.arguments.flag_tables import ROWS
 
@@ -281,8 +282,9 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     # Each further field has a test in test_further_fields.py.
     further = set(further_destinations())
     shown = in_tables | fields | read | further | {"dry_run_ranks"}
-    assert known == shown | set(NOT_BUILT) | set(SAME_HERE)
-    assert read.isdisjoint(in_tables | fields | set(NOT_BUILT)), "listed twice"
+    same = {dest for dest in SAME_HERE if spelled(dest) not in absent_flags()}
+    assert known == shown | REFUSED_HERE | same
+    assert read.isdisjoint(in_tables | fields | REFUSED_HERE), "listed twice"
 
 
 def test_every_row_names_a_flag_and_is_of_one_kind() -> None:

@@ -23,7 +23,14 @@ from megatron.pretrain.arguments.further_fields import (
 )
 from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.arguments.same_here import SAME_HERE
-from tests.pretrain.arguments.command_lines import LATENT, MOCK, other_value, parse, problems
+from tests.pretrain.arguments.command_lines import (
+    LATENT,
+    MOCK,
+    PREDICTION,
+    other_value,
+    parse,
+    problems,
+)
 
 FURTHER = sorted(further_destinations())
 REFUSED = [dest for dest in FURTHER if refusal(dest)]
@@ -31,6 +38,7 @@ VIRTUAL = (
     "--pipeline-model-parallel-size 2 --num-layers 8 --num-virtual-stages-per-pipeline-rank 2"
     " --global-batch-size 64"
 )
+PREDICTING = f"{PREDICTION} --mtp-num-layers 1"
 STAGES = "--pipeline-model-parallel-size 2 --num-layers 7"
 COMPANIONS = {
     "microbatch_group_size_per_vp_stage": VIRTUAL,
@@ -45,9 +53,11 @@ COMPANIONS = {
     "clone_scatter_output_in_embedding": "--tensor-model-parallel-size 2 --sequence-parallel",
     "use_fused_weighted_squared_relu": "--squared-relu --num-experts 4 --disable-bias-linear",
     "window_attn_skip_freq": "--window-size (8,0)",
-    "mup_base_hidden_size": "--use-mup",
     **dict.fromkeys(("original_max_position_embeddings", "beta_fast", "beta_slow"), LATENT),
-    **dict.fromkeys(("mtp_detach_heads", "mtp_use_repeated_layer"), "--mtp-num-layers 1"),
+    **dict.fromkeys(
+        ("mtp_detach_heads", "mtp_use_repeated_layer"), f"{PREDICTION} --mtp-num-layers 1"
+    ),
+    **dict.fromkeys([dest for dest in FURTHER if dest.startswith("mup_")], "--use-mup"),
 }
 ALONE = {"config_logger_dir", "moe_layer_recompute", "moe_apply_probs_on_input"}
 """Fields with rules of Megatron-Core's own; each has a case below, or needs another machine."""
@@ -106,6 +116,7 @@ def test_the_value_of_a_further_field_reaches_its_config(
     line = f"{MOCK} {COMPANIONS.get(dest, '')} {name} {value}"
     args, _ = parse(line, world_size=8)
     expected = action.const if action.nargs == 0 else action.type(value)
+    expected = [expected] if action.nargs == "+" else expected
     made = [transformer_config(args), optimizer_config(args), ddp_config(args)]
     found = [getattr(config, dest) for config in made if hasattr(config, dest)]
     assert found and found[0] == expected

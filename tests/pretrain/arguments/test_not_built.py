@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
-from tests.pretrain.arguments.command_lines import MOCK, SMALL, other_value, parse, problems
+from tests.pretrain.arguments.command_lines import (
+    MOCK,
+    REFUSED_HERE,
+    SMALL,
+    other_value,
+    parse,
+    problems,
+)
 
 REFUSED_VALUES: list[tuple[str, object]] = []
 for _dest, _values in NOT_BUILT_VALUES.items():
@@ -18,7 +25,7 @@ def test_tables_of_refusals_name_known_destinations(known: dict[str, argparse.Ac
     destinations = {action.dest for action in known.values()}
     refused = set(" ".join(rule.dests for rule in NEEDS).split())
     switches = {rule.attribute for rule in NEEDS} | {rule.unless for rule in NEEDS if rule.unless}
-    assert set(NOT_BUILT) | set(NOT_BUILT_VALUES) | refused | switches <= destinations
+    assert REFUSED_HERE | set(NOT_BUILT_VALUES) | refused | switches <= destinations
     assert not refused & set(NOT_BUILT)
 
 
@@ -26,13 +33,13 @@ def test_tables_of_refusals_name_known_destinations(known: dict[str, argparse.Ac
 def refused_together(known: dict[str, argparse.Action]) -> list[str]:
     """Return the problems of a command line with all flags that are not built."""
     given = [
-        (name, other_value(action)) for name, action in known.items() if action.dest in NOT_BUILT
+        (name, other_value(action)) for name, action in known.items() if action.dest in REFUSED_HERE
     ]
     assert all(value is not None for _, value in given)
     return problems(MOCK + " " + " ".join(f"{name} {value}" for name, value in given))
 
 
-@pytest.mark.parametrize("dest", sorted(NOT_BUILT))
+@pytest.mark.parametrize("dest", sorted(REFUSED_HERE))
 def test_a_flag_that_is_not_built_is_refused_with_its_reason(
     dest: str, known: dict[str, argparse.Action], refused_together: list[str]
 ) -> None:

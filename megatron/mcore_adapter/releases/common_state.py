@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The common state of checkpoints in torch_dist: arguments, counters, schedule, param groups.
+
+Megatron-Core 0.19 writes it as an object of the checkpoint and reads both forms. Releases before
+it know the file ``common.pt`` alone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies import common
+
+from megatron.checkpoint.torch_dist.common_state import COMMON_OBJECT
+
+
+@contextmanager
+def common_object_readable(read: Callable[[], dict[str, Any]]) -> Iterator[None]:
+    """Let the installed release load a checkpoint whose common state is an object of it.
+
+    Args:
+        read: returns that common state. It is called only where the release does not read it.
+    """
+    if not hasattr(CheckpointingConfig, "common_backend"):
+        yield
+        return
+    content, entries_of = read(), serialization.load_sharded_metadata
+
+    def load_common(*_: Any) -> dict[str, Any]:
+        return copy.deepcopy(content)  # the rest of the checkpoint is merged into it
+
+    def load_entries(*args: Any) -> dict[str, Any]:
+        # No run requests the object, which strict loads would report.
+        return {key: entry for key, entry in entries_of(*args).items() if key != COMMON_OBJECT}
+
+    # 0.16 has a class, 0.17 and 0.18 have a function.
+    reader: Any = getattr(common, "TorchCommonLoadStrategy", serialization)
+    originals = [
+        (reader, "load_common", reader.load_common),
+        (serialization, "load_sharded_metadata", entries_of),
+    ]
+    try:
+        for (owner, name, _), replacement in zip(originals, (load_common, load_entries)):
+            setattr(owner, name, replacement)
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
