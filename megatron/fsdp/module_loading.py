@@ -46,7 +46,10 @@ def accept_full_tensors(
     ) -> None:
         for name, parameter in each._parameters.items():
             sharded_param, value = sharded_param_of(parameter), state_dict.get(prefix + name)
-            if sharded_param is None or not _fits(sharded_param, value):
+            if sharded_param is None or not isinstance(value, torch.Tensor):
+                continue
+            shape = sharded_param.slice.shape
+            if tuple(value.shape) not in (shape, shape or (1,)):
                 continue
             try:
                 sharded_param.load(value)
@@ -65,8 +68,3 @@ def accept_full_tensors(
         if isinstance(each._parameters, WatchedParameters):
             each.register_load_state_dict_pre_hook(load_own)
             each.register_load_state_dict_post_hook(install)
-
-
-def _fits(sharded_param: ShardedParam, value: object) -> bool:
-    shape = sharded_param.slice.shape
-    return isinstance(value, torch.Tensor) and tuple(value.shape) in (shape, shape or (1,))

@@ -109,8 +109,9 @@ class PublishedPaths:
             theirs = sys.modules.get(path)
             self._before[path] = theirs
             own = {name: self._replaced.get(f"{path}.{name}", each) for name, each in names.items()}
-            sys.modules[path] = PublishedModule(path, own, theirs)
-        _set_in_parent(sys.modules[PACKAGE])
+            module = sys.modules[path] = PublishedModule(path, own, theirs)
+            if stem not in NAMES[""]:  # the package's `fully_shard` is the function
+                _set_in_parent(module)
 
     def restore(self) -> None:
         """Put Megatron-Core's modules back."""

@@ -62,7 +62,7 @@ class GatheringMuon(torch.optim.Optimizer):
         return distribute_tensor(update, buffer.device_mesh, buffer.placements)
 
     def of_whole(self, matrix: Tensor) -> Tensor:
-        return orthogonal(matrix) if matrix.ndim == 2 else matrix
+        return orthogonal(matrix) if matrix.ndim == 2 else matrix.clone()
 
 
 def train(level: int, how: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -44,7 +45,7 @@ def make_uneven_dtensor(
 
 def make_fsdp_dtensor(
     local_tensor: torch.Tensor,
-    param: torch.Tensor,
+    param: nn.Parameter,
     dist_index: FSDPDistributedIndex,
     is_sharded_param: bool = True,
     is_expert_param: bool = False,
