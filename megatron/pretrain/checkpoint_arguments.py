@@ -37,6 +37,7 @@ CAPACITY = (
     "moe_expert_capacity_factor",
     "moe_pad_expert_input_to_capacity",
     "moe_token_drop_policy",
+    "moe_expert_rank_capacity_factor",
 )
 SEEN_IN_SHAPES = (
     "num_layers",
@@ -64,7 +65,8 @@ MAY_DIFFER = (
     *("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_input_jitter_eps"),
     *("mtp_loss_scaling_factor", "calculate_per_token_loss", "data_path", "train_data_path"),
     *("split", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"),
-    *("tiktoken_pattern", "fim_data"),
+    *("tiktoken_pattern", "fim_data", "grad_norm_skip_threshold", "mtp_detach_heads"),
+    *("moe_router_quantile_balancing_ema", "moe_router_force_biased"),
 )
 """Arguments of training and data, of which a difference is told and no error."""
 

@@ -276,11 +276,15 @@ def test_arguments_that_cannot_be_read_end_all_ranks_alike(
 
 CHANGES_NO_OUTPUT = """account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     async_tensor_model_parallel_allreduce clone_scatter_output_in_embedding config_logger_dir
-    decoupled_weight_decay distribute_saved_activations fused_single_qkv_rope
-    memory_efficient_layer_norm microbatch_group_size_per_vp_stage moe_deepep_num_sms
-    moe_hybridep_num_sms moe_layer_recompute overlap_p2p_comm_warmup_flush perform_initialization
-    use_fused_weighted_squared_relu use_te_activation_func"""
-SHAPES_CHANGE = "attention_output_gate moe_latent_size"
+    decoupled_weight_decay distribute_saved_activations flash_attention_version
+    fused_residual_rmsnorm fused_single_qkv_rope memory_efficient_layer_norm
+    microbatch_group_size_per_vp_stage mla_down_proj_fusion mlp_chunks_for_training
+    moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_layer_recompute
+    moe_ncclep_static_shape moe_ncclep_zero_copy moe_permute_fusion_into_hybridep
+    overlap_p2p_comm_warmup_flush param_name_patterns_for_fp32_local_accumulation
+    perform_initialization use_fused_weighted_squared_relu use_te_activation_func
+    use_transformer_engine_op_fuser"""
+SHAPES_CHANGE = "attention_output_gate moe_latent_size mtp_use_repeated_layer"
 
 
 def test_every_config_field_that_changes_outputs_is_compared() -> None:

@@ -13,17 +13,20 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import nn
 
+from megatron.checkpoint.core.spelling import canonical_name
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
+from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
 from megatron.pretrain import layer_specs
 from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
 from tests.model_parallel import ONE_AXIS, initialize
 from tests.rank_pool import run_ranks
 
 LENGTH = 16
+INNER_LAYERS = ("mtp_model_layer", "transformer_layer")
+"""Names of the layer inside a multi-token prediction layer, from Megatron-Core 0.17 and before."""
 SIZES: dict[str, Any] = dict(
     transformer_impl="local",
     num_layers=2,
@@ -134,7 +137,7 @@ def losses(model: nn.Module) -> torch.Tensor:
         "labels": tokens[:, 1:].contiguous(),
         "positions": positions,
     }
-    batch = get_batch_on_this_cp_rank(batch)
+    batch = batch_on_this_rank(batch)
     return model(batch["tokens"], batch["positions"], None, labels=batch["labels"])
 
 
@@ -146,7 +149,9 @@ def train_each() -> dict[str, list[str]]:
         model = build(config(kind))
         losses(model).sum().backward()
         names[kind] = [
-            name for name, parameter in model.named_parameters() if parameter.grad is not None
+            canonical_name(name)
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
         ]
         assert len(names[kind]) == len(list(model.parameters())), kind
     return names
@@ -264,9 +269,10 @@ def layers_of_stages(**overrides: Any) -> list[str]:
         if prediction is not None:
             (layer,) = prediction.layer_specs
             assert layer.module is MultiTokenPredictionLayer
-            assert (
-                layer.submodules.transformer_layer.submodules.mlp.module is MoELayer
-            )  # as the model's last layer
+            submodules = layer.submodules
+            name = next(name for name in INNER_LAYERS if hasattr(submodules, name))
+            inner = getattr(submodules, name)
+            assert inner.submodules.mlp.module is MoELayer  # as the model's last layer
             letters.append("p")
         stages.append("".join(letters))
     return stages

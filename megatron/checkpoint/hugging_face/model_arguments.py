@@ -201,6 +201,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     Argument("moe_expert_capacity_factor", counts=_experts, in_outputs=False),
     Argument("moe_pad_expert_input_to_capacity", False, counts=_limited, in_outputs=False),
     Argument("moe_token_drop_policy", "probs", counts=_limited, in_outputs=False),
+    Argument("moe_expert_rank_capacity_factor", counts=_experts, in_outputs=False),
     Argument("mtp_num_layers"),
     Argument("use_mup", False),
     Argument("mup_base_hidden_size", counts=_mup),

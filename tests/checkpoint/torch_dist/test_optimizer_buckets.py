@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer.module import Float16Module
 
 from megatron.checkpoint.core import key_rules
+from megatron.checkpoint.core.spelling import canonical_name
 from megatron.pretrain.gpt_model import unwrap
 from tests.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
@@ -84,7 +85,7 @@ def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(
 def registered_names(*command_lines: str) -> list[list[str]]:
     """Job: the parameters of models as they register them."""
     return [
-        [name for name, _ in unwrap(build(line).model[0]).named_parameters()]
+        [canonical_name(name) for name, _ in unwrap(build(line).model[0]).named_parameters()]
         for line in command_lines
     ]
 
