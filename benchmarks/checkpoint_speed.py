@@ -245,10 +245,7 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     own = OwnCheckpoint([*MODEL, *flags])
-    parameters = dict(own.model[0].module.named_parameters())
-    shapes = {
-        name.removeprefix("module."): parameter.shape for name, parameter in parameters.items()
-    }
+    shapes = own.shapes
     plain = PlainCheckpoint(shapes)
     count = sum(shape.numel() for shape in shapes.values())
     ranks.say(

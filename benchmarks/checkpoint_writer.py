@@ -47,8 +47,7 @@ def main(rounds: int, flags: tuple[str, ...]) -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     own = OwnCheckpoint([*MODEL, *flags])
-    parameters = dict(own.model[0].module.named_parameters())
-    shapes = {name.removeprefix("module."): value.shape for name, value in parameters.items()}
+    shapes = own.shapes
     plain = PlainCheckpoint(shapes)
     rows: dict[str, tuple[Callable[[Path], None], str]] = {
         "save, plain DCP": (plain.save, "plain"),

@@ -54,6 +54,12 @@ class SavedRun:
         """Model, optimizer and schedule, as saves and loads take them."""
         return self.model, self.optimizer, self.scheduler
 
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shape of each parameter by its name in the model, without the wrapper."""
+        parameters = self.model[0].module.named_parameters()
+        return {name.removeprefix("module."): value.shape for name, value in parameters}
+
 
 def quiet(line: str) -> None:
     """Print nothing."""

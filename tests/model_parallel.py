@@ -53,6 +53,11 @@ def initialize(args: Any) -> None:
     _kept[layout] = {name: getattr(parallel_state, name) for name in GLOBALS}
 
 
+def forget_groups() -> None:
+    """Let the next job make new groups. Copies over gloo are destroyed after a job."""
+    _kept.clear()
+
+
 def _level_group_counts() -> None:
     """Add groups to ranks that are in fewer than others: unequal ranks would end the world."""
     counts: list[int] = [0] * dist.get_world_size()

@@ -116,11 +116,15 @@ class Setting:
     value: Callable[[argparse.Namespace], Any]
     """Arguments -> its value, the same for all spellings of it."""
 
+    def is_stored(self, saved: argparse.Namespace) -> bool:
+        """Return True if the arguments of a file have all that determine it."""
+        return all(is_stored(part, saved) for part in self.parts)
+
     def difference(self, saved: argparse.Namespace, own: argparse.Namespace) -> str | None:
-        """Describe the difference between a file's arguments and this run's; None without one."""
-        if not all(is_stored(part, saved) for part in self.parts):
-            return None
-        saved, own = completed(saved), completed(own)
+        """Describe the difference between a file's arguments and this run's; None without one.
+
+        Both are completed.
+        """
         counts = self.parts[0].counts
         if not (counts(saved) and counts(own)):
             return None  # what it depends on differs and is told, or neither of them uses it
@@ -194,10 +198,11 @@ BY_LAYER = ("no_rope_freq", "moe_layer_freq")
 def model_differences(saved: argparse.Namespace, own: argparse.Namespace) -> list[str]:
     """List the settings of the model that differ, with the values of the file and of this run."""
     same_depth = getattr(saved, "num_layers", None) == own.num_layers
+    whole, own = completed(saved), completed(own)
     lines = []
     for setting in settings():
-        if same_depth or setting.parts[0].name not in BY_LAYER:
-            lines.append(setting.difference(saved, own))
+        if setting.is_stored(saved) and (same_depth or setting.parts[0].name not in BY_LAYER):
+            lines.append(setting.difference(whole, own))
     return [line for line in lines if line is not None]
 
 

@@ -128,8 +128,9 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> li
     Returns:
         The problems of all ranks, the same on every rank.
     """
-    problems = attempt(lambda: _writer(args).write(args, content, target))
-    if not problems and args.ckpt_format != FSDP_DTENSOR:  # whose writer signs what it writes
+    writer = _writer(args)
+    problems = attempt(lambda: writer.write(args, content, target))
+    if not problems and writer is torch_dist_checkpoint:  # the others sign what they write
         problems = integrity.sign(target)
     if not problems and stores.is_staged(target):
         problems = url_saves.upload(target)

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.listing import some
-from megatron.checkpoint.core.plan_reuse import PlanReuse
 from megatron.checkpoint.core.safe_loading import PartReader, SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import (
@@ -51,12 +50,10 @@ from megatron.mcore_adapter.checkpoint_entries import (
     state_entries,
 )
 from megatron.mcore_adapter.file_differences import FileDifferences
+from megatron.pretrain.planned_save import save_planned
 from megatron.pretrain.vocabulary_padding import VocabularyArguments, fit_padding
 
 __all__ = ["CHECKPOINT_VERSION", "collect", "load", "write", "write_part"]
-
-_PLANS = PlanReuse()
-"""Of the saves of this process with --ckpt-assume-constant-structure."""
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
@@ -117,15 +114,7 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
         content: of this rank, or a copy of it.
         target: exists and is empty.
     """
-    reuse = _PLANS if args.ckpt_assume_constant_structure else None
-    writer, planner = SigningWriter(target), EvenPlanner(reuse=reuse)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        try:
-            save_entries(content, storage_writer=writer, planner=planner)
-        except BaseException:
-            _PLANS.forget()
-            raise
+    save_planned(args, content, SigningWriter(target), EvenPlanner)
 
 
 @collector_paused()

@@ -8,21 +8,22 @@ their positions in the stacked tensors of the format; nothing is gathered.
 from __future__ import annotations
 
 import argparse
-import warnings
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict_saver import save as save_entries
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core import key_rules, param_groups
+from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.spelling import (
@@ -43,10 +44,12 @@ from megatron.mcore_adapter.checkpoint_entries import sharded_params
 from megatron.pretrain.fsdp_dtensor_checkpoint import (
     EntryNames,
     Model,
+    collector_paused,
     model_entries,
     optimizer_entries,
     own_prefix,
 )
+from megatron.pretrain.planned_save import save_planned
 from megatron.pretrain.torch_dist_checkpoint import sharded_random_state
 
 
@@ -94,15 +97,30 @@ def collect(
     return {"args": state["args"], "entries": entries, "files": written}
 
 
+@collector_paused()
 def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the empty directory ``target``; a collective."""
-    planner = EntryPlanner([_lazy(entry) for entry in content["entries"]])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        save_entries({}, storage_writer=FileSystemWriter(target), planner=planner)
-    if dist.get_rank() == 0:
-        for name, bytes_of_file in content["files"].items():
-            (target / name).write_bytes(bytes_of_file)
+    """Write what :func:`collect` returned into the empty directory ``target``, and sign it.
+
+    This is a collective.
+    """
+    entries = [_lazy(entry) for entry in content["entries"]]
+    save_planned(
+        args, {}, SigningWriter(target, beside=content["files"]), partial(_Planner, entries)
+    )
+
+
+class _Planner(EvenPlanner):
+    """A planner of entries with flat keys, each of which is read when it is written."""
+
+    def __init__(self, entries: list[Entry], **options: Any):
+        super().__init__(**options)
+        self._entries = EntryPlanner(entries)
+
+    def own_entries(self) -> tuple[list[WriteItem], None]:
+        return self._entries.create_local_plan().items, None
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._entries.resolve_data(write_item)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ from megatron.pretrain.gpt_model import unwrap
 from megatron.pretrain.save_strategy import SaveStrategies, load_strategy
 from megatron.pretrain.write_results import written_by_threads
 
+MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
+"""The field of the description that says how a save gathers the optimizer's state."""
+
 _STRATEGIES = SaveStrategies()
 """Of the saves of this process."""
 
@@ -51,9 +54,7 @@ def collect(
 
     Tensors share storage with the model and the optimizer. This is a collective.
     """
-    metadata = content_metadata(
-        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
-    )
+    metadata = metadata_of(args)
     with gathered_weights(model), without_warnings():
         content = sharded_state(state, model, optimizer, metadata, is_loading=False)
         apply_factories(content)  # they are functions, which no other process could be sent
@@ -65,9 +66,7 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
 
     The ranks are those of the run, or the writer processes of a background save.
     """
-    metadata = content_metadata(
-        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
-    )
+    metadata = metadata_of(args)
     with without_warnings(), written_by_threads():
         try:
             strategy = _STRATEGIES.strategy(args, content)
@@ -91,9 +90,9 @@ def load(
     """
     _refuse_code(source)
     with gathered_weights(model), without_warnings(), _common_state_readable(source):
-        metadata = dist_checkpointing.load_content_metadata(str(source)) or content_metadata(
-            args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
-        )
+        metadata = dist_checkpointing.load_content_metadata(str(source)) or metadata_of(args)
+        # A load needs no gathering, and gloo groups only with it.
+        metadata = {**metadata, MEMORY_EFFICIENT: False}
         content = sharded_state(state, model, optimizer, metadata, is_loading=True)
         _drop_absent_random_state(content, source)
         try:
@@ -160,8 +159,26 @@ def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
         content.pop("rng_state", None)
 
 
-def content_metadata(use_distributed_optimizer: bool, fully_reshardable: bool) -> dict[str, Any]:
-    """Return the description of the optimizer's layout that the file carries."""
+def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the description of the optimizer's layout in the files of a run."""
+    return content_metadata(
+        args.use_distributed_optimizer,
+        args.dist_ckpt_optim_fully_reshardable,
+        args.distrib_optim_fully_reshardable_mem_efficient,
+    )
+
+
+def content_metadata(
+    use_distributed_optimizer: bool, fully_reshardable: bool, memory_efficient: bool
+) -> dict[str, Any]:
+    """Return the description of the optimizer's layout that the file carries.
+
+    Args:
+        use_distributed_optimizer: each rank has a part of the state.
+        fully_reshardable: the file has it parameter by parameter.
+        memory_efficient: for that it is gathered over gloo, on the first data-parallel rank alone,
+            which writes all of it. Otherwise every rank gathers all and writes its share.
+    """
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -170,7 +187,7 @@ def content_metadata(use_distributed_optimizer: bool, fully_reshardable: bool) -
         metadata["distrib_optim_sharding_type"] = (
             "fully_reshardable" if fully_reshardable else "dp_reshardable"
         )
-        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+        metadata[MEMORY_EFFICIENT] = fully_reshardable and memory_efficient
     return metadata
 
 

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -374,6 +375,15 @@ def two_runs(form: str, source: Path, number: int) -> tuple[Counter[str], list[s
     return counts, problems
 
 
+def told(start: str, counts: Counter[str], problems: list[str]) -> bool:
+    """Print the rows of one kind, at once: all take long. Return True if there are problems."""
+    for words, number in sorted(counts.items()):
+        click.echo(f"{start} {words} | {number} |")
+    for problem in problems:
+        click.echo(problem, err=True)
+    return bool(problems)
+
+
 @click.command()
 @click.option("--kills", default=100, show_default=True, help="Of runs, over both formats.")
 @click.option("--seed", default=0, show_default=True)
@@ -388,21 +398,16 @@ def main(kills: int, seed: int, form: tuple[str, ...]) -> None:
         begin = time.perf_counter()
         with tempfile.TemporaryDirectory() as name:
             sample, source = first_runs(each, Path(name, "source"))
-            results = {
-                KINDS[0]: sweep(each, source, KINDS[0], share),
-                KINDS[2]: sweep(each, source, KINDS[2], share // 2 or 1),
+            strikes = {
+                KINDS[0]: partial(sweep, each, source, KINDS[0], share),
+                KINDS[2]: partial(sweep, each, source, KINDS[2], share // 2 or 1),
             }
             if each != AT_URL:  # where a file is overwritten in place
-                results |= {
-                    "two runs": two_runs(each, source, max(1, share // 20)),
-                    KINDS[1]: chain(each, source, sample.seconds, share, random.Random(f"{seed}")),
-                }
-        for kind, (counts, problems) in results.items():
-            for words, number in sorted(counts.items()):
-                click.echo(f"| {each} | {kind} | {words} | {number} |")
-            for problem in problems:
-                click.echo(problem, err=True)
-            failed |= bool(problems)
+                numbers = random.Random(f"{seed}")
+                strikes["two runs"] = partial(two_runs, each, source, max(1, share // 20))
+                strikes[KINDS[1]] = partial(chain, each, source, sample.seconds, share, numbers)
+            for kind, strike in strikes.items():
+                failed |= told(f"| {each} | {kind} |", *strike())
         took = time.perf_counter() - begin
         click.echo(f"{each}: {sample.changes} changes a run, seed {seed}, {took:.0f} s", err=True)
     raise SystemExit(failed)

@@ -51,8 +51,9 @@ def train_and_count(command_line: str) -> tuple[int, int]:
     return len(even), len(others)
 
 
-def test_saves_with_fsdp_are_planned_once_and_are_the_same(tmp_path: Path) -> None:
-    line = f"{SIX} {GATED} {FSDP} --bf16 --train-iters 3 --save-interval 1"
+@pytest.mark.parametrize("form", ["fsdp_dtensor", "torch_dist"])
+def test_saves_with_fsdp_are_planned_once_and_are_the_same(form: str, tmp_path: Path) -> None:
+    line = f"{SIX} {GATED} {FSDP} --bf16 --train-iters 3 --save-interval 1 --ckpt-format {form}"
     assert run_ranks(2, train_and_count, f"{line} --save {tmp_path}/anew")[0] == (3, 0)
     once = run_ranks(2, train_and_count, f"{line} {CONSTANT} --save {tmp_path}/once")
     assert once == [(1, 0), (0, 0)]
@@ -166,8 +167,19 @@ def test_a_strategy_is_kept_while_no_rank_has_another_structure() -> None:
     assert never == [[False] * 5]
 
 
-def test_without_shared_work_the_first_rank_writes_what_all_have(tmp_path: Path) -> None:
-    line = f"{SIX} {GATED} --train-iters 1 --save-interval 1"
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        f"{FSDP} --data-parallel-sharding-strategy no_shard",
+        f"{FSDP} --data-parallel-sharding-strategy no_shard --ckpt-format torch_dist",
+    ],
+    ids=["without fsdp", "fsdp_dtensor", "torch_dist with fsdp"],
+)
+def test_without_shared_work_the_first_rank_writes_what_all_have(
+    flags: str, tmp_path: Path
+) -> None:
+    line = f"{SIX} {GATED} {flags} --train-iters 1 --save-interval 1"
     run_ranks(2, train_and_count, f"{line} --save {tmp_path}/shared")
     run_ranks(2, train_and_count, f"{line} --no-ckpt-fully-parallel-save --save {tmp_path}/first")
 

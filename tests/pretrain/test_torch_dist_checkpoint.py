@@ -10,8 +10,10 @@ import pytest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
 )
+from torch.distributed.checkpoint import FileSystemReader
 
-from tests.pretrain.saved_runs import DROPOUT, GATED, SIX, saved_at
+from tests.model_parallel import forget_groups
+from tests.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
 from tests.pretrain.training_runs import Record, refuse, train
 from tests.rank_pool import run_ranks
 from tests.selection import mostly_in_full
@@ -43,6 +45,33 @@ def test_without_fsdp_a_run_resumes_bitwise(precision: str, layout: str, tmp_pat
     assert resumed.column("grad-norm") == unbroken.column("grad-norm")[2:]
     assert resumed.flops == unbroken.flops > 0
     saved_at(tmp_path, 2, 4)
+
+
+def train_over_gloo(command_line: str) -> list[Record]:
+    """Job: train with gloo copies of the process groups."""
+    forget_groups()
+    return train(command_line)
+
+
+def test_the_first_rank_alone_gathers_the_optimizer_to_write_it(tmp_path: Path) -> None:
+    line = f"{SIX} {GATED} {LAYOUTS['fully_reshardable']}"
+    gathered = "--distrib-optim-fully-reshardable-mem-efficient"
+    writers = {}
+    for name, flag in (("all", ""), ("first", gathered)):
+        save = f"--train-iters 2 {flag} --save {tmp_path / name} --save-interval 2"
+        run_ranks(2, train_over_gloo, f"{line} {save}")
+        metadata = FileSystemReader(tmp_path / name / "iter_0000002").read_metadata()
+        writers[name] = {
+            info.relative_path[:4]
+            for index, info in metadata.storage_data.items()
+            if index.fqn.startswith("optimizer.")
+        }
+    assert writers == {"all": {"__0_", "__1_"}, "first": {"__0_"}}
+    assert_equal(read(tmp_path / "first", 2), read(tmp_path / "all", 2))
+    override = "--disable-gloo-process-groups --override-opt-param-scheduler"
+    resume = f"{line} {override} --load {tmp_path}"
+    resumed = [run_ranks(2, train, f"{resume}/{name}")[0][0] for name in writers]
+    assert len(resumed[0].steps) == 4 and resumed[0].steps == resumed[1].steps
 
 
 def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -79,6 +108,6 @@ def test_ranks_read_parts_and_exchange_them(tmp_path: Path) -> None:
     resume = f"{line} --train-iters 4 --override-opt-param-scheduler --load {tmp_path}"
     alone = run_ranks(2, train, resume)
     shared = run_ranks(2, read_a_part, f"{resume} --ckpt-fully-parallel-load")
-    for ([record], read, received), [expected] in zip(shared, alone):
+    for ([record], own, received), [expected] in zip(shared, alone):
         assert len(record.steps) == 2 and record.steps == expected.steps
-        assert read > 0 and received > 0
+        assert own > 0 and received > 0

@@ -10,16 +10,22 @@ bytes with the same digest, as he can write another manifest.
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
+
+from megatron.checkpoint.core.reading_threads import in_threads, number_of_threads
 
 BLOCK = 1 << 17
 """Bytes of which one CRC-32 is taken: 128 KiB. A file ends with a shorter block, or with none."""
 
 _JOINED = 8 * BLOCK
 """From this size on, the CRC-32 of bytes is joined from those of their blocks: that has a price."""
+_BLOCKS_OF_THREAD = 64
+"""Blocks that one thread reads at least: 8 MiB."""
 _POLYNOMIAL = 0xEDB88320
 """That of CRC-32, with the coefficient of x^0 in the highest bit."""
 _ONE = 1 << 31
@@ -79,6 +85,49 @@ class BlockDigest:
         if self._length:
             digest.update(self._checksum.to_bytes(4, "little"))
         return digest.hexdigest()
+
+
+# ---- files
+
+
+def digest_of_blocks(path: Path) -> tuple[int, str]:
+    """Read a file, parts of it at the same time, and return its size and its digest.
+
+    The size is the number of bytes that were read.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        step = max(-(-size // (number_of_threads() * BLOCK)), _BLOCKS_OF_THREAD) * BLOCK
+
+        def checksums(begin: int) -> tuple[int, bytes]:
+            return _checksums_of(file.fileno(), begin, begin + step)
+
+        parts = in_threads(checksums, range(0, size, step))
+    digest = hashlib.sha256(b"".join(checksums for _, checksums in parts))
+    return sum(num_bytes for num_bytes, _ in parts), digest.hexdigest()
+
+
+def _checksums_of(descriptor: int, begin: int, end: int) -> tuple[int, bytes]:
+    """Return the number of bytes of a file in a range, and the CRC-32s of the blocks in it.
+
+    Args:
+        descriptor: of the file.
+        begin: of the range; the start of a block.
+        end: of the range, which may be after that of the file.
+    """
+    checksums = bytearray()
+    buffer = memoryview(bytearray(BLOCK))
+    position = begin
+    while position < end:
+        done = 0
+        while done < BLOCK and (count := os.preadv(descriptor, [buffer[done:]], position + done)):
+            done += count
+        if done:
+            checksums += zlib.crc32(buffer[:done]).to_bytes(4, "little")
+        position += done
+        if done < BLOCK:
+            break
+    return position - begin, bytes(checksums)
 
 
 # ---- CRC-32s of joined bytes

@@ -12,7 +12,7 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron.checkpoint.core import safe_pickle
+from megatron.checkpoint.core import durable, safe_pickle
 from megatron.checkpoint.core.block_digest import BlockDigest
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.plan_reuse import ChosenItems, PlanReuse
@@ -53,7 +53,7 @@ _LARGE = 1 << 20
 
 
 class EvenPlanner(DefaultSavePlanner):
-    """A planner that has every entry written once, and as many bytes by each rank as possible.
+    """A planner that has every entry written once, and about as many bytes by each rank.
 
     Ranks send the first one their tensors and the names of their objects, and get back the
     positions of those that they write: the thousands of small objects of param groups are on every
@@ -63,24 +63,32 @@ class EvenPlanner(DefaultSavePlanner):
         is_whole: the ranks that save have all chunks of all tensors. False for the part of one
             rank: its metadata names tensors of which the rank has no chunk too.
         reuse: the plan of the save before, which is used again if it fits; None: none is kept.
+        spreads: share out what several ranks have. False: the first of them writes it.
     """
 
-    def __init__(self, is_whole: bool = True, reuse: PlanReuse | None = None):
+    def __init__(self, is_whole: bool = True, reuse: PlanReuse | None = None, spreads: bool = True):
         super().__init__()
-        self._is_whole, self._reuse = is_whole, reuse
+        self._is_whole, self._reuse, self._spreads = is_whole, reuse, spreads
+
+    def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
+        """Return the items that this rank could write.
+
+        With them the paths of their keys in the nested dict, None for flat keys.
+        """
+        plan = super().create_local_plan()
+        return plan.items, plan.planner_data
 
     def create_local_plan(self) -> SavePlan:
         """Return the tensors of this rank as items, and the paths of all entries."""
-        plan = super().create_local_plan()
-        self._own_items = sorted(plan.items, key=lambda item: item.type == WriteItemType.BYTE_IO)
-        self._paths = plan.planner_data
+        items, self._paths = self.own_entries()
+        self._own_items = sorted(items, key=lambda item: item.type == WriteItemType.BYTE_IO)
         if self._reuse is not None:
             unchanged = self._reuse.unchanged(self._own_items, self._paths)
             if unchanged is not None:
                 return SavePlan([], planner_data=unchanged)
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        tensors = [item for item in items if item.type != WriteItemType.BYTE_IO]
         objects = [item.index.fqn for item in self._own_items[len(tensors) :]]
-        return SavePlan(tensors, planner_data=_LocalEntries(objects, plan.planner_data))
+        return SavePlan(tensors, planner_data=_LocalEntries(objects, self._paths))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Choose the rank that writes each entry; called on the first rank.
@@ -102,7 +110,7 @@ class EvenPlanner(DefaultSavePlanner):
             [*plan.items, *map(objects.__getitem__, plan.planner_data.objects)]
             for plan in all_plans
         ]
-        chosen = assign_evenly(items_of_ranks)
+        chosen = assign(items_of_ranks, self._spreads)
         plans = [
             SavePlan([items[position] for position in positions])
             for items, positions in zip(items_of_ranks, chosen)
@@ -110,9 +118,9 @@ class EvenPlanner(DefaultSavePlanner):
         plans, metadata = create_default_global_save_plan(plans, rewrite_index_hints=False)
         paths: dict[str, Any] = {}
         for plan in all_plans:
-            for key, path in plan.planner_data.paths.items():
+            for key, path in (plan.planner_data.paths or {}).items():
                 paths.setdefault(key, path)
-        metadata = dataclasses.replace(metadata, planner_data=paths)
+        metadata = dataclasses.replace(metadata, planner_data=paths or None)
         if not self._is_whole:
             self._name_tensors_without_chunks(metadata)
         elif problems := _validate_global_plan(plans, metadata):
@@ -161,11 +169,11 @@ class _LocalEntries:
 
     Attributes:
         objects: their keys.
-        paths: key -> path in the nested dict, of tensors too.
+        paths: key -> path in the nested dict, of tensors too; None for flat keys.
     """
 
     objects: list[str]
-    paths: dict[str, Any]
+    paths: dict[str, Any] | None
 
 
 class _Items(dict[str, WriteItem]):
@@ -176,14 +184,15 @@ class _Items(dict[str, WriteItem]):
         return self[key]
 
 
-def assign_evenly(items_of_ranks: Sequence[Sequence[WriteItem]]) -> list[list[int]]:
+def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list[list[int]]:
     """Choose for each item one of the ranks that have it.
 
     Items of one rank alone are its own. The others, from the largest to the smallest, go to the
-    rank that has the fewest bytes until then.
+    rank that has the fewest bytes until then, or to the first rank that has them.
 
     Args:
         items_of_ranks: the items that each rank could write.
+        spreads: let ranks have about as many bytes.
 
     Returns:
         The positions of the items that each rank writes, in order.
@@ -198,7 +207,8 @@ def assign_evenly(items_of_ranks: Sequence[Sequence[WriteItem]]) -> list[list[in
     num_bytes = [0] * len(items_of_ranks)
     chosen: list[list[int]] = [[] for _ in items_of_ranks]
     for key in sorted(sizes, key=lambda key: (len(candidates[key]) > 1, -sizes[key])):
-        rank, position = min(candidates[key], key=lambda owner: num_bytes[owner[0]])
+        owners = candidates[key] if spreads else candidates[key][:1]
+        rank, position = min(owners, key=lambda owner: num_bytes[owner[0]])
         num_bytes[rank] += sizes[key]
         chosen[rank].append(position)
     return [sorted(positions) for positions in chosen]
@@ -224,11 +234,12 @@ class SigningWriter(FileSystemWriter):
     Args:
         path: the directory.
         signs: compute digests, and write the manifest when all files are complete.
+        beside: name -> content of other files, which the first rank writes and signs with them.
     """
 
-    def __init__(self, path: Path, signs: bool = True):
+    def __init__(self, path: Path, signs: bool = True, beside: Mapping[str, bytes] | None = None):
         super().__init__(path)
-        self._signs = signs
+        self._signs, self._beside = signs, beside or {}
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Write the entries of this rank.
@@ -254,7 +265,7 @@ class SigningWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write ``.metadata``, and the manifest; called on the first rank.
+        """Write ``.metadata``, the files beside, and the manifest; called on the first rank.
 
         Args:
             metadata: of all entries.
@@ -268,10 +279,15 @@ class SigningWriter(FileSystemWriter):
                 index = MetadataIndex(names[place.index.fqn], place.index.offset)
                 places.append(dataclasses.replace(place, index=index))
         super().finish(metadata, [places])
+        directory = Path(self.path)
+        for name, content in self._beside.items():
+            (directory / name).write_bytes(content)
+            durable.sync_file(directory / name)
         if self._signs:
             files = {written[-1].name: written[-1].digest for written in results}
-            directory = Path(self.path)
-            Manifest(directory, {**files, METADATA: digest_of(directory / METADATA)}).write()
+            for name in (METADATA, *self._beside):
+                files[name] = digest_of(directory / name)
+            Manifest(directory, files).write()
 
 
 @dataclass(frozen=True)

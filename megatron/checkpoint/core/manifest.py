@@ -14,13 +14,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core import durable
-from megatron.checkpoint.core.block_digest import BlockDigest
+from megatron.checkpoint.core.block_digest import digest_of_blocks
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -32,10 +32,10 @@ _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distc
 
 
 BLOCKS = "sha256_of_crc32_of_128_KiB"
-"""The algorithm of :class:`BlockDigest`."""
+"""The algorithm of :mod:`megatron.checkpoint.core.block_digest`."""
 SHA256 = "sha256"
 
-_ALGORITHMS: dict[str, Callable[[], Any]] = {BLOCKS: BlockDigest, SHA256: hashlib.sha256}
+_ALGORITHMS = (BLOCKS, SHA256)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ class FileDigest:
 
 def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     """Read a file and return its size and digest."""
-    size, digest, buffer = 0, _ALGORITHMS[algorithm](), bytearray(_BLOCK)
+    if algorithm == BLOCKS:
+        return FileDigest(*digest_of_blocks(path))
+    size, digest, buffer = 0, hashlib.new(algorithm), bytearray(_BLOCK)
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])

@@ -6,7 +6,8 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +21,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.quick_header import QuickHeaders
+from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.checkpoint.core.stored_metadata import (
     METADATA,
     DamagedCheckpointError,
@@ -53,17 +55,10 @@ class SafeReader(FileSystemReader):
             info: _StorageInfo = self.storage_data[item.storage_index]
             places.setdefault(info.relative_path, []).append((info, item))
         for name, items in places.items():
-            path = Path(self.path) / name
-            with open(path, "rb", buffering=0) as file:
-                for info, item in sorted(items, key=lambda place: place[0].offset):
-                    if item.type == LoadItemType.BYTE_IO:
-                        data = os.pread(file.fileno(), info.length, info.offset)
-                        planner.load_bytes(item, io.BytesIO(data))
-                        continue
-                    payload = headers.read(file, path, info)
-                    target = planner.resolve_tensor(item).detach()
-                    _read_region(file, payload, item.storage_offsets, target)
-                    planner.commit_tensor(item, target)
+            with open(Path(self.path) / name, "rb", buffering=0) as file:
+                items.sort(key=lambda place: place[0].offset)
+                read = partial(_read_tensor, file, planner)
+                in_threads(read, _tensors(file, items, headers, planner))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -74,6 +69,38 @@ class PartReader(SafeReader):
 
     def __str__(self) -> str:
         return str(self.path)
+
+
+def _tensors(
+    file: IO[bytes],
+    items: Iterable[tuple[_StorageInfo, ReadItem]],
+    headers: QuickHeaders,
+    planner: LoadPlanner,
+) -> Iterator[tuple[ReadItem, TensorPayload]]:
+    """Yield the tensors among the items and their places in the file, and read the objects.
+
+    Args:
+        file: that holds all of them.
+        items: places in the file and what is asked for there.
+        headers: reads those of the tensors.
+        planner: takes the objects.
+    """
+    for info, item in items:
+        if item.type == LoadItemType.BYTE_IO:
+            data = os.pread(file.fileno(), info.length, info.offset)
+            planner.load_bytes(item, io.BytesIO(data))
+        else:
+            yield item, headers.read(file, Path(file.name), info)
+
+
+def _read_tensor(
+    file: IO[bytes], planner: LoadPlanner, found: tuple[ReadItem, TensorPayload]
+) -> None:
+    """Read what is asked for of a tensor into the planner's tensor."""
+    item, payload = found
+    target = planner.resolve_tensor(item).detach()
+    _read_region(file, payload, item.storage_offsets, target)
+    planner.commit_tensor(item, target)
 
 
 def _read_region(

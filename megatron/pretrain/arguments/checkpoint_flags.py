@@ -59,7 +59,7 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row(
         "--distrib-optim-fully-reshardable-mem-efficient",
         "switch",
-        "gather that state over gloo",
+        "gather that state over gloo, to the first rank alone",
     ),
     row("--async-save", "switch", "write while training goes on"),
     row("--use-persistent-ckpt-worker", "switch", "one writer process for all saves"),
@@ -97,7 +97,7 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row(
         "--no-ckpt-fully-parallel-save",
         "off",
-        "the first rank of a data-parallel group writes",
+        "the first rank writes what several data-parallel ranks have",
         dest="ckpt_fully_parallel_save",
     ),
     row("--ckpt-fully-parallel-load", "switch", "ranks read parts and exchange them"),

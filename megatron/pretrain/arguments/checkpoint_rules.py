@@ -141,20 +141,18 @@ def check_saves(check: Check) -> None:
                 "--async-save: local checkpoints are written while training waits, others in the"
                 " background"
             )
-    check.require(
-        args.ckpt_fully_parallel_save or not args.use_megatron_fsdp,
-        "--no-ckpt-fully-parallel-save: not with --use-megatron-fsdp, where every rank writes its"
-        " own shards",
-    )
-    check.require(
-        not (
-            args.ckpt_assume_constant_structure
-            and args.use_megatron_fsdp
-            and args.ckpt_format == "torch_dist"
-        ),
-        "--ckpt-assume-constant-structure: a run with FSDP plans every save in torch_dist anew;"
-        " leave it out, or leave out --ckpt-format torch_dist",
-    )
+    is_gathered = args.distrib_optim_fully_reshardable_mem_efficient
+    if is_gathered and not args.use_megatron_fsdp:
+        flag = check.flag("distrib_optim_fully_reshardable_mem_efficient")
+        check.require(
+            args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable,
+            f"{flag} needs --use-distributed-optimizer and --dist-ckpt-optim-fully-reshardable,"
+            " whose state it gathers",
+        )
+        check.require(
+            args.enable_gloo_process_groups,
+            f"{flag} gathers over gloo: leave out --disable-gloo-process-groups",
+        )
     if args.async_save and "async_strategy" in check.given:
         check.require(
             args.async_strategy == "mcore",
@@ -170,13 +168,16 @@ def note_flags_without_effect(check: Check) -> None:
     """Say which flags of saves and loads change nothing beside the others."""
     args = check.args
     loads = args.load or args.pretrained_checkpoint
+    other_state = ""
+    if args.use_megatron_fsdp:
+        other_state = "with --use-megatron-fsdp, whose optimizer state loads at any layout"
+    elif not args.use_distributed_optimizer:
+        other_state = "without --use-distributed-optimizer"
     cases = {
         OF_LOADS: "" if loads else "without --load or --pretrained-checkpoint",
         OF_SAVES: "" if args.save else "without --save",
-        "dist_ckpt_optim_fully_reshardable": (
-            "with --use-megatron-fsdp, whose optimizer state loads at any layout"
-            if args.use_megatron_fsdp
-            else ""
+        "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient": (
+            other_state
         ),
         "ckpt_fully_parallel_load": (
             "with --use-megatron-fsdp, where every rank reads only its own part"

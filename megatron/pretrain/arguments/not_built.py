@@ -70,9 +70,6 @@ _REFUSED: dict[str, str] = {
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     "one process of each rank writes; leave it out": "dist_ckpt_workers",
-    "gathering optimizer state through host memory is not built; leave it out": (
-        "distrib_optim_fully_reshardable_mem_efficient"
-    ),
     "Megatron-Core no longer writes fully_sharded_model_space; leave it out, it is still read": (
         "dist_ckpt_save_pre_mcore_014"
     ),

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.core.block_digest import BLOCK, BlockDigest, join_checksums
+from megatron.checkpoint.core import block_digest, reading_threads
+from megatron.checkpoint.core.block_digest import (
+    BLOCK,
+    BlockDigest,
+    digest_of_blocks,
+    join_checksums,
+)
 from megatron.checkpoint.core.manifest import BLOCKS, SHA256, FileDigest, Manifest, digest_of
 
 CONTENT = random.Random(0).randbytes(10 * BLOCK + 12345)
@@ -47,6 +53,23 @@ def test_it_does_not_depend_on_how_the_bytes_are_divided(sizes: list[int]) -> No
 def test_whole_blocks_have_no_checksum_after_them() -> None:
     assert written_in([], CONTENT[: 2 * BLOCK]).hexdigest() != written_in([]).hexdigest()
     assert written_in([], b"").hexdigest() == hashlib.sha256(b"").hexdigest()
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+@pytest.mark.parametrize("size", [0, 1, BLOCK, 2 * BLOCK, len(CONTENT)])
+def test_threads_that_read_a_file_find_the_same_digest(
+    size: int, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_threads, "number_of_threads", lambda: number)
+    monkeypatch.setattr(block_digest, "number_of_threads", lambda: number)
+    monkeypatch.setattr(block_digest, "_BLOCKS_OF_THREAD", 1)
+    path, content = tmp_path / "file", bytearray(CONTENT[:size])
+    for _ in range(8):
+        path.write_bytes(content)
+        expected = written_in([], bytes(content)).hexdigest()
+        assert digest_of_blocks(path) == (size, expected)
+        if size:
+            content[random.randrange(size)] ^= 1
 
 
 @pytest.mark.parametrize("length", [0, 1, 1000, BLOCK, 3 * BLOCK + 5])

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.core import metadata_pickle, safe_loading, safe_pickle
-from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter, assign_evenly
+from megatron.checkpoint.core import metadata_pickle, reading_threads, safe_loading, safe_pickle
+from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter, assign
 from megatron.checkpoint.core.quick_header import QuickHeaders
 from megatron.checkpoint.core.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
@@ -69,7 +69,11 @@ def assert_same(value: Any, expected: Any) -> None:
             assert value[key] == each and type(value[key]) is type(each), key
 
 
-def test_torch_and_the_safe_reader_load_the_same(saved: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_torch_and_the_safe_reader_load_the_same(
+    saved: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading_threads, "number_of_threads", lambda: number)
     readers: list[dict[str, Any]] = [
         {"checkpoint_id": saved},
         {"storage_reader": SafeReader(saved), "planner": SafePlanner()},
@@ -123,7 +127,9 @@ def test_quick_headers_are_those_of_the_careful_reader(saved: Path) -> None:
                 assert headers.read(file, path, info) == read_header(path, info)
 
 
-def test_a_cut_file_is_refused(saved: Path) -> None:
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_cut_file_is_refused(saved: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading_threads, "number_of_threads", lambda: number)
     info = StoredCheckpoint(saved)._storage["view", (0, 0)]
     path = saved / info.relative_path
     with open(path, "r+b") as file:
@@ -173,7 +179,14 @@ def test_classes_that_are_not_listed_are_refused() -> None:
         metadata_pickle.load(b"cos\nsystem\n.", is_unchanged=True)
 
 
-def test_replicated_items_go_to_the_rank_with_the_fewest_bytes() -> None:
+@pytest.mark.parametrize(
+    ("spreads", "expected"),
+    [(True, [["a", "c", "own"], ["b", "d"]]), (False, [[*"abcd", "own"], []])],
+    ids=["spread", "first"],
+)
+def test_replicated_items_go_to_the_rank_with_the_fewest_bytes_or_to_the_first(
+    spreads: bool, expected: list[list[str]]
+) -> None:
     def items(**sizes: int) -> list[WriteItem]:
         planner = EvenPlanner()
         planner.set_up_planner({name: torch.empty(size) for name, size in sizes.items()})
@@ -181,9 +194,9 @@ def test_replicated_items_go_to_the_rank_with_the_fewest_bytes() -> None:
 
     both = {"a": 1000, "b": 10000, "c": 9000, "d": 5000}
     first, second = items(**both, own=1000), items(**both)
-    chosen = assign_evenly([first, second])
+    chosen = assign([first, second], spreads)
     names = [
         sorted(rank[position].index.fqn for position in positions)
         for rank, positions in zip((first, second), chosen)
     ]
-    assert names == [["a", "c", "own"], ["b", "d"]]
+    assert names == expected

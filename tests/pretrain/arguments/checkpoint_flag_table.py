@@ -13,7 +13,6 @@ SAVES_IN_BACKGROUND = "--save s --save-interval 1 --async-save"
 IN_BACKGROUND = "test_background_save.py::test_a_save_in_the_background_is_a_blocking_one"
 NON_PERSISTENT = "test_non_persistent_saves.py::test_the_newer_checkpoint_of_both_kinds_is_loaded"
 LOCAL = "test_local_checkpoints.py::test_a_run_goes_on_from_its_local_checkpoint_bitwise"
-THROUGH_THE_HOST = "gathering optimizer state through host memory is not built"
 CHECKPOINTING = "test_checkpointing.py::"
 
 LEFT_OUT_OF_SAVE = (
@@ -61,7 +60,10 @@ CHECKPOINTS = (
         torch_dist__distrib_optim_sharding_type="fully_reshardable",
     ),
     refused("--dist-ckpt-save-pre-mcore-014", "no longer writes fully_sharded_model_space"),
-    refused("--distrib-optim-fully-reshardable-mem-efficient", THROUGH_THE_HOST),
+    shown(
+        "--distrib-optim-fully-reshardable-mem-efficient",
+        "test_torch_dist_checkpoint.py::test_the_first_rank_alone_gathers_the_optimizer_to_write_it",
+    ),
     shown("--async-save", IN_BACKGROUND),
     shown(
         "--ckpt-assume-constant-structure",

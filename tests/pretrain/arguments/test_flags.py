@@ -76,9 +76,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings with which a torch_dist checkpoint is described and read."""
-    seen = torch_dist_checkpoint.content_metadata(
-        args.use_distributed_optimizer, args.dist_ckpt_optim_fully_reshardable
-    )
+    seen = torch_dist_checkpoint.metadata_of(args)
 
     def load(content: Any, source: str, sharded_strategy: Any, strict: Any) -> None:
         seen["strict"] = strict.value
