@@ -84,8 +84,8 @@ def fully_shard_model(
     ``model.parameters()`` yields the *main weights*, which the optimizer updates, in
     ``main_params_dtype``: DTensors of the full logical shape, whose local tensors are views of this
     rank's shard. Their gradients are on ``param.grad`` after backward. Create the optimizer over
-    them and pass it to :func:`fully_shard_optimizer`; after its step the main weights are cast into
-    the weights that the next forward gathers. Everything else (forward, loss, ``backward``,
+    them and pass it to :func:`fully_shard_optimizer`; the forward after its step casts and gathers
+    the main weights as they are when it begins. Everything else (forward, loss, ``backward``,
     clipping, schedulers, checkpoints) is used as without sharding.
 
     Hooks drive all of this: on modules (before and after forward), on the outputs and inputs of

@@ -237,7 +237,11 @@ class MegatronFSDP(ClientMembers):
     def install_optimized_model_weights(
         self, only_shared: bool = False, only_trainable: bool = False
     ) -> None:
-        """Cast main weights into compute weights; the next forward uses them.
+        """Let the next forward cast and gather the main weights as they are when it begins.
+
+        The sharded optimizer's step ends with this. At level 3 every forward gathers main weights
+        anew; where weights stay gathered, or have a cast copy, whoever edits main weights after a
+        forward calls this.
 
         Args:
             only_shared: skip groups whose compute weights have another dtype. In the others,
@@ -255,11 +259,11 @@ class MegatronFSDP(ClientMembers):
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
-        """Start the all-gathers of new weights.
+        """Start the all-gathers of new weights, which the next forward would start when it begins.
 
-        At levels 1 and 2 these are all units, and the sharded optimizer's step calls this. At level
-        3 they are the units with which the next forward begins, if all-gathers overlap compute;
-        Megatron-Core's optimizer calls this after its step. Weights that are edited afterwards need
+        At levels 1 and 2 these are all units. At level 3 they are the units with which the next
+        forward begins, if all-gathers overlap compute. Megatron-Core's distributed optimizer calls
+        this after its step; a loop of one's own may do so. Weights that are edited afterwards need
         :meth:`install_optimized_model_weights`.
 
         Args:

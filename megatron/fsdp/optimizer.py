@@ -75,9 +75,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
             )
-            # At level 3 the user may edit weights before the next forward, which gathers them.
-            if not model.strategy.shards_parameters:
-                model.start_param_sync()
         return loss
 
     # torch's hooks run around the update; it would put them around this one too.

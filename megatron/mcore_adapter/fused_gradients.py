@@ -24,12 +24,11 @@ class FusedGradient:
 
     Args:
         parameter: the weight.
-        gradients: of the weight's group, in whose flat tensor the first product is written; None:
-            every product has a buffer of its own.
+        gradients: of the weight's group, in whose flat tensor the first product is written.
         index: of the weight in its group.
     """
 
-    def __init__(self, parameter: nn.Parameter, gradients: GroupGradients | None, index: int):
+    def __init__(self, parameter: nn.Parameter, gradients: GroupGradients, index: int):
         self._parameter = parameter
         self._gradients = gradients
         self._index = index
@@ -42,7 +41,7 @@ class FusedGradient:
         """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
         self._forget_old_passes()
         products = self._products.setdefault(current_pass(), [])
-        if self._gradients is not None and not products:
+        if not products:
             view = self._gradients.view_to_write(self._index)
             if view is not None:
                 products.append(None)
@@ -53,8 +52,6 @@ class FusedGradient:
 
     def _forget_old_passes(self) -> None:
         """Drop products of passes that have failed, or that wanted no gradient of the weight."""
-        if self._gradients is None:
-            return
         num_forgotten = self._gradients.local.num_forgotten
         if num_forgotten != self._num_forgotten:
             self._num_forgotten = num_forgotten
@@ -67,7 +64,6 @@ class FusedGradient:
             return gradient
         total, *others = products
         if total is None:
-            assert self._gradients is not None
             total = self._gradients.local.written(self._index)
         if getattr(self._parameter, "zero_out_wgrad", False):
             # With this mark the layer's gradient is zeros, and others may have added theirs.
@@ -83,9 +79,7 @@ class FusedGradient:
         return total.detach()
 
 
-def accept_fused_gradients(
-    parameter: nn.Parameter, gradients: GroupGradients | None = None, index: int = 0
-) -> None:
+def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, index: int) -> None:
     """Set the attributes that fused kernels look for, and pass their products to autograd.
 
     Args:

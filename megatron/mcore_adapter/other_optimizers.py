@@ -48,8 +48,6 @@ def follow_torch_optimizers(wrapper: nn.Module) -> None:
         followed = _engine_of(reference(), optimizer)
         if followed is not None:
             followed.install_optimized_model_weights(only_trainable=True)
-            if not followed.strategy.shards_parameters:
-                followed.start_param_sync()
 
     for handle in (
         register_optimizer_step_pre_hook(before),

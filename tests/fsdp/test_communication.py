@@ -49,12 +49,12 @@ ORDER = {
         backward all_reduce blocks.2 blocks.1 blocks.0 root
     """,
     1: """
+        forward all_gather root blocks.0 blocks.1 blocks.2
         backward reduce_scatter blocks.2 blocks.1 blocks.0 root
-        step all_gather root blocks.0 blocks.1 blocks.2
     """,
     2: """
+        forward all_gather root blocks.0 blocks.1 blocks.2
         backward reduce_scatter blocks.2 blocks.1 blocks.0 root
-        step all_gather root blocks.0 blocks.1 blocks.2
     """,
     3: """
         forward all_gather root blocks.0 blocks.1 blocks.2

@@ -2,10 +2,7 @@
 """Updates on flat segments have the bits of updates of single parameters, and cost less."""
 
 import copy
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, flat_segments, fully_shard
-from megatron.fsdp.dtensor.uneven import UnevenDTensor
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.optimizers import OPTIMIZERS, two_groups
 from tests.fsdp.reference import Ranks
+from tests.fsdp.test_host_time import shard_layers, train
 
 Optimizer = torch.optim.Optimizer
 Pair = list[tuple[nn.Module, Optimizer]]
@@ -263,134 +259,6 @@ def write_to_a_counter() -> None:
 def test_every_parameter_has_a_counter_of_its_own(ranks: Ranks) -> None:
     """An unsharded optimizer that loads counters which are one tensor would count several times."""
     ranks(1, write_to_a_counter)
-
-
-# ---- host time
-
-
-class Layers(nn.Sequential):
-    def __init__(self, count: int):
-        super().__init__(*[nn.Linear(8, 8) for _ in range(count)])
-
-
-def shard_layers(count: int) -> tuple[nn.Module, Optimizer]:
-    """Return a sharded model of four units of ``count`` layers each."""
-    module = nn.Sequential(*[Layers(count) for _ in range(4)])
-    optimizer = torch.optim.AdamW(module.parameters())
-    precision = MixedPrecisionPolicy(main_params_dtype=None)
-    return fully_shard(
-        module, optimizer, fsdp_unit_modules=[Layers], mixed_precision_policy=precision
-    )
-
-
-class DTensorOperations(TorchDispatchMode):
-    """Records operations with DTensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def watching_dtensors() -> Iterator[list[str]]:
-    """Record DTensors that are made, and torch's functions and operations with DTensors."""
-    made = DTensor.__new__
-
-    def watched_new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        operations.found.append(f"{cls.__name__}()")
-        return made(cls, *args, **kwargs)
-
-    def watched_function(cls: type, function: Any, *args: Any, **kwargs: Any) -> Any:
-        operations.found.append(str(function))
-        return original(function, *args, **kwargs)
-
-    original = UnevenDTensor.__torch_function__
-    operations = DTensorOperations()
-    with (
-        patch.object(DTensor, "__new__", watched_new),
-        patch.object(UnevenDTensor, "__torch_function__", classmethod(watched_function)),
-        operations,
-    ):
-        yield operations.found
-
-
-def phases_of(model: nn.Module, optimizer: Optimizer) -> list[Callable[[], object]]:
-    """Return the parts of a step after the backward, but for clipping, which is torch's own."""
-    return [model.attach_grad_to_optimizer_state, optimizer.step, optimizer.zero_grad]
-
-
-def train(model: nn.Module, optimizer: Optimizer, steps: int = 3) -> None:
-    for _ in range(steps):
-        model(torch.ones(2, 8)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()
-
-
-def watch_steps() -> list[str]:
-    model, optimizer = shard_layers(2)
-    train(model, optimizer)
-    with watching_dtensors() as found:
-        for phase in phases_of(model, optimizer):
-            phase()
-    with watching_dtensors() as control:
-        next(model.parameters()).detach() + 1
-    assert len(control) >= 2
-    return found
-
-
-def test_a_steady_step_makes_no_dtensor_and_calls_nothing_with_one(ranks: Ranks) -> None:
-    for found in ranks(2, watch_steps):
-        assert found == []
-
-
-def count_calls(count: int) -> list[int]:
-    """Count the calls of each phase, of Python and of C."""
-    model, optimizer = shard_layers(count)
-    train(model, optimizer)
-    numbers = []
-    for phase in phases_of(model, optimizer):
-        calls = 0
-
-        def watch(frame: Any, event: str, argument: Any) -> None:
-            nonlocal calls
-            calls += event in ("call", "c_call")
-
-        sys.setprofile(watch)
-        try:
-            phase()
-        finally:
-            sys.setprofile(None)
-        numbers.append(calls)
-    return numbers
-
-
-def test_calls_do_not_grow_with_the_parameters_of_a_unit(ranks: Ranks) -> None:
-    few, many = ranks(1, count_calls, 2)[0], ranks(1, count_calls, 9)[0]
-    assert few == many
-    assert min(few) > 10
-
-
-def measure_while_gradients_change() -> None:
-    model, optimizer = shard_layers(2)
-    train(model, optimizer)
-    for _ in range(2):
-        for parameter in model.parameters():
-            parameter.grad.mul_(2.0)
-            for order in (2.0, torch.inf):
-                expected = torch.linalg.vector_norm(parameter.grad.full_tensor(), order)
-                torch.testing.assert_close(parameter.grad.norm(order), expected)
-
-
-def test_norms_that_are_computed_together_are_those_of_the_gradients_now(ranks: Ranks) -> None:
-    ranks(2, measure_while_gradients_change)
 
 
 # ---- memory

@@ -115,9 +115,13 @@ def shard_fused(chain: WritingChain, level: int) -> MegatronFSDP:
     """Shard a chain over all ranks; its layers write into the flat tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model = fully_shard_model(chain, mesh, fsdp_unit_modules=[WritingLayer], zero_dp_strategy=level)
+    accept_all(model)
+    return model
+
+
+def accept_all(model: MegatronFSDP) -> None:
     for sharded in model.sharded_params:
         accept_fused_gradients(sharded.compute, sharded.group.gradients, sharded.index)
-    return model
 
 
 def assert_same_gradients(model: MegatronFSDP, plain: nn.Module) -> None:
@@ -306,16 +310,39 @@ def tied(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
 LOSSES = {"once": once, "twice": twice, "tied": tied}
 
 
+class Holder(nn.Module):
+    """A weight, which the loss that is passed to a call uses."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, loss: Callable, layer: Callable) -> torch.Tensor:
+        return loss(layer, self.weight)
+
+
+def hold(weight: nn.Parameter) -> MegatronFSDP:
+    """Shard a weight over the one rank of a job; its layers write its gradient."""
+    model = fully_shard_model(Holder(weight), preserve_fp32_weights=False)
+    accept_all(model)
+    return model
+
+
+def assert_same_gradient(model: MegatronFSDP, expected: nn.Parameter) -> None:
+    (parameter,) = model.parameters()
+    torch.testing.assert_close(full_tensor(parameter.grad), expected.grad)
+
+
 def compare(loss: str, layer: str) -> None:
     """Job: two backwards, the second of which adds to the first one's gradient."""
     expected, weight = make_weight(), make_weight()
     weight.__fsdp_param__ = True  # the layer's sign to ask for a buffer
     weight.zero_out_wgrad = loss == "tied"
-    accept_fused_gradients(weight)
+    model = hold(weight)
     for _ in range(2):
         LOSSES[loss](linear, expected).backward()
-        LOSSES[loss](fused if layer == "overwrites" else AddingLinear.apply, weight).backward()
-        torch.testing.assert_close(weight.grad, expected.grad)
+        model(LOSSES[loss], fused if layer == "overwrites" else AddingLinear.apply).backward()
+        assert_same_gradient(model, expected)
         assert weight.main_grad is None, "the layer's buffer lives on"
         assert not weight.grad_added_to_main_grad
 
@@ -332,20 +359,27 @@ def test_a_tied_embedding_adds_its_part() -> None:
 
 def fail_between_two_uses() -> None:
     expected, weight = make_weight(), make_weight()
-    accept_fused_gradients(weight)
+    model = hold(weight)
 
     def fail(gradient: torch.Tensor) -> None:
         raise ValueError("between the two uses")
 
-    # Autograd goes through the later branch first, and then fails in the other one.
-    first = AddingLinear.apply(inputs(1), weight)
-    first.register_hook(fail)
-    with pytest.raises(ValueError, match="between the two uses"):
-        (first.sum() + AddingLinear.apply(inputs(2), weight).sum()).backward()
-    assert weight.grad is None
-    for parameter, layer in ((expected, linear), (weight, AddingLinear.apply)):
-        twice(layer, parameter).backward()
-    torch.testing.assert_close(weight.grad, expected.grad)
+    def loss_that_fails(layer: Callable, weight: nn.Parameter) -> torch.Tensor:
+        # Autograd goes through the later branch first, and then fails in the other one.
+        first = layer(inputs(1), weight)
+        first.register_hook(fail)
+        return first.sum() + layer(inputs(2), weight).sum()
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="between the two uses"):
+            model(loss_that_fails, AddingLinear.apply).backward()
+        assert weight.grad is None
+        waiting = weight.get_main_grad.__self__._products
+        assert len(waiting) == 1, "products of passes before pile up"
+    twice(linear, expected).backward()
+    model(twice, AddingLinear.apply).backward()
+    assert_same_gradient(model, expected)
+    assert_nothing_waits(model)
 
 
 def test_a_failed_backward_leaves_no_product_for_the_next_one() -> None:
@@ -354,10 +388,11 @@ def test_a_failed_backward_leaves_no_product_for_the_next_one() -> None:
 
 def compare_plain_use() -> None:
     expected, weight = make_weight(), make_weight()
-    accept_fused_gradients(weight)
-    for parameter in (expected, weight):
-        linear(inputs(1), parameter).sum().backward()
-    assert torch.equal(weight.grad, expected.grad)
+    model = hold(weight)
+    once(linear, expected).backward()
+    model(once, linear).backward()
+    assert_same_gradient(model, expected)
+    assert_nothing_waits(model)
 
 
 def test_gradients_of_layers_that_write_nothing_stay_as_they_are() -> None:
@@ -367,12 +402,12 @@ def test_gradients_of_layers_that_write_nothing_stay_as_they_are() -> None:
 def keep_dtype() -> None:
     weight = nn.Parameter(make_weight().bfloat16())
     weight.__fsdp_param__ = True
-    accept_fused_gradients(weight)
-    once(lambda x, weight: fused(x.bfloat16(), weight), weight).backward()
-    assert weight.grad.dtype == torch.bfloat16
+    model = hold(weight)
+    model(once, lambda x, weight: fused(x.bfloat16(), weight)).backward()
     expected = nn.Parameter(make_weight().bfloat16())
     once(lambda x, weight: linear(x.bfloat16(), weight), expected).backward()
-    torch.testing.assert_close(weight.grad, expected.grad)
+    assert expected.grad.dtype == torch.bfloat16
+    assert_same_gradient(model, expected)
 
 
 def test_the_buffer_has_the_dtype_that_layers_compute_in() -> None:

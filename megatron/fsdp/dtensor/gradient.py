@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import Any, TypeGuard
 
 import torch
@@ -26,7 +26,10 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
 from megatron.fsdp.engine.collectives import all_reduce_over
 
+_grad_of = attrgetter("grad")
 _local_tensor_of = attrgetter("_local_tensor")
+_version_of = attrgetter("_version")
+_version_of_local = attrgetter("_local_tensor._version")
 _norm_group_of = attrgetter("norm_group")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
@@ -101,8 +104,10 @@ class GradientFamily:
         """Return the norm of one gradient; see :func:`norms`."""
         waiting = self._waiting.setdefault((order, dtype), {})
         if not waiting:
-            for member, norm in zip(self._members, norms(self._members, order, dtype)):
-                waiting[id(member)] = norm, _version(member)
+            # As `_version` of each, in C.
+            versions = zip(map(_version_of, self._members), map(_version_of_local, self._members))
+            own_norms = norms(self._members, order, dtype)
+            waiting.update(zip(map(id, self._members), zip(own_norms, versions)))
         if id(gradient) in waiting:
             norm, version = waiting.pop(id(gradient))
             if version == _version(gradient):
@@ -173,7 +178,9 @@ def clip_grad_norm_(
         TypeError: for a gradient that is not that of a sharded parameter.
         ValueError: for an order that is not positive.
     """
-    gradients = [each.grad for each in parameters if each.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        shown = list(map(_grad_of, parameters))
+    gradients = list(compress(shown, map(is_not, shown, repeat(None))))
     if norm_type <= 0:
         raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
     if not gradients:

@@ -37,7 +37,7 @@ from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_gradients import LocalGradients
+from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
 from megatron.fsdp.engine.memory_slots import MemorySlots
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
@@ -332,8 +332,7 @@ class GroupGradients:
         self.awaits_reduction = False
         self.local.forget_written()
         self.local.free()
-        for parameter in self._parameters:
-            parameter.grad = None
+        clear_grads(self._parameters)
 
     def set_comm_dtype(self, dtype: torch.dtype | None) -> None:
         """Reduce gradients in ``dtype`` from now on; None: in the main gradient dtype."""

@@ -87,12 +87,12 @@ class UnitHooks:
     def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @_not_traced
         def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if module is self._root.module:
-                self._schedule.begin_forward()
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
             recorder.begin_forward(call, unit.shown_name, module is self._root.module)
+            if module is self._root.module:
+                self._schedule.begin_forward()
             self._unshard(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
@@ -164,7 +164,7 @@ class UnitHooks:
         """Return a compute parameter if it is readable, otherwise the sharded one."""
         if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
             return self._sharded[parameter]
-        unit.wait_for_unshard()
+        unit.make_readable()
         return parameter if unit.is_readable else self._sharded[parameter]
 
     def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -17,7 +17,10 @@ buffer.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import nn
@@ -27,6 +30,10 @@ from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
 from megatron.fsdp.engine.memory_slots import MemorySlots
 from megatron.fsdp.engine.recorder import named
+
+# Loops over all parameters, which every step repeats, are left to `map`: they run in C.
+_grad = attrgetter("grad")
+_is_sparse = attrgetter("is_sparse")
 
 
 class LocalGradients:
@@ -97,9 +104,8 @@ class LocalGradients:
             gradient_sum: the sum in whose tensor they accumulate if there are none yet; None: they
                 accumulate in the buffer.
         """
-        arrived = [
-            index for index, parameter in enumerate(self._parameters) if parameter.grad is not None
-        ]
+        grads = list(map(_grad, self._parameters))
+        arrived = list(compress(count(), map(is_not, grads, repeat(None))))
         if self.notes_users:
             self.users.update(arrived)
         # Ranks that do not allocate the same buffers at the same time assign different slots. So a
@@ -111,14 +117,15 @@ class LocalGradients:
             covers_all = len(arrived) == len(self._parameters)
             has_values = self.open(dtype, gradient_sum, covers_all)
             arrived = self._take_written(arrived) if self._written else arrived
-            targets = [self._views[index] for index in arrived]
-            grads = [local_grad(self._parameters[index]) for index in arrived]
+            targets = list(map(self._views.__getitem__, arrived))
+            grads = list(map(grads.__getitem__, arrived))
+            if set(map(type, grads)) != {torch.Tensor} or any(map(_is_sparse, grads)):
+                grads = [local_grad(self._parameters[index]) for index in arrived]
             if arrived and has_values:
                 torch._foreach_add_(targets, grads)
             elif arrived:
                 torch._foreach_copy_(targets, grads)
-        for index in arrived:
-            self._parameters[index].grad = None
+        clear_grads(self._parameters)
 
     def view_to_write(
         self, index: int, dtype: torch.dtype, gradient_sum: RunningSum | None
@@ -249,3 +256,8 @@ class LocalGradients:
         """Multiply the gradients by a number or a 0-d tensor."""
         if not self.is_empty:
             self.flat.mul_(factor)
+
+
+def clear_grads(parameters: Sequence[nn.Parameter]) -> None:
+    """Drop the gradients that autograd has left on the compute parameters."""
+    deque(map(setattr, parameters, repeat("grad"), repeat(None)), maxlen=0)

@@ -12,8 +12,8 @@
                          outer axis divides it (see [Note: shards and owned shards])
     main shard           the owned shard in the main dtype, which the optimizer updates. If the
                          dtypes are equal, it is the owned shard itself. Otherwise it is cast into
-                         the compute shard: after each step, or at level 3 before each all-gather
-                         (see :meth:`ParamGroup.keep_compute_weights`)
+                         the compute shard: when weights are used first after each step, or at level
+                         3 before each all-gather (see :meth:`ParamGroup.keep_compute_weights`)
 
 Gradients have a class of their own: see [Note: the way of a gradient].
 """
@@ -127,6 +127,7 @@ class ParamGroup:
         else:
             self.main_shard = torch.zeros_like(self._owned_shard, dtype=self.precision.main_param)
         self._kept: torch.Tensor | None = None  # the compute shard, if main weights are newer
+        self._is_cast_due = False  # the owned shard is older than the main weights
         # True if outer ranks have updated their parts of the compute shard since it was gathered.
         self._compute_shard_is_stale = False
         self._all_gather: Pending | None = None
@@ -177,16 +178,27 @@ class ParamGroup:
             return
         with named(self.unit_name, "unshard"):
             self.compute.allocate()
+            self._cast()
             if self._casts_at_unshard:
                 with torch.no_grad():
                     self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
-            self._all_gather = self._communicator.all_gather(
-                self.compute.flat,
-                self.compute_shard,
-                self._owned_shard if self._compute_shard_is_stale else None,
-            )
+            if self.has_all_shards:
+                self._all_gather = Pending()
+            else:
+                self._all_gather = self._communicator.all_gather(
+                    self.compute.flat,
+                    self.compute_shard,
+                    self._owned_shard if self._compute_shard_is_stale else None,
+                )
         self._compute_shard_is_stale = False
         self._become(WeightState.UNSHARDING)
+
+    @torch.no_grad()
+    def _cast(self) -> None:
+        """Cast main weights into the owned shard, if that is due."""
+        if self._is_cast_due:
+            self._owned_shard.copy_(self.main_shard)
+            self._is_cast_due = False
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :meth:`unshard` has started, if any."""
@@ -205,6 +217,11 @@ class ParamGroup:
             self._become(WeightState.SHARDED)
 
     @property
+    def has_all_shards(self) -> bool:
+        """True if this rank owns the whole group: its compute weights need no all-gather."""
+        return self.layout.world_size == 1
+
+    @property
     def blocker(self) -> SlotUser | None:
         """The buffer of another group that occupies the memory slot of the compute parameters."""
         return self.compute.blocker
@@ -220,19 +237,23 @@ class ParamGroup:
     def keep_compute_weights(self) -> None:
         """Keep a copy of the compute shard, which all-gathers send until weights are installed.
 
-        Do nothing where compute weights do not follow every change of the main weights anyway.
+        Where compute weights do not follow every change of the main weights, they are their own
+        copy.
         """
+        self._cast()
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
 
     @torch.no_grad()
     def install_main_weights(self) -> None:
-        """Cast main weights into compute weights; weights gathered before become stale."""
+        """Let the next use of the compute weights cast and gather the main weights.
+
+        Until then, main weights may change further.
+        """
         self.wait_for_unshard()
         self._kept = None
-        if not (self.main_is_compute or self._casts_at_unshard):
-            self._owned_shard.copy_(self.main_shard)
-        if self.layout.world_size == 1:
+        self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)
+        if self.has_all_shards and not self._is_cast_due:
             return
         self._compute_shard_is_stale = self._partition.num_outer > 1
         if self.state is WeightState.UNSHARDED:

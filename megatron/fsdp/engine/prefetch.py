@@ -76,6 +76,11 @@ class Prefetcher:
         # Those kept for a backward that has not come are resharded: weights may change till then.
         self._reshard_prefetched(self._prefetched - self._of_next_forward)
 
+    def unshard_all(self) -> None:
+        """Unshard all units, where their storage is allocated anyway (levels 1 and 2)."""
+        for unit in self._units if self._is_enabled else ():
+            unit.unshard()
+
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""
         order = self._order

@@ -70,6 +70,8 @@ class Schedule:
         if self._is_in_backward:
             self._abandon_backward()
         self._prefetcher.start_recording()
+        if not self._strategy.shards_parameters:
+            self._prefetcher.unshard_all()
 
     def end_forward(self) -> None:
         """Finish a forward of the root."""

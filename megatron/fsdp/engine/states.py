@@ -18,8 +18,9 @@ In the last line, the local gradients move into the group's flat buffer and thei
 The optimizer then updates the main weights, which changes no state at level 3: the next all-gather
 sends the new values (``start_param_sync`` starts it for the units that the next forward uses
 first). At levels 1 and 2 weights stay allocated on every rank. New main weights make them STALE;
-the sharded optimizer gathers them again after its step, and otherwise the next forward does. At
-level 0 they are always UNSHARDED.
+the next forward gathers them again when it begins, unless ``start_param_sync`` has done so. At
+level 0 they are STALE where main weights of another dtype have to be cast, otherwise always
+UNSHARDED.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WeightState(Enum):
     SHARDED = auto()
     """Their storage is freed; this rank has its own shard only."""
     STALE = auto()
-    """They have storage, but the shards of other ranks in it are older than the main weights."""
+    """They have storage, but its values, or those of other ranks, are older than main weights."""
     UNSHARDING = auto()
     """They have storage, and the all-gather that fills it is under way."""
     UNSHARDED = auto()

@@ -92,17 +92,19 @@ EDITS: dict[str, Callable[[DTensor], object]] = {
 
 
 @torch.no_grad()
-def edit_after_steps(edit: str, starts_early: bool) -> None:
-    model, optimizer = shard_two_layers(3)
+def edit_after_steps(edit: str, starts_early: bool, level: int) -> None:
+    model, optimizer = shard_two_layers(level)
     for number in range(3):
         with torch.enable_grad():
             model(torch.randn(4, 64)).sum().backward()
         optimizer.step()
-        assert {group.state.name for group in model.groups} == {"SHARDED"}
+        between = {0: "UNSHARDED", 3: "SHARDED"}.get(level, "STALE")
+        assert {group.state.name for group in model.groups} == {between}
         if starts_early:
             model.start_param_sync()
             states = {group.state.name for group in model.groups}
-            assert number > 0 or states == {"UNSHARDING", "SHARDED"}
+            gathering = {"UNSHARDING", "SHARDED"} if level == 3 else {"UNSHARDING"}
+            assert number > 0 or states == gathering or level == 0
         for parameter in model.parameters():
             EDITS[edit](parameter)
         if starts_early:
@@ -115,10 +117,64 @@ def edit_after_steps(edit: str, starts_early: bool) -> None:
 
 @pytest.mark.parametrize("starts_early", [False, True])
 @pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("level", LEVELS)
 def test_weights_may_be_edited_between_a_step_and_a_forward(
-    ranks: Ranks, edit: str, starts_early: bool
+    ranks: Ranks, level: int, edit: str, starts_early: bool
 ) -> None:
-    ranks(2, edit_after_steps, edit, starts_early)
+    ranks(2, edit_after_steps, edit, starts_early, level)
+
+
+@torch.no_grad()
+def edit_main_weights_after_steps(edit: str, level: int, mesh: str, **settings: Any) -> None:
+    """Job: edit fp32 main weights; the bf16 module inside and the next forward have the result."""
+    model, optimizer = bf16_model(level, **Meshes().arguments(mesh), **settings)
+    for step in range(2):
+        with torch.enable_grad():
+            loss_of(model(batch(step, dist.get_rank(), 0).bfloat16())).backward()
+        optimizer.step()
+        for parameter in model.parameters():
+            EDITS[edit](parameter)
+        if step:  # a look at the weights is no use of them: they are right, and nothing is gathered
+            for shown, weight in zip(model.module.state_dict().values(), whole_weights(model)):
+                whole = full_tensor(shown) if isinstance(shown, DTensor) else shown
+                assert torch.equal(whole.bfloat16(), weight.bfloat16())
+        outputs_are_those_of_the_main_weights(model, "several_units")
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_main_weights_of_another_dtype_may_be_edited_too(
+    ranks: Ranks, level: int, edit: str
+) -> None:
+    ranks(2, edit_main_weights_after_steps, edit, level, "flat")
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+def test_main_weights_may_be_edited_in_hybrid_sharding(ranks: Ranks, outer: int) -> None:
+    ranks(4, edit_main_weights_after_steps, "data", 3, "outer2", outer_dp_sharding_strategy=outer)
+
+
+def step_without_install_after_an_edit(level: int) -> None:
+    """Job: what a step installs is not what a later step that installs nothing has made of it."""
+    model, optimizer = bf16_model(level)
+    x = batch(0, dist.get_rank(), 0).bfloat16()
+    loss_of(model(x)).backward()
+    optimizer.step()
+    installed = whole_state(model.state_dict())
+    optimizer.step(install_optimized_model_weights=False)  # no forward has used the others
+    unsharded = models.build("several_units", torch.bfloat16)
+    unsharded.load_state_dict({key: value.bfloat16() for key, value in installed.items()})
+    with torch.no_grad():
+        assert torch.equal(model(x), unsharded(x))
+    model.install_optimized_model_weights()
+    outputs_are_those_of_the_main_weights(model, "several_units")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_step_that_installs_nothing_keeps_weights_that_no_forward_has_used(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, step_without_install_after_an_edit, level)
 
 
 def look_inside_after_a_step(level: int) -> None:

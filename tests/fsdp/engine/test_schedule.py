@@ -253,7 +253,8 @@ def test_a_unit_whose_weight_another_unit_uses_costs_no_extra_gathers(ranks: Ran
     assert counts["embedding.weight"] <= 4
 
 
-def states_after_a_step(overlap: bool) -> set[str]:
+def states_after_a_step(overlap: bool) -> list[str]:
+    """Return the state of the weights after a step, and when they have been asked for."""
     net = nn.Linear(8, 8)
     model, optimizer = fully_shard(
         net,
@@ -263,12 +264,15 @@ def states_after_a_step(overlap: bool) -> set[str]:
     )
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
-    return {group.state.name for group in model.groups}
+    (group,) = model.groups
+    states = [group.state.name]
+    model.start_param_sync()
+    return [*states, group.state.name]
 
 
 def test_gathers_after_a_step_overlap_only_if_asked_to(ranks: Ranks) -> None:
-    assert ranks(2, states_after_a_step, False) == [{"UNSHARDED"}] * 2
-    assert ranks(2, states_after_a_step, True) == [{"UNSHARDING"}] * 2
+    assert ranks(2, states_after_a_step, False) == [["STALE", "UNSHARDED"]] * 2
+    assert ranks(2, states_after_a_step, True) == [["STALE", "UNSHARDING"]] * 2
 
 
 def gathers_of_a_step_with_two_optimizers() -> list[str]:
