@@ -306,5 +306,7 @@ def _destroy_megatron_core_globals() -> None:
         module.MoEAuxLossAutoScaler.main_loss_backward_scale = (
             None  # has the shape that the last loop gave it
         )
+    if (module := sys.modules.get("megatron.core.transformer.moe.moe_logging")) is not None:
+        module.destroy_moe_metrics_tracker()  # the same since 0.18
     if (module := sys.modules.get("megatron.core.transformer.multi_token_prediction")) is not None:
         module.MTPLossLoggingHelper.tracker.clear()

@@ -9,7 +9,6 @@ checkpoint is the same with either.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -23,7 +22,6 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -265,17 +263,24 @@ class LocalLatentAttention(MLASelfAttention):
     Megatron-Core sums them by name at the end of a step.
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any):
-        if config.q_lora_rank is None:
-            # Queries that are not compressed have no norm. Megatron-Core's local specification has
-            # one all the same, which its releases since 0.19 refuse.
-            submodules = dataclasses.replace(submodules, q_layernorm=IdentityOp)
-        super().__init__(config, submodules, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         if self.tp_group.size() > 1:
             self.linear_kv_down_proj.register_forward_hook(self._whole_latents)
         if self.config.q_lora_rank is not None and not self.config.sequence_parallel:
             for parameter in self.q_layernorm.parameters():
                 set_attributes(parameter, average_gradients_across_tp_domain=True)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        """Return the parts by name, for which Megatron-Core 0.19 asks.
+
+        Queries that are not compressed have no norm. Its local specification has one all the same,
+        which that release refuses; without it, it requires Transformer Engine.
+        """
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
+        names = ("linear_q_proj", "linear_kv_up_proj", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
 
     def _whole_latents(
         self, projection: nn.Module, inputs: object, output: tuple[Tensor, None]

@@ -5,8 +5,8 @@ Megatron-Core collects the results of a save in a queue that a process of its ow
 (``multiprocessing.Manager``). When the rank is killed, that process lives on for ever, and a job
 that is restarted many times fills the memory of its machine. Release 0.16 also forks a process for
 each file: a fork that is killed never answers, and the save waits for it until the watch ends the
-job. A rank that waits for its own save needs neither: here its threads write, as those of later
-releases do, and the queue is in the rank.
+job. A rank that waits for its own save needs neither: here its threads write, and the queue is in
+the rank. Later releases write in threads too, but report the type of an error without its text.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-_FORKING = "write_preloaded_data_multiproc"
-"""The method of release 0.16 that forks."""
+_WRITING = ("write_preloaded_data_multithread", "write_preloaded_data_multiproc")
+"""The method that writes, of release 0.17 and newer, and of 0.16."""
 
 
 @contextmanager
 def written_by_threads() -> Iterator[None]:
     """Let threads write what Megatron-Core saves within the context, and wait for them."""
     results = filesystem_async._results_queue
-    forking = vars(FileSystemWriterAsync).get(_FORKING)
+    name = next(each for each in _WRITING if each in vars(FileSystemWriterAsync))
+    writing = vars(FileSystemWriterAsync)[name]
     # Private, but all releases look for the queue there before they make one.
     filesystem_async._results_queue = queue.Queue()
-    if forking is not None:
-        setattr(FileSystemWriterAsync, _FORKING, staticmethod(write_in_threads))
+    setattr(FileSystemWriterAsync, name, staticmethod(write_in_threads))
     try:
         yield
     finally:
         filesystem_async._results_queue = results
-        if forking is not None:
-            setattr(FileSystemWriterAsync, _FORKING, forking)
+        setattr(FileSystemWriterAsync, name, writing)
 
 
 def write_in_threads(
