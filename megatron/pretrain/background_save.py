@@ -23,6 +23,7 @@ from megatron.pretrain import checkpointing
 from megatron.pretrain.checkpoint_source import Say
 from megatron.pretrain.checkpoint_writer import WriteRequest, WriterProcess, WriterWorld
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.fsdp_dtensor_checkpoint import collector_paused
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.staging import StagingBuffer
 
@@ -95,9 +96,22 @@ class BackgroundSaves:
             RunError: on every rank, if any rank could not write this or the save before.
         """
         self.wait()
+        with collector_paused():  # training waits
+            self._begin(model, optimizer, scheduler, progress, root)
+        self._pending = PendingSave(root, replace(progress))
+        self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
+
+    def _begin(
+        self,
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        progress: Progress,
+        root: str,
+    ) -> None:
+        """Copy the state of the run, and tell the writer."""
         content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
         target = checkpointing.prepare(root, progress.iteration)
-        pending = PendingSave(root, replace(progress))
 
         def begin() -> None:
             request = WriteRequest(self._buffer.stage(content), target)
@@ -109,8 +123,6 @@ class BackgroundSaves:
         if problems:
             self._kill()
             checkpointing.conclude(self._args, root, progress, problems, self._say)
-        self._pending = pending
-        self._say(f"writing the checkpoint of iteration {progress.iteration} in the background")
 
     @property
     def under_way(self) -> int | None:

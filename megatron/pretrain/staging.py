@@ -53,8 +53,10 @@ class StagedTensor:
     @classmethod
     def at(cls, offset: int, tensor: torch.Tensor) -> StagedTensor:
         """Describe a copy of ``tensor``, which is dense, at ``offset``."""
-        # A copy has the strides that the writer of a blocking save would give it.
-        strides = torch.empty_like(tensor, device="meta").stride()
+        strides = tensor.stride()
+        if not tensor.is_contiguous():
+            # A copy has the strides that the writer of a blocking save would give it.
+            strides = torch.empty_like(tensor, device="meta").stride()
         chunks = None
         if isinstance(tensor, ChunkedTensor):
             chunks = (tensor.chunks, tensor.whole_shape, tensor.is_flat)
@@ -75,6 +77,14 @@ class StagedTensor:
             return torch.empty(self.shape, dtype=self.dtype)
         part = torch.frombuffer(memory, dtype=torch.uint8, count=self.num_bytes, offset=self.offset)
         return part.view(self.dtype).as_strided(self.shape, self.strides)
+
+    def fill(self, content: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Copy ``tensor`` to its part of a buffer with the bytes ``content``."""
+        part = content[self.offset : self.offset + self.num_bytes].view(self.dtype)
+        if self.strides == tensor.stride() and tensor.is_contiguous():
+            part.copy_(tensor.reshape(-1), non_blocking=True)
+        else:
+            part.as_strided(self.shape, self.strides).copy_(tensor, non_blocking=True)
 
     def read(self, memory: mmap.mmap) -> torch.Tensor:
         """Return the tensor as checkpoints take it."""
@@ -145,9 +155,10 @@ class StagingBuffer:
         pickler.dump(content)
         end = pickler.end + file.tell()
         memory = self._grown_to(end)
-        with torch.no_grad():
-            for tensor, staged in pickler.copies:
-                staged.over(memory).copy_(tensor.detach(), non_blocking=True)
+        content_bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        for tensor, staged in pickler.copies:
+            if staged.num_bytes:
+                staged.fill(content_bytes, tensor.detach())
         memory[pickler.end : end] = file.getbuffer()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
