@@ -16,10 +16,15 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 
 if __name__ == "__main__":
     # Until main() watches signals, Ctrl-C ends the process without a traceback of the imports.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # The imports take seconds. Without a run there is no need to wait for anything.
+    without_run = {"-h", "--help", "--help-all", "--dry-run"}
+    if os.environ.get("RANK", "0") == "0" and not without_run.intersection(sys.argv):
+        print("pretrain_gpt.py: loading torch and Megatron-Core", flush=True)
 
 import torch
 
@@ -35,7 +40,7 @@ if not torch.cuda.is_available():
 
 from megatron.checkpoint.core.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
-from megatron.pretrain import ranks  # noqa: E402
+from megatron.pretrain import ranks, terminal  # noqa: E402
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
     dry_run_ranks,
@@ -44,8 +49,9 @@ from megatron.pretrain.arguments import (  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
+from megatron.pretrain.rank_log import RankLog  # noqa: E402
 from megatron.pretrain.rerun import RerunExitError  # noqa: E402
-from megatron.pretrain.watch import Watch  # noqa: E402
+from megatron.pretrain.watch import Watch, error_file, in_one_line  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""
@@ -64,6 +70,17 @@ def main() -> int:
         complain(str(error))
         return 2
     set_up_logging(args.logging_level)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(RankLog(None if args.dry_run else args.log_dir))
+        except OSError as error:
+            complain(f"error: --log-dir {args.log_dir}: {error}")
+            return 1
+        return run(args, notes)
+
+
+def run(args: argparse.Namespace, notes: list[str]) -> int:
+    """Train by completed arguments, and return the exit code."""
     for note in notes:
         ranks.say(note)
     if args.dry_run:
@@ -83,7 +100,10 @@ def main() -> int:
             return 1
         except Exception as error:
             watch.failed(error)
-            raise
+            if not args.log_dir:
+                raise
+            complain(in_one_line(error, error_file(args.save, args.log_dir)), watch)
+            return 1
     ranks.stop()
     return 0
 
@@ -109,7 +129,7 @@ def complain(message: str, watch: Watch | None = None) -> None:
         return
     if ranks.environment_rank() != 0:
         time.sleep(GRACE_SECONDS)
-    print(message, file=sys.stderr, flush=True)
+    terminal.complain(message)
 
 
 if __name__ == "__main__":

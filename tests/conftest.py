@@ -2,7 +2,11 @@
 """Settings and fixtures for all tests."""
 
 import os
+import tempfile
 
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers and ranks inherit it
+    CACHES = tempfile.TemporaryDirectory(prefix="megatron_fsdp_caches_")
+    os.environ["XDG_CACHE_HOME"] = CACHES.name
 # Read when numpy and torch are loaded, so they come before every other import; ranks inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(

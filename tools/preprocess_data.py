@@ -21,6 +21,7 @@ with warnings.catch_warnings():
         TokenizerChoice,
         build_tokenizer,
     )
+    from megatron.pretrain.tokenizer_record import write_record
 
 
 @click.command()
@@ -109,13 +110,15 @@ def preprocess_data(
     """Turn text into an indexed dataset for pretrain_gpt.py.
 
     Files named .jsonl, .ndjson or .json hold one JSON object per line, each a document; any other
-    file is one document.
+    file is one document. PREFIX_KEY_document.tokenizer.json records the tokenizer, which
+    pretrain_gpt.py then uses.
     """
     if bool(inputs) == standard_library:
         raise click.UsageError("give either --input or --standard-library")
     try:
         settings["tokenizer_special_tokens"] = list(settings["tokenizer_special_tokens"]) or None
-        tokenizer = build_tokenizer(TokenizerChoice(**settings))
+        choice = TokenizerChoice(**settings)
+        tokenizer = build_tokenizer(choice)
         files = standard_library_files() if standard_library else inputs
         for key in json_keys:
             prefix = f"{output_prefix}_{key}_document"
@@ -124,6 +127,7 @@ def preprocess_data(
                 f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from"
                 f" {summary.bytes} bytes"
             )
+            write_record(prefix, choice, tokenizer)
     except (ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 

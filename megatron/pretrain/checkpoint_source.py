@@ -84,7 +84,10 @@ def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> Checkpoin
         flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
         raise ValueError(f"{flag}: {load} has no {directory.TRACKER}")
     if load:
-        say(f"{load} has no {directory.TRACKER}: starting from scratch")
+        say(
+            f"{load} has no {directory.TRACKER}: starting from scratch, which"
+            " --exit-on-missing-checkpoint forbids"
+        )
     return None
 
 

@@ -28,6 +28,7 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import progress_of
 from megatron.pretrain.tokenizer import Tokenizer
+from megatron.pretrain.tokenizer_record import record_path
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Installed packages are not the library, and its tests are mostly tables of odd data.
@@ -265,6 +266,7 @@ def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
         # Without its index a dataset does not exist. The old index is removed first, so that no
         # reader ever sees the index of one corpus with the tokens of another.
         Path(get_idx_path(prefix)).unlink(missing_ok=True)
+        record_path(prefix).unlink(missing_ok=True)  # of the tokenizer of that corpus
         # Megatron-Core caches sample indices here by name alone. They would describe the corpus
         # that is replaced.
         for folder in Path(prefix, "cache").glob("*Dataset_indices"):

@@ -2,54 +2,36 @@
 """Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
 
 import argparse
-import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
     convert_split_vector_to_split_matrix,
     parse_and_normalize_split,
 )
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
-from megatron.core.datasets.indexed_dataset import IndexedDataset
 from torch.utils.data import Dataset
 
 from megatron.pretrain import dataset_helpers
 from megatron.pretrain.corpus import standard_library_corpus
-from megatron.pretrain.dataset_files import check_samples, checked_lengths
+from megatron.pretrain.dataset_files import check_samples
 from megatron.pretrain.fill_in_the_middle import (
     FillInTheMiddle,
     FillInTheMiddleConfig,
     FillInTheMiddleDataset,
 )
 from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.index_cache import cache_of, check_visible
+from megatron.pretrain.splits import SPLIT_NAMES, Blend, Bookends, DataSource, check_splits
 from megatron.pretrain.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
+from megatron.pretrain.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.tokenizer_record import check_records, record_path
 
 DEFAULT_SPLIT = "969,30,1"
 DEFAULT_CORPUS_DIRECTORY = "data"
-SPLIT_NAMES = ("training", "validation", "test")
-
-Blend = tuple[list[str], list[float] | None]
-Bookends = tuple[float, float]
 Sizes = tuple[int, int | None, int]
 """Samples of the training, validation and test data; None for one epoch, each sample once."""
-
-
-@dataclass
-class DataSource:
-    """The source of the samples: a blend of datasets, a blend per split, or neither (mock data)."""
-
-    bookends: list[Bookends | None]
-    """The part of the documents that each split (training, validation, test) takes: its first and
-    last point between 0 and 1, None for a split that is not built."""
-    split: str | None = None
-    blend: Blend | None = None
-    blend_per_split: list[Blend | None] | None = None
 
 
 def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | None:
@@ -111,6 +93,8 @@ def build_datasets(
     source = source or find_data(args, tokenizer)
     if source is None:
         return None, None, None
+    if source.cache is not None and args.data_cache_path is None:
+        check_visible(source.cache)
     sizes = _sizes(args)
     config = _config(args, tokenizer, source)
     if source.blend_per_split is None:
@@ -148,7 +132,7 @@ def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) 
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
-        path_to_cache=args.data_cache_path,
+        path_to_cache=source.cache,
         mmap_bin_files=args.mmap_bin_files,
         tokenizer=tokenizer,
         reset_position_ids=args.reset_position_ids,
@@ -182,11 +166,9 @@ def _check_caches(datasets: Sequence[Dataset | None]) -> None:
                     part.config.sequence_length,
                 )
             except ValueError as error:
-                prefix = part.dataset.path_prefix
-                folder = part.config.path_to_cache or f"{prefix}/cache"
                 raise ValueError(
-                    f"the index cache of {prefix} in {folder} is of other data, or damaged:"
-                    f" {error}; remove it"
+                    f"the index cache of {part.dataset.path_prefix} in {part.config.path_to_cache}"
+                    f" is of other data, or damaged: {error}; remove it"
                 ) from error
 
 
@@ -275,7 +257,13 @@ def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -
             )
     sample_length = args.seq_length + 1  # its labels come one token later
     least_tokens = (1, sample_length if sizes[1] is None else 1, 1)
-    _drop_or_refuse_empty_splits(source, tokenizer.vocab_size, least_tokens)
+    prefixes = source.prefixes()
+    if any(record_path(prefix).is_file() for prefix in prefixes):
+        check_records(prefixes, TokenizerChoice.of(args), tokenizer)
+    source.lines = check_splits(source, tokenizer.vocab_size, least_tokens)
+    source.cache = args.data_cache_path
+    if prefixes and source.cache is None:
+        source.cache = str(cache_of(prefixes))
     return source
 
 
@@ -320,86 +308,6 @@ def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")
     return [ends if _is_wanted(size) else None for ends, size in zip(matrix, sizes)]
-
-
-def _drop_or_refuse_empty_splits(
-    source: DataSource, vocab_size: int, least_tokens: Sequence[int]
-) -> None:
-    """Check that every split that will be built has tokens in every dataset of its blend.
-
-    Validation on whole datasets needs one sample of each; other splits are read several times if
-    they are small. `least_tokens` has the number for every split.
-
-    An empty test split is dropped with a warning, as small corpora have no thousandth part, which
-    is its default.
-
-    Raises:
-        ValueError: lists the datasets that do not exist, or that are damaged, or else the splits
-            without documents.
-    """
-    blends = source.blend_per_split or [source.blend] * len(SPLIT_NAMES)
-    lengths = _lengths_of_documents(blends, source.bookends, vocab_size)
-    problems = []
-    for i, (name, blend, ends) in enumerate(zip(SPLIT_NAMES, blends, source.bookends)):
-        if blend is None or ends is None:
-            continue
-        for prefix in blend[0]:
-            # Megatron-Core's builder cuts by document and rounds in this way.
-            num_documents = len(lengths[prefix])
-            first, last = (round(end * num_documents) for end in ends)
-            num_tokens = lengths[prefix][first:last].sum()
-            if num_tokens >= least_tokens[i]:
-                continue
-            problem = (
-                f"the {name} split of {prefix} is empty: it gets {last - first} of {num_documents}"
-                " documents"
-            )
-            if num_tokens:
-                problem = (
-                    f"the {name} split of {prefix} has {num_tokens} tokens, but one sample of"
-                    f" --full-validation takes {least_tokens[i]}"
-                )
-            if name != "test":
-                problems.append(problem)
-                continue
-            logger.warning("%s; there will be no test", problem)
-            source.bookends[i] = None
-            if source.blend_per_split is not None:
-                source.blend_per_split[i] = None
-    if problems:
-        raise ValueError(
-            "; ".join(problems) + f"; give more documents or another --split than {source.split}"
-        )
-
-
-def _lengths_of_documents(
-    blends: Sequence[Blend | None], bookends: Sequence[Bookends | None], vocab_size: int
-) -> dict[str, np.ndarray]:
-    """Return the numbers of tokens of all documents, by the prefix of their dataset.
-
-    Raises:
-        ValueError: lists the datasets that do not exist, or the damage of those that do.
-    """
-    prefixes: set[str] = set()
-    for blend, ends in zip(blends, bookends):
-        if blend and ends:
-            prefixes.update(blend[0])
-    missing = [prefix for prefix in sorted(prefixes) if not IndexedDataset.exists(prefix)]
-    if missing:
-        raise ValueError(
-            "no dataset at "
-            + ", ".join(f"{prefix} (expects {prefix}.bin and {prefix}.idx)" for prefix in missing)
-            + "; tools/preprocess_data.py makes one from text"
-        )
-    lengths, damage = {}, []
-    for prefix in sorted(prefixes):
-        try:
-            lengths[prefix] = checked_lengths(prefix, vocab_size)
-        except ValueError as error:
-            damage.append(str(error))
-    if damage:
-        raise ValueError("the data is damaged:\n  " + "\n  ".join(damage))
-    return lengths
 
 
 def _as_number(text: str) -> float | None:

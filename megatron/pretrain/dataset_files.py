@@ -190,8 +190,8 @@ def _check_tokens(tokens: np.memmap, path: Path, vocab_size: int) -> None:
             number = start + int(wrong[0])
             raise ValueError(
                 f"{path}: token {number} (byte {number * tokens.itemsize}) is {tokens[number]}, but"
-                f" the vocabulary has the ids 0 to {vocab_size - 1}: was it written with another"
-                " tokenizer?"
+                f" the vocabulary has the ids 0 to {vocab_size - 1}: it was written with another"
+                " tokenizer; give its --tokenizer-type and files"
             )
 
 

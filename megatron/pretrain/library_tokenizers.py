@@ -30,8 +30,6 @@ PACKAGES = {
 EXTRAS = {"tokenizers": "transformers"}
 """Package -> the extra of this project that brings it, where that has another name."""
 END_OF_TEXT = "<|endoftext|>"
-NO_TOKEN = -1
-"""Id of padding in a vocabulary without padding: no data can hold it."""
 TIKTOKEN_PATTERN = "v2"
 TIKTOKEN_VOCABULARY = 2**17
 """Ids of a TikTokenizer without --vocab-size, as in Megatron-LM."""
@@ -82,10 +80,10 @@ class HuggingFaceTokenizer(Tokenizer):
         # Some vocabularies have gaps, so the number of tokens may be smaller than the largest id.
         self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
         self.eod = _end_of_document(tokenizer, folder)
-        pad = tokenizer.pad_token_id
-        # Padding is masked out of the loss, the end of a document is not: one token cannot be both.
-        self.pad = NO_TOKEN if pad is None or pad == self.eod else pad
-        self.ambiguous_pad = NO_TOKEN if pad is None or pad != self.eod else pad
+        others = dict(tokenizer.special_tokens_map)
+        others.pop("pad_token", None)
+        named = [each for each in others.values() if isinstance(each, str)]
+        self._set_pad(tokenizer.pad_token_id, map(tokenizer.convert_tokens_to_ids, named))
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the ids of `text`, int32 of shape `[tokens]`."""
@@ -205,9 +203,9 @@ class SentencePieceTokenizer(Tokenizer):
                 f"{path}: has no token that ends a sequence (</s>) to end documents with; train it"
                 " with an eos_id"
             )
-        pad = processor.pad_id()
-        self.pad = NO_TOKEN if pad < 0 or pad == self.eod else pad
-        self.ambiguous_pad = NO_TOKEN if pad < 0 or pad != self.eod else pad
+        self._set_pad(
+            processor.pad_id(), (processor.unk_id(), processor.bos_id(), processor.eos_id())
+        )
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the ids of `text`, int32 of shape `[tokens]`, without BOS."""

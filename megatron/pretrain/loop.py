@@ -43,6 +43,7 @@ from megatron.pretrain.microbatches import batches, one_or_list
 from megatron.pretrain.model_statistics import number_of_parameters
 from megatron.pretrain.profiling import profile_directory, profiling
 from megatron.pretrain.progress import Progress
+from megatron.pretrain.quantities import count
 from megatron.pretrain.ranks import data_parallel_size, say
 from megatron.pretrain.replicas import check_replicas
 from megatron.pretrain.report import Report
@@ -84,9 +85,9 @@ def run_to_the_end(
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
     run.stop = StopRequest(args.exit_duration_in_mins)
-    run.report.say(
-        f"{number_of_parameters(model) / 1e6:.2f} M parameters on {args.world_size} ranks"
-    )
+    run.report.say(f"{count(number_of_parameters(model))} parameters on {args.world_size} ranks")
+    for line in source.lines if source else ():
+        run.report.say(line)
 
     with rerun.machine(args, model, run.report.say):
         load_and_train(run, lambda: build_datasets(args, tokenizer, source), follow)

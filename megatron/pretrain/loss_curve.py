@@ -4,6 +4,8 @@
 import os
 from pathlib import Path
 
+from megatron.pretrain.quantities import significant
+
 Points = list[tuple[int, float]]
 
 
@@ -70,7 +72,7 @@ def _marker(points: Points) -> str:
 
 def _title(train: Points, valid: Points) -> str:
     last = [
-        f"{name} {points[-1][1]:.3f}"
+        f"{name} {significant(points[-1][1], 4)}"
         for name, points in (("training", train), ("validation", valid))
         if points
     ]

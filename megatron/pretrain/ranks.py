@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 from datetime import timedelta
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron.fsdp.engine import rendezvous
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.releases import process_groups
 from megatron.pretrain import user_buffers
+from megatron.pretrain.terminal import fitted
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""
@@ -36,7 +38,7 @@ def environment_world_size() -> int:
 def say(message: str) -> None:
     """Print on the first rank."""
     if environment_rank() == 0:
-        print(with_urls(message), flush=True)
+        print(fitted(with_urls(message), sys.stdout), flush=True)
 
 
 def start(args: argparse.Namespace) -> torch.device:

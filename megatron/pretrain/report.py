@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
+import sys
 from pathlib import Path
 
 import psutil
@@ -16,26 +16,39 @@ from megatron.checkpoint.core.progress import terminal_bar
 from megatron.checkpoint.core.url_staging import with_urls
 from megatron.pretrain.decorations import Decorations
 from megatron.pretrain.device_records import DeviceRecords
-from megatron.pretrain.flops import training_flops
 from megatron.pretrain.loss_curve import draw_loss_curves
 from megatron.pretrain.loss_history import HISTORY, LossHistory
 from megatron.pretrain.progress import Progress
+from megatron.pretrain.quantities import rows, significant, size
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.router_losses import LAYERS
+from megatron.pretrain.run_config import CONFIG, write_config
 from megatron.pretrain.scalars import ScalarWriters
+from megatron.pretrain.speed import Speed, SpeedClock
+from megatron.pretrain.terminal import fitted
 from megatron.pretrain.timing import PhaseTimes
 
 PICTURE = "loss_curves.png"
 PROGRESS = "progress.txt"
+LABELS = {
+    "grad-norm": "grad norm",
+    "params-norm": "params norm",
+    "num-zeros": "num zeros",
+    "loss-scale": "loss scale",
+    "iter-energy/gpu": "energy per device (J)",
+    "power/gpu": "power per device (W)",
+}
+"""Name of a number of a step -> its label on the log."""
+UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-tflops"
 
 
 class Report:
     """The report of the first rank; other ranks report nothing but their times.
 
     Args:
-        args: of the run. With ``save``, losses are kept there in ``losses.jsonl`` (one JSON object
-            a line, with ``iteration`` and ``train`` or ``validation``) and drawn in
-            ``loss_curves.png``.
+        args: of the run. With ``save``, they are written there in ``config.json``. Losses are kept
+            in ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
+            ``validation``) and drawn in ``loss_curves.png``.
 
     Attributes:
         times: of the phases of training, on this rank.
@@ -50,8 +63,8 @@ class Report:
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
         self.times = PhaseTimes(args, self.say)
         self._devices = DeviceRecords(args, self._decorations)
-        self._line_started = time.perf_counter()
-        self._clock_stopped = self._line_started
+        self._clock = SpeedClock(args)
+        self._first_iteration = 1
         self._iterations_since_line = 0
         self._skipped_since_line = 0
         self._flops_at_line = 0.0
@@ -60,9 +73,16 @@ class Report:
         """Begin to report training, or continue at ``progress`` with the history of the run."""
         self._devices.start()
         self._flops_at_line = progress.num_floating_point_operations_so_far
+        self._first_iteration = progress.iteration + 1
+        knows_peak = self._clock.start(progress)
         if not self._speaks:
             return
+        if not knows_peak:
+            self.say(UNKNOWN_PEAK.format(torch.cuda.get_device_name()))
         save, load = self._args.save, self._args.load
+        if save:
+            with self._decorations.guard(CONFIG):
+                write_config(Path(save), self._args, progress.iteration)
         if progress.iteration and save and load and Path(save).resolve() == Path(load).resolve():
             with self._decorations.guard(HISTORY):
                 note = self._history.resume(progress.iteration)
@@ -74,28 +94,45 @@ class Report:
             unit="it",
             dynamic_ncols=True,
         )
-        self._line_started = time.perf_counter()
 
     def say(self, line: str) -> None:
         """Print a line, above the progress bar if there is one."""
         if not self._speaks:
             return
         line = with_urls(line)
+        line = fitted(line, sys.stdout)
         if self._bar is not None:
             tqdm.write(line)
         else:
             print(line, flush=True)
 
-    def is_due(self, progress: Progress) -> bool:
-        """Return True if this step is reported, the same on every rank."""
+    def is_due(self, progress: Progress, is_last: bool = False) -> bool:
+        """Return True if this step is reported, the same on every rank.
+
+        Args:
+            progress: with the step counted.
+            is_last: no step follows in this run.
+        """
         args = self._args
         writes = args.tensorboard_dir or args.wandb_project
-        return progress.is_multiple_of(args.log_interval) or (
+        return self._has_line(progress, is_last) or (
             bool(writes) and progress.is_multiple_of(args.tensorboard_log_interval)
         )
 
-    def step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
-        """Report one training step; a collective at every ``log_interval`` if phases are timed.
+    def _has_line(self, progress: Progress, is_last: bool) -> bool:
+        """Return True for the first and the last step of this run, and every ``log_interval``."""
+        is_first = progress.iteration == self._first_iteration
+        is_last = is_last or progress.iteration >= self._args.train_iters
+        return is_first or is_last or progress.is_multiple_of(self._args.log_interval)
+
+    def step(
+        self,
+        progress: Progress,
+        values: dict[str, float | None],
+        skipped: bool,
+        is_last: bool = False,
+    ) -> None:
+        """Report one training step; a collective at every line if phases are timed.
 
         Args:
             progress: with that step counted.
@@ -103,12 +140,13 @@ class Report:
                 ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``, None for those
                 that are not known, and other losses by their names.
             skipped: the loss scaler skipped the optimizer step.
+            is_last: no step follows in this run.
         """
         self._iterations_since_line += 1
         self._skipped_since_line += skipped
         if self._speaks:
             self._add_step(progress, values, skipped)
-        if progress.is_multiple_of(self._args.log_interval):
+        if self._has_line(progress, is_last):
             self._end_interval(progress, values)
 
     def _add_step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
@@ -119,7 +157,7 @@ class Report:
                 {"iteration": progress.iteration, "train": shown["lm loss"]}
             )
         if self._bar is not None:
-            self._bar.set_postfix_str(f"loss {shown['lm loss']:.3f}", refresh=False)
+            self._bar.set_postfix_str(f"loss {significant(shown['lm loss'], 4)}", refresh=False)
             self._bar.update(1)
         if self._scalars and progress.is_multiple_of(args.tensorboard_log_interval):
             by_samples = tuple(name for name in shown if not name.startswith(LAYERS))
@@ -130,20 +168,17 @@ class Report:
     def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
         """Report what took place since the last line."""
         num_iterations = self._iterations_since_line
-        seconds = (time.perf_counter() - self._line_started) / num_iterations
+        speed = self._clock.end_interval(progress)
         flops = progress.num_floating_point_operations_so_far
-        energy = self._devices.end_interval(num_iterations, seconds, flops - self._flops_at_line)
-        numbers = dict(energy)
+        energy = self._devices.end_interval(
+            num_iterations, speed.seconds, flops - self._flops_at_line
+        )
+        memory = memory_in_use()
         if self._speaks:
-            shown = _known(values)
-            self.say(self._line(progress, shown | energy, seconds))
-            if self.times.writes:
-                numbers["iteration-time"] = seconds
-                if self._args.log_throughput:
-                    batch_size = int(shown["batch-size"])
-                    numbers["throughput"] = throughput(self._args, batch_size, seconds)
+            shown = _known(values) | energy
+            self.say(rows(self._parts(progress, shown, speed, memory)))
+        numbers = speed.scalars() | {"memory-bytes": memory} | energy
         self._scalars.add(numbers | self.times.report(num_iterations), progress)
-        self._line_started = time.perf_counter()
         self._flops_at_line = flops
         self._iterations_since_line = self._skipped_since_line = 0
 
@@ -151,41 +186,29 @@ class Report:
         """Report the time of a checkpoint; a collective if phases are timed."""
         self._scalars.add(self.times.report_once(name), progress)
 
-    def _line(self, progress: Progress, shown: dict[str, float], seconds: float) -> str:
+    def _parts(
+        self, progress: Progress, shown: dict[str, float], speed: Speed, memory: int
+    ) -> list[str]:
+        """Return the parts of a line: where the run is, how it learns, how fast it is."""
         args = self._args
-        batch_size = int(shown["batch-size"])
         width = len(str(args.train_iters))
         parts = [
             f"iteration {progress.iteration:>{width}}/{args.train_iters}",
             f"consumed samples: {progress.consumed_train_samples}",
             f"lm loss: {shown['lm loss']:.6E}",
-            f"learning rate: {shown['learning-rate']:.4E}",
+            f"lr: {shown['learning-rate']:.4E}",
         ]
         if args.rampup_batch_size:
-            parts.append(f"global batch size: {batch_size}")
-        for name, label, form in (
-            ("grad-norm", "grad norm", ".4f"),
-            ("num-zeros", "num zeros", ".0f"),
-            ("params-norm", "params norm", ".4f"),
-            ("loss-scale", "loss scale", ".1f"),
-            ("iter-energy/gpu", "energy per device (J)", ".1f"),
-            ("power/gpu", "power per device (W)", ".1f"),
-        ):
+            parts.append(f"global batch size: {shown['batch-size']:.0f}")
+        for name, label in LABELS.items():
             if name in shown:
-                parts.append(f"{label}: {shown[name]:{form}}")
+                parts.append(f"{label}: {significant(shown[name], 4)}")
         for name, value in shown.items():
             if name.endswith("loss") and name != "lm loss":
                 parts.append(f"{name}: {value:.6E}")
-        parts += [
-            f"step: {seconds * 1000:.1f} ms",
-            f"tokens/s: {batch_size * args.seq_length / seconds:.0f}",
-            f"memory: {memory_in_use() / 2**20:.0f} MiB",
-        ]
-        if args.log_throughput:
-            parts.append(f"TFLOP/s per device: {throughput(args, batch_size, seconds):.3f}")
         if self._skipped_since_line:
             parts.append(f"skipped iterations: {self._skipped_since_line}")
-        return " | ".join(parts)
+        return [*parts, *speed.parts(), size(memory), speed.left()]
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
         """Report an evaluation: the mean loss of the split ``name``, in nats per token."""
@@ -242,13 +265,13 @@ class Report:
         """Leave the time until :meth:`restart_clock` out of the time that steps take."""
         self.times.stop_interval()
         self._devices.pause()
-        self._clock_stopped = time.perf_counter()
+        self._clock.stop()
 
     def restart_clock(self) -> None:
         """Count time as training time again."""
         self.times.resume_interval()
         self._devices.resume()
-        self._line_started += time.perf_counter() - self._clock_stopped
+        self._clock.restart()
 
     def end(self) -> None:
         """Close the progress bar and TensorBoard's file."""
@@ -274,11 +297,6 @@ def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[s
     return numbers
 
 
-def throughput(args: argparse.Namespace, batch_size: int, seconds: float) -> float:
-    """Return the TFLOP/s of each device in a step that took ``seconds``."""
-    return training_flops(args, batch_size) / seconds / args.world_size / 1e12
-
-
 def memory_numbers() -> dict[str, float]:
     """Return the bytes in use, by the names that Megatron-LM gives them."""
     if not torch.cuda.is_available():
@@ -295,8 +313,7 @@ def memory_numbers() -> dict[str, float]:
 def memory_line(iteration: int) -> str:
     """Return the line of --log-memory-interval, of the first rank."""
     numbers = ", ".join(
-        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')}"
-        f" {value / 2**20:.0f} MiB"
+        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')} {size(value)}"
         for name, value in memory_numbers().items()
         if name.endswith("-bytes")
     )

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 
 NUM_BYTES = 256
+NO_TOKEN = -1
+"""Id of padding in a vocabulary without padding: no data can hold it."""
 
 
 class Tokenizer(ABC):
@@ -23,15 +25,30 @@ class Tokenizer(ABC):
         vocab_size: number of token ids, special ones included; ids are `0 .. vocab_size - 1`.
         eod: id that ends a document.
         pad: id of padding, -1 if the vocabulary has none (an id that no data can hold), or if it is
-            that of the end of a document.
-        ambiguous_pad: id of padding that ends documents too, else -1.
+            that of another special token.
+        ambiguous_pad: id of padding that is another special token too, else -1.
     """
 
     name: str
     vocab_size: int
     eod: int
-    pad: int = -1
-    ambiguous_pad: int = -1
+    pad: int = NO_TOKEN
+    ambiguous_pad: int = NO_TOKEN
+
+    def _set_pad(self, pad: int | None, others: Iterable[int | None]) -> None:
+        """Note the id of padding.
+
+        Padding is masked out of the loss, the end of a document and unknown words are not: one
+        token cannot be both, unless the user says so.
+
+        Args:
+            pad: its id; None or a negative number if there is none.
+            others: ids of the other special tokens.
+        """
+        number = NO_TOKEN if pad is None or pad < 0 else pad
+        is_ambiguous = number != NO_TOKEN and number in {self.eod, *others}
+        self.pad = NO_TOKEN if is_ambiguous else number
+        self.ambiguous_pad = number if is_ambiguous else NO_TOKEN
 
     @abstractmethod
     def tokenize(self, text: str | bytes) -> np.ndarray:

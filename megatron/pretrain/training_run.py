@@ -39,3 +39,13 @@ class TrainingRun:
     """The rerun machine asks for a checkpoint before the run ends."""
     exit_code: int = 0
     """Not 0 if the rerun machine asks to end the run, without the step that it has repeated."""
+
+    @property
+    def stops_here(self) -> bool:
+        """True if the run ends after its last step; the same on every rank."""
+        return (
+            self.progress.iteration >= self.args.train_iters
+            or self.stop.interrupted
+            or self.stop.agreed
+            or self.progress.is_multiple_of(self.args.exit_interval)
+        )

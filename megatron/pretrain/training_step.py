@@ -64,9 +64,10 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
         "loss-scale": float(optimizer.get_loss_scale()) if args.fp16 else None,
         "params-norm": params_norm(run.model) if args.log_params_norm else None,
     }
-    if run.report.is_due(progress):
+    is_last = run.stops_here
+    if run.report.is_due(progress, is_last):
         values |= router_losses.take(args, get_num_microbatches())
-    run.report.step(progress, values, skipped=not updated)
+    run.report.step(progress, values, skipped=not updated, is_last=is_last)
 
 
 def repeatable_forward_backward(

@@ -28,8 +28,9 @@ from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.loss_history import HISTORY, STAGED_HISTORIES
 from megatron.pretrain.report import PICTURE, PROGRESS
+from megatron.pretrain.run_config import CONFIG
 
-BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS)
+BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes beside its checkpoints."""
 
 

@@ -54,8 +54,10 @@ from megatron.pretrain.peers import (
     message,
 )
 from megatron.pretrain.progress import Progress
+from megatron.pretrain.rank_log import log_file
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.short_calls import StoreError
+from megatron.pretrain.terminal import complain
 
 INTERRUPT_SECONDS = 10.0
 """Time that the step under way may take after SIGINT; a checkpoint is always finished."""
@@ -80,7 +82,8 @@ class Watch:
     def __init__(self, args: argparse.Namespace):
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
         self._announces_stalls = args.distributed_backend in ABORTING_BACKENDS
-        self._file = error_file(args.save)
+        self._has_log = bool(args.log_dir)
+        self._file = error_file(args.save, args.log_dir)
         self._hearts = Heartbeats(self._file)
         # Times of the signals that have arrived, and of a report of another rank.
         self._signals: dict[int, list[float]] = {signal.SIGTERM: [], signal.SIGINT: []}
@@ -159,11 +162,15 @@ class Watch:
         """Report an error; the process ends here if a collective has failed.
 
         Other errors are reported by who raised them, and are only made known to the other ranks.
+        With --log-dir their traceback goes to the log.
         """
         if _is_of_collective(error):
             self._error = error
             self._wake()
             self._thread.join()
+        if self._has_log:
+            _add(self._file, "".join(traceback.format_exception(error)))
+            return
         self._is_leaving = True
         with contextlib.suppress(StoreError):
             if self._hearts.claim():
@@ -243,7 +250,7 @@ class Watch:
             verdict = judge(self._hearts.gather())
             if verdict.trouble and self._hearts.claim():
                 _add(self._file, position.stacks())
-                print(message(verdict, ""), file=sys.stderr, flush=True)
+                complain(message(verdict, ""))
                 self._hearts.note_report(ends_run=False)
 
     # ---- reports
@@ -291,7 +298,7 @@ class Watch:
         self._exit(1)
 
     def _say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+        complain(text)
         self._hearts.note_report()
 
     def _leave(self, code: int) -> NoReturn:
@@ -315,15 +322,32 @@ class Watch:
         os._exit(code)
 
 
-def error_file(save: str | None) -> Path:
-    """Return the file for the errors of this rank: beside the checkpoints, or a temporary one.
+def error_file(save: str | None, log_dir: str | None = None) -> Path:
+    """Return the file for the errors of this rank: its log, beside the checkpoints, or temporary.
 
     It is a temporary one too if the checkpoints are at a URL.
     """
+    if log_dir:
+        return log_file(log_dir)
     name = f"rank{environment_rank()}.txt"
     if save and not is_staged(save):
         return Path(save, "errors", name)
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
+
+
+def in_one_line(error: Exception, file: Path) -> str:
+    """Return an error of this rank with the place where it was raised.
+
+    Args:
+        error: the error.
+        file: that has its traceback.
+    """
+    text = " ".join(str(error).split())
+    place = position.of_error(error).place
+    return (
+        f"error: rank {environment_rank()}: {type(error).__name__}: {text} (at {place});"
+        f" traceback: {file}"
+    )
 
 
 def _add(path: Path, text: str) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data and runs that the tests of the training program share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.pretrain.saved_runs import LINE
 from tests.pretrain.training_runs import Record, train, write_counting_corpus
@@ -13,6 +15,14 @@ from tests.rank_pool import run_ranks
 @pytest.fixture(scope="session", autouse=True)
 def counting_corpus() -> None:
     write_counting_corpus()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Make this process the only rank of a group: a blend asks for it when it has a cache."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

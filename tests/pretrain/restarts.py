@@ -39,7 +39,7 @@ LINE = (
 SETTINGS = [("c10d", 1), ("static", 1), ("c10d", 2), ("static", 2)]
 """Rendezvous, and number of agents."""
 
-STEP = re.compile(r"^iteration +(\d+)/.*?(lm loss: \S+) .*?(grad norm: \S+)", re.MULTILINE)
+STEP = re.compile(r"^iteration +(\d+)/.*?(lm loss: \S+) [\s\S]*?(grad norm: \S+)", re.MULTILINE)
 PROGRAM = str(ROOT / "pretrain_gpt.py")
 LONGEST_SILENCE = 600
 """Seconds without news from a job after which it counts as one that does not come back."""

@@ -14,7 +14,7 @@ import torch
 
 from megatron.pretrain import data as data_module
 from megatron.pretrain.corpus import standard_library_corpus, write_corpus
-from megatron.pretrain.data import build_datasets, parse_blend, wanted_samples
+from megatron.pretrain.data import build_datasets, find_data, parse_blend, wanted_samples
 from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
 from tests.rank_pool import run_ranks
@@ -143,6 +143,24 @@ def test_each_split_may_have_its_own_path(tmp_path: Path, corpus: str) -> None:
     assert test is None
 
 
+def test_the_documents_of_each_split_are_told(tmp_path: Path, corpus: str) -> None:
+    other = write_numbers(tmp_path / "other", [[99] * 9] * 10)
+    blend = find_data(namespace(data_path=["0.3", corpus, "0.7", other], split="8,2,0"), NUMBERS)
+    assert blend.lines == [
+        f"training: 40 of 50 documents of {corpus}, 1,640 tokens, weight 0.3",
+        f"training: 8 of 10 documents of {other}, 80 tokens, weight 0.7",
+        f"validation: 10 of 50 documents of {corpus}, 410 tokens, weight 0.3",
+        f"validation: 2 of 10 documents of {other}, 20 tokens, weight 0.7",
+    ]
+    each = find_data(namespace(train_data_path=[corpus] * 5, valid_data_path=[other]), NUMBERS)
+    assert each.lines == [
+        "training: 250 documents of 5 data sets, 10,250 tokens",
+        f"validation: 10 of 10 documents of {other}, 100 tokens",
+    ]
+    assert find_data(namespace(mock_data=True), NUMBERS).lines == []
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_weights_blend_datasets(tmp_path: Path) -> None:
     prefixes = [write_numbers(tmp_path / str(token), [[token] * 100] * 20) for token in (1, 2)]
     arguments = namespace(data_path=["0.75", prefixes[0], "0.25", prefixes[1]], split="1,0,0")

@@ -194,5 +194,5 @@ def test_damaged_data_ends_a_run_on_all_ranks_before_a_model_is_built(tmp_path: 
     assert first == (
         f"ValueError: the data is damaged:\n  {prefixes[0]}.idx: sequence 0 (byte 34) has the"
         f" length -40\n  {prefixes[1]}.bin: token 0 (byte 0) is 150, but the vocabulary has the ids"
-        " 0 to 99: was it written with another tokenizer?"
+        " 0 to 99: it was written with another tokenizer; give its --tokenizer-type and files"
     )

@@ -19,6 +19,7 @@ def corpus(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("surplus", [0.0, 0.5])
+@pytest.mark.usefixtures("one_rank")
 def test_weighted_data_sets_have_a_surplus_of_samples(
     surplus: float, tmp_path: Path, corpus: str
 ) -> None:
@@ -33,6 +34,7 @@ def test_weighted_data_sets_have_a_surplus_of_samples(
     assert [part.num_samples for part in train.datasets] == [int(400 * (1 + surplus))] * 2
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_data_sets_of_a_blend_are_indexed_by_threads(tmp_path: Path, corpus: str) -> None:
     paths = [corpus, write_numbers(tmp_path / "other", [[60] * 40] * 50)]
     found = []

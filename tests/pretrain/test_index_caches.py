@@ -10,6 +10,7 @@ import pytest
 from megatron.pretrain import dataset_files
 from megatron.pretrain.data import build_datasets
 from megatron.pretrain.dataset_files import check_samples
+from megatron.pretrain.index_cache import DATASETS
 from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
 
 
@@ -26,6 +27,47 @@ def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path)
         write_numbers(tmp_path / "corpus", other)
         with pytest.raises(ValueError, match=f"cache of {tmp_path}/corpus in {tmp_path}/cache is"):
             build_datasets(arguments, NUMBERS)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_nothing_is_created_beside_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    (tmp_path / "data").mkdir()
+    prefix = write_numbers(tmp_path / "data" / "corpus", [[1] * 20] * 30)
+    other = write_numbers(tmp_path / "data" / "other", [[2] * 20] * 30)
+    before = sorted(tmp_path.glob("data/**/*"))
+    caches = []
+    for paths in ([prefix], ["0.3", prefix, "0.7", other]):
+        build_datasets(namespace(data_path=paths, split="80,20,0"), NUMBERS)
+        found = set((tmp_path / "home" / "open-megatron-fsdp" / "indices").iterdir())
+        (new,) = found.difference(caches)
+        caches.append(new)
+        assert any(new.glob("*GPTDataset-train-sample_index.npy"))
+        assert f"{tmp_path}/data/corpus" in (new / DATASETS).read_text()
+    assert sorted(tmp_path.glob("data/**/*")) == before
+
+
+def test_data_that_is_written_anew_has_a_cache_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = namespace(data_path=["corpus"], split="1,0,0")
+    for length in (20, 30):
+        write_numbers(tmp_path / "corpus", [[1] * length] * 30)
+        train, _, _ = build_datasets(arguments, NUMBERS)
+        assert train.dataset.sequence_lengths[0] == length + 1
+
+
+def test_a_cache_that_cannot_be_made_is_named_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    prefix = write_numbers(tmp_path / "corpus", [[1] * 20] * 30)
+    with pytest.raises(OSError, match=r"cannot be written .* give --data-cache-path"):
+        build_datasets(namespace(data_path=[prefix], split="1,0,0"), NUMBERS)
 
 
 @pytest.mark.parametrize("block", [7, 1 << 20])

@@ -87,23 +87,20 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     save, board = tmp_path / "checkpoints", tmp_path / "board"
     line = f"""--use-megatron-fsdp {MODEL} --data-path {corpus} --train-iters 20 --eval-interval 10
         --eval-iters 2 --log-interval 5 --split 8,1,1 --save {save} --save-interval 10
-        --tensorboard-dir {board} --log-throughput --log-validation-ppl-to-tensorboard"""
+        --tensorboard-dir {board} --log-validation-ppl-to-tensorboard"""
     process = start(line, tmp_path, ("torchrun",), commands)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "warning" not in errors.lower() and "Traceback" not in errors
 
     steps = re.findall(
-        r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+) \|"
-        r" step: \S+ ms",
+        r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+)\n"
+        r"  step \S+ m?s \| \S+ tokens/s \| \S+ TFLOP/s \(\S+ % MFU\) \| \S+ MiB \| ETA 0:",
         output,
     )
-    assert [(int(number), int(samples)) for number, samples, _, _ in steps] == [
-        (5, 40),
-        (10, 80),
-        (15, 120),
-        (20, 160),
-    ]
+    expected = [(number, 8 * number) for number in (1, 5, 10, 15, 20)]
+    assert [(int(number), int(samples)) for number, samples, _, _ in steps] == expected
+    assert output.startswith("pretrain_gpt.py: loading torch and Megatron-Core\n")
     losses = [float(loss) for _, _, loss, _ in steps]
     assert losses[-1] < losses[0] - 0.3
     assert re.findall(r"validation at iteration (\d+) \| lm loss value", output) == ["10", "20"]
@@ -118,6 +115,7 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     assert [entry["iteration"] for entry in history if "train" in entry] == list(range(1, 21))
     assert [entry["iteration"] for entry in history if "validation" in entry] == [10, 20]
     assert (save / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
+    check_config(save / "config.json")
 
     events = EventAccumulator(str(board))
     events.Reload()
@@ -125,9 +123,9 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
         "lm loss",
         "grad-norm",
         "learning-rate",
-        "lm loss validation",
         "lm loss validation ppl",
         "batch-size",
+        "mfu",
     }
     for tag, iterations in (
         ("lm loss", range(1, 21)),
@@ -139,6 +137,13 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     assert written == pytest.approx(
         [entry["train"] for entry in history if "train" in entry], rel=1e-6
     )
+
+
+def check_config(path: Path) -> None:
+    config = json.loads(path.read_text())
+    assert config["arguments"]["seq_length"] == 32 and config["arguments"]["lr"] == 5e-3
+    assert config["arguments"]["params_dtype"] == "float32"
+    assert config["versions"]["torch"] == torch.__version__ and config["ranks"] == 2
 
 
 @pytest.mark.exhaustive  # the next test sends the signal to ranks that are warm
@@ -196,7 +201,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
 def test_ctrl_c_on_one_rank_stops_all_and_saves_nothing(tmp_path: Path) -> None:
     line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
     assert run_ranks(2, interrupted, line, 1, signal.SIGINT) == [None, None]
-    assert {path.name for path in tmp_path.iterdir()} <= {"losses.jsonl", "loss_curves.png"}
+    beside = {"config.json", "losses.jsonl", "loss_curves.png"}
+    assert {path.name for path in tmp_path.iterdir()} <= beside
 
 
 def run_main(command_line: str) -> tuple[int, str, str]:

@@ -3,16 +3,20 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.pretrain.loss_history import HISTORY
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import PICTURE, PROGRESS, Report
+from megatron.pretrain.run_config import CONFIG
+from megatron.pretrain.stopping import StopRequest
+from megatron.pretrain.training_run import TrainingRun
 
 VALUES = {
     "lm loss": 2.5,
@@ -35,7 +39,8 @@ def namespace(**given: Any) -> argparse.Namespace:
         log_memory_to_tensorboard=False,
         log_validation_ppl_to_tensorboard=False,
         log_interval=1,
-        log_throughput=False,
+        device_peak_tflops=1.0,
+        params_dtype=torch.float32,
         log_memory_interval=None,
         log_timers_to_tensorboard=False,
         log_loss_scale_to_tensorboard=True,
@@ -66,13 +71,14 @@ def steps(
     *,
     iteration: int = 0,
     skipped: tuple[int, ...] = (),
+    flops: float = 1e6,
     **values: float,
 ) -> tuple[Report, Progress]:
     """Return a report of these steps after `iteration`, and the progress then."""
     report, progress = Report(args), Progress(iteration)
     report.begin(progress)
     for loss in losses:
-        progress.count_step(args.global_batch_size, 1e6)
+        progress.count_step(args.global_batch_size, flops)
         report.step(
             progress,
             {**VALUES, "lm loss": loss, **values},
@@ -88,22 +94,69 @@ def history(folder: Path) -> list[dict[str, float]]:
 def test_a_line_is_printed_every_interval_with_what_there_is(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    steps(namespace(log_interval=2), [5.0, 4.0, 3.0, 2.0])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[0].startswith(
-        "iteration  2/10 | consumed samples: 8 | lm loss: 4.000000E+00 | learning rate: 1.0000E-03"
-        " | grad norm: 1.2500 | step: "
+    steps(namespace(log_interval=3), [5.0, 4.0, 3.0, 2.0])
+    first, of_first, third, of_third = capsys.readouterr().out.splitlines()
+    assert first.startswith("iteration  1/10 | consumed samples: 4 | lm loss: 5.000000E+00 | ")
+    assert third == (
+        "iteration  3/10 | consumed samples: 12 | lm loss: 3.000000E+00 | lr: 1.0000E-03"
+        " | grad norm: 1.250"
     )
-    assert (
-        "num zeros" not in lines[0] and "loss scale" not in lines[0] and "skipped" not in lines[0]
-    )
+    speed = r"  step \S+ ms \| \S+ tokens/s \| \S+ TFLOP/s \(\S+ % MFU\) \| \S+ MiB \| ETA 0:0\d"
+    assert re.fullmatch(speed, of_first) and re.fullmatch(speed, of_third)
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["goes_on", "stops"])
+def test_the_first_and_the_last_step_of_a_run_have_a_line(
+    is_last: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = namespace(log_interval=100, train_iters=12)
+    report, progress = steps(args, [5.0] * 4, iteration=7)
+    progress.count_step(4, 1e6)
+    assert report.is_due(progress, is_last=True) and report.is_due(progress)  # it is the 12th
+    args.train_iters = 50
+    assert report.is_due(progress, is_last) == is_last
+    report.step(progress, VALUES, skipped=False, is_last=is_last)
+    numbers = re.findall(r"^iteration +(\d+)/", capsys.readouterr().out, re.MULTILINE)
+    assert numbers == ["8", "12"][: 1 + is_last]
+
+
+@pytest.mark.parametrize(
+    ("iteration", "stop", "ends"),
+    [
+        (10, StopRequest(), True),
+        (9, StopRequest(), False),
+        (8, StopRequest(), True),  # --exit-interval 4
+        (7, StopRequest(agreed=True), True),
+        (7, StopRequest(interrupted=True), True),
+    ],
+)
+def test_every_reason_to_leave_the_loop_makes_the_last_line(
+    iteration: int, stop: StopRequest, ends: bool
+) -> None:
+    args: Any = namespace(exit_interval=4)
+    nothing: Any = None
+    run = TrainingRun(args, torch.device("cpu"), [], None, None, nothing, Progress(iteration), stop)
+    assert run.stops_here == ends
+
+
+def test_lines_fit_100_columns_and_no_number_is_shown_as_zero(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    args = namespace(train_iters=500_000, log_interval=1, rampup_batch_size=[1, 1, 1])
+    tiny = {"params-norm": 3.2e-7, "grad-norm": 4e-9, "num-zeros": 12345.0, "loss-scale": 2.0**32}
+    losses = {"load_balancing_loss": 1e-9, "mtp_1 loss": 12.0}
+    steps(args, [1e-9, 5.0], iteration=123_456, skipped=(123_458,), **tiny, **losses)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert not re.search(r"(?<![\d.])0\.0+(?![\d.])", text), text
+    for part in ("grad norm: 4.000e-09", "params norm: 3.200e-07", "global batch size: 4"):
+        assert part in text
 
 
 def test_optional_numbers_have_their_own_names(capsys: pytest.CaptureFixture[str]) -> None:
     steps(namespace(), [5.0], **{"num-zeros": 12.0, "params-norm": 3.5, "loss-scale": 1024.0})
     line = capsys.readouterr().out
-    for part in ("num zeros: 12 |", "params norm: 3.5000 |", "loss scale: 1024.0 |"):
+    for part in ("num zeros: 12 |", "params norm: 3.500 |", "loss scale: 1,024 |"):
         assert part in line
 
 
@@ -138,7 +191,7 @@ def test_the_history_of_a_resumed_run_goes_on_where_the_checkpoint_was(tmp_path:
         {"iteration": 4, "validation": 2.5},
     ]
     assert (tmp_path / PICTURE).read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([HISTORY, PICTURE])
+    assert {path.name for path in tmp_path.iterdir()} == {HISTORY, PICTURE, CONFIG}
 
 
 def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_path: Path) -> None:
@@ -160,6 +213,11 @@ def test_tensorboard_has_every_number_by_iteration_and_losses_by_samples(tmp_pat
         "params-norm",
         "batch-size",
         "mem-allocated-bytes",
+        "memory-bytes",
+        "iteration-time",
+        "tokens-per-second",
+        "throughput",
+        "mfu",
         "lm loss vs samples",
         "learning-rate vs samples",
         "grad-norm vs samples",
@@ -189,26 +247,29 @@ def test_flags_choose_what_tensorboard_gets_beside_the_losses(
     args = namespace(
         tensorboard_dir=str(tmp_path),
         world_size=3,
+        device_peak_tflops=2.0,
         log_world_size_to_tensorboard=True,
         log_loss_scale_to_tensorboard=False,
-        log_timers_to_tensorboard=True,
-        log_throughput=True,
         log_interval=2,
         log_memory_interval=2,
         num_layers=1,
     )
-    with patch("megatron.pretrain.report.training_flops", return_value=3e12):
-        steps(args, [5.0, 4.0], **{"loss-scale": 1024.0, "z_loss": 0.5})[0].end()
+    steps(args, [5.0, 4.0], flops=3e12, **{"loss-scale": 1024.0, "z_loss": 0.5})[0].end()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert "loss-scale" not in tags and {"z_loss", "iteration-time", "throughput"} <= tags
     assert [event.value for event in events.Scalars("world-size")] == [3.0, 3.0]
-    (seconds,), (speed,) = events.Scalars("iteration-time"), events.Scalars("throughput")
-    assert speed.value == pytest.approx(1 / seconds.value, rel=1e-3)
+    seconds, speeds, shares, tokens = (
+        [event.value for event in events.Scalars(name)]
+        for name in ("iteration-time", "throughput", "mfu", "tokens-per-second")
+    )
+    assert speeds == pytest.approx([1 / each for each in seconds], rel=1e-3)
+    assert shares == pytest.approx([each / 2 for each in speeds], rel=1e-3)
+    assert tokens == pytest.approx([4 * 8 / each for each in seconds], rel=1e-3)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("memory of rank 0 after 2 iterations: allocated ") for line in lines)
-    assert any("| z_loss: 5.000000E-01 |" in line for line in lines)
+    assert any("z_loss: 5.000000E-01 |" in line for line in lines)
 
 
 def test_only_the_first_rank_reports(
@@ -229,6 +290,7 @@ def test_what_only_decorates_may_fail_and_is_told_once(
 ) -> None:
     report, progress = steps(namespace(save=str(tmp_path), log_progress=True), [5.0])
     capsys.readouterr()
+    (tmp_path / CONFIG).unlink()
     for name in (HISTORY, PICTURE, PROGRESS):
         (tmp_path / name).mkdir()
     for _ in range(2):

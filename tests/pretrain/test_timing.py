@@ -38,14 +38,14 @@ def scalars(folder: Path) -> dict[str, list[int]]:
 
 
 def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_path: Path) -> None:
-    line = f"{LINE} --tensorboard-dir {tmp_path}/board --log-throughput"
+    line = f"{LINE} --tensorboard-dir {tmp_path}/board"
     timed = f"{line} --timing-log-level 2 --log-timers-to-tensorboard --save {tmp_path}/run"
     plain, record = run_ranks(2, train, LINE, f"{timed} --save-interval 4")[0]
     assert record.losses == plain.losses
     texts = [each for each in record.lines if each.startswith("(min, max) time across ranks (ms)")]
-    load, first, second, save = map(times_of, texts)
+    load, first, last, second, save = map(times_of, texts)
     assert set(load) == {"load-checkpoint"} and set(save) == {"save-checkpoint"}
-    assert set(first) == set(second)
+    assert set(first) == set(last) == set(second)
     phases = {"forward-backward", "optimizer", "all-grads-sync", "optimizer-inner-step"}
     parts = {"forward-compute", "backward-compute", "batch-generator"}
     communication = {"fsdp-all-gather", "fsdp-reduce-scatter"}
@@ -58,9 +58,9 @@ def test_phases_of_a_sharded_run_are_timed_on_the_log_and_in_tensorboard(tmp_pat
     assert compute < 1.1 * second["forward-backward"][1] < 1.1 * second["interval-time"][1]
 
     points = scalars(tmp_path / "board")
-    assert points["fsdp-all-gather-time"] == points["forward-backward-time"] == [2, 4]
+    assert points["fsdp-all-gather-time"] == points["forward-backward-time"] == [1, 2, 4]
     assert points["save-checkpoint-time"] == [4] and points["load-checkpoint-time"] == [0]
-    assert points["iteration-time"] == points["throughput"] == [2, 4]
+    assert points["iteration-time"] == points["throughput"] == points["mfu"] == [1, 2, 4]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_level_0_calls_no_collective_and_level_1_waits_unless_told() -> None:
         2, count_collectives, f"{line} --timing-log-level 1 --no-barrier-with-level-1-timing"
     )[0]
     assert plain["all-gather"] == 0
-    assert waiting["all-gather"] == eager["all-gather"] == 2  # after loading, and the interval
+    assert waiting["all-gather"] == eager["all-gather"] == 3  # after loading, first and last line
     assert waiting["barrier"] > eager["barrier"] == plain["barrier"]
 
 
@@ -113,7 +113,7 @@ def test_a_profile_keeps_its_recorder_and_times_go_on(tmp_path: Path) -> None:
     profile = f"--profile --profile-step-start 1 --profile-step-end 3 --tensorboard-dir {tmp_path}"
     record = run_ranks(2, train, f"{LINE} --timing-log-level 2 {profile}")[0][0]
     texts = [each for each in record.lines if "fsdp-all-gather" in each]
-    assert len(texts) == 2  # before, after: what the profile has seen is in the second
+    assert len(texts) == 2  # before, after: what the profile has seen is in the last
     assert (tmp_path / "rank0.json").is_file()
 
 
@@ -121,7 +121,7 @@ def test_an_evaluation_is_not_timed() -> None:
     line = LINE.replace("--eval-iters 0", "--eval-iters 4 --eval-interval 1")
     record = run_ranks(2, train, f"{line} --timing-log-level 2")[0][0]
     times = [times_of(each) for each in record.lines if "forward-compute" in each]
-    assert record.evaluations["validation"] and len(times) == 2
+    assert record.evaluations["validation"] and len(times) == 3
     for each in times:
         assert each["forward-compute"][1] < each["interval-time"][1]
 

@@ -3,14 +3,16 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.pretrain.library_tokenizers import HuggingFaceTokenizer
+from megatron.pretrain.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from tests.pretrain.tokenizer_arguments import BYTES, rows_of_bytes, tokenizer_with
 
 
@@ -90,6 +92,34 @@ def test_hugging_face_tokenizer_reads_a_local_folder(tmp_path: Path) -> None:
     ).save_pretrained(tmp_path)
     tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
     assert (tokenizer.pad, tokenizer.ambiguous_pad) == (-1, 0)
+
+
+@pytest.mark.parametrize("name", ["unk_token", "bos_token", None])
+def test_padding_that_is_another_special_token_is_none(name: str | None, tmp_path: Path) -> None:
+    """As in Megatron-LM: such tokens stand in texts, and their loss counts unless it is told."""
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "<pad>": 1, "<unk>": 2, "hello": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    shared = {name: "<pad>"} if name else {}
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", **shared
+    ).save_pretrained(tmp_path)
+    tokenizer = tokenizer_with("HuggingFaceTokenizer", str(tmp_path))
+    assert (tokenizer.pad, tokenizer.ambiguous_pad) == ((-1, 1) if name else (1, -1))
+
+
+@pytest.mark.parametrize("pad", [0, 1, 3])
+def test_padding_of_sentencepiece_that_is_another_token_is_none(pad: int, tmp_path: Path) -> None:
+    processor = SimpleNamespace(
+        eos_id=lambda: 2, pad_id=lambda: pad, unk_id=lambda: 0, bos_id=lambda: 1
+    )
+    part = SimpleNamespace(tokenizer=processor, vocab_size=10)
+    name = "megatron.core.tokenizers.text.libraries.sentencepiece_tokenizer.SentencePieceTokenizer"
+    pytest.importorskip("sentencepiece")
+    with patch(name, lambda *args, **settings: part):
+        tokenizer = SentencePieceTokenizer(str(tmp_path / "any.model"))
+    assert (tokenizer.pad, tokenizer.ambiguous_pad) == ((-1, pad) if pad < 3 else (3, -1))
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ SMALL = f"{SIZES} {DATA} {STEPS} {NO_DROPOUT}"
 def write_counting_corpus() -> None:
     """Write documents that count, from anywhere, around the vocabulary: easy to learn.
 
-    The index caches lie beside them. All test runs of a user share them, also at the same time.
+    All test runs of a user share them and their index caches, also at the same time.
     """
     if CORPUS.parent.is_dir():
         return
@@ -84,6 +84,7 @@ class Record:
     evaluations: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
     """Name of the split -> iterations and losses."""
     lines: list[str] = field(default_factory=list)
+    """Without those of the steps, which only the first rank has."""
     iteration: int = 0
     flops: float = 0.0
 
@@ -101,16 +102,23 @@ class RecordingReport(Report):
 
     record: Record
 
-    def step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
+    def step(
+        self,
+        progress: Progress,
+        values: dict[str, float | None],
+        skipped: bool,
+        is_last: bool = False,
+    ) -> None:
         self.record.steps.append({"iteration": progress.iteration, "skipped": skipped, **values})
-        super().step(progress, values, skipped)
+        super().step(progress, values, skipped, is_last)
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
         self.record.evaluations.setdefault(name, []).append((progress.iteration, loss))
         super().evaluation(progress, loss, name)
 
     def say(self, line: str) -> None:
-        self.record.lines.append(line)
+        if not line.startswith("iteration "):
+            self.record.lines.append(line)
 
 
 def prepare(command_line: str) -> tuple[Any, torch.device]:

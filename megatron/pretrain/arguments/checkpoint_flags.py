@@ -19,7 +19,7 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row("--overwrite", "switch", "begin anew in a --save directory that has checkpoints"),
     row("--load", str, "directory, or URL, to load the newest sound checkpoint from"),
     row("--no-load-fallback", "switch", "stop where the newest checkpoint of --load is damaged"),
-    row("--save-interval", int, "iterations between saves"),
+    row("--save-interval", int, "iterations between saves; default: one save at the end"),
     row(
         "--save-retain-interval",
         int,

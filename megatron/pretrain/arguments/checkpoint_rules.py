@@ -74,7 +74,10 @@ def take_checkpoint_arguments(check: Check) -> None:
         check.problems.append(f"--use-checkpoint-args: {error}")
         return
     if source is None:
-        check.notes.append(f"--use-checkpoint-args: {args.load} has no checkpoint yet")
+        check.notes.append(
+            f"--use-checkpoint-args: {args.load} has no checkpoint yet, the model is that of the"
+            " command line"
+        )
         return
     if saved is None:
         check.problems.append(f"--use-checkpoint-args: {source.path} has no arguments")
@@ -197,4 +200,4 @@ def note_flags_without_effect(check: Check) -> None:
     for dests, condition in cases.items():
         changed = [check.flag(dest) for dest in dests.split() if check.changed(dest)]
         if condition and changed:
-            check.notes.append(f"{', '.join(changed)}: no effect {condition}")
+            check.notes.append(f"{', '.join(changed)}: no effect {condition}; can be left out")

@@ -8,6 +8,7 @@ from typing import Any
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.tokenizer_record import read_record
 
 SPLIT_PATHS = {
     "train": "train_data_path",
@@ -15,7 +16,7 @@ SPLIT_PATHS = {
     "test": "test_data_path",
 }
 """Key of a --per-split-data-args-path file -> the argument that it stands for."""
-SAME_WHEN_LEGACY = "--legacy-tokenizer: changes no id of this tokenizer"
+SAME_WHEN_LEGACY = "--legacy-tokenizer: changes no id of this tokenizer, leave it out"
 OTHER_WHEN_LEGACY = {
     "SentencePieceTokenizer": (
         "it then has tokens beyond its file; not built, use GPTSentencePieceTokenizer, whose end of"
@@ -40,7 +41,8 @@ def check_data(check: Check) -> None:
     ]
     if not any(sources) and not flags:
         check.notes.append(
-            "no --data-path and no --mock-data: the text of Python's standard library"
+            "no --data-path and no --mock-data: the text of Python's standard library; give one of"
+            " them for other data"
         )
     check.require(
         sum(sources) < 2,
@@ -60,10 +62,28 @@ def check_data(check: Check) -> None:
         check_prefixes(check, flags.get(dest, check.flag(dest)), getattr(args, dest) or [])
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")
     check.require(args.mid_level_dataset_surplus >= 0, "--mid-level-dataset-surplus: at least 0")
+    note_without_blend(check)
     args.dataloader_type = args.dataloader_type or "single"
     check_full_validation(check, flags)
     check_fill_in_the_middle(check)
     choose_tokenizer(check)
+
+
+def note_without_blend(check: Check) -> None:
+    """Say which flags of blends change nothing, as there are no data sets to blend."""
+    args = check.args
+    values = [getattr(args, dest) or [] for dest in ("data_path", *SPLIT_PATHS.values())]
+    has_weighted = any(map(has_weights, values))
+    cases = {
+        "num_dataset_builder_threads": any(len(prefixes_of(words)) > 1 for words in values),
+        "mid_level_dataset_surplus": has_weighted,
+    }
+    for dest, has_effect in cases.items():
+        if check.changed(dest) and not has_effect:
+            data = "--mock-data" if args.mock_data else "one data set"
+            if dest == "mid_level_dataset_surplus" and not args.mock_data:
+                data = "data sets without weights"
+            check.notes.append(f"{check.flag(dest)}: no effect with {data}, leave it out")
 
 
 def read_data_paths(check: Check) -> dict[str, str]:
@@ -178,6 +198,7 @@ def check_fill_in_the_middle(check: Check) -> None:
 def choose_tokenizer(check: Check) -> None:
     """Complete the type of the tokenizer and check its settings and files."""
     args = check.args
+    take_recorded_tokenizer(check)
     if args.tokenizer_type is None:
         if args.vocab_file and args.merge_file:
             args.tokenizer_type = "GPT2BPETokenizer"  # as in Megatron-LM
@@ -196,6 +217,50 @@ def choose_tokenizer(check: Check) -> None:
             check.notes.append(SAME_WHEN_LEGACY)
 
 
+def take_recorded_tokenizer(check: Check) -> None:
+    """Give the tokenizer the type and the settings that are recorded beside the data.
+
+    What the command line says stays. Whether it gives the same ids is checked when the tokenizer is
+    built, see :func:`megatron.pretrain.tokenizer_record.check_records`.
+    """
+    args = check.args
+    if args.mock_data:
+        return
+    words: list[str] = []
+    for dest in ("data_path", *SPLIT_PATHS.values()):
+        words += prefixes_of(getattr(args, dest) or [])
+    records = []
+    for prefix in words:
+        try:
+            records.append(read_record(prefix))
+        except (ValueError, OSError) as error:
+            check.problems.append(str(error))
+    found = [record for record in records if record is not None]
+    others = [record for record in found if record.identity != found[0].identity]
+    if others:
+        check.problems.append(
+            "the data sets were written with different tokenizers:"
+            f" {found[0].path} says {found[0].choice.tokenizer_type}, {others[0].path}"
+            f" {others[0].choice.tokenizer_type} ({len(others)} of {len(found)} differ from the"
+            " first): write all with the same one"
+        )
+    elif found and args.tokenizer_type in (None, found[0].choice.tokenizer_type):
+        new = {
+            name: value
+            for name, value in found[0].settings.items()
+            if getattr(args, name) == check.defaults[name]
+        }
+        for name, value in new.items():
+            setattr(args, name, value)
+        if "tokenizer_type" in new:
+            check.notes.append(f"tokenizer: {args.tokenizer_type}, as {found[0].path} records")
+
+
+def prefixes_of(words: list[str]) -> list[str]:
+    """Return the prefixes of a data path: its words, without weights."""
+    return words[1::2] if has_weights(words) else words
+
+
 def check_prefixes(check: Check, flag: str, words: list[str]) -> None:
     """Check that every prefix has an index and a data file.
 
@@ -204,7 +269,7 @@ def check_prefixes(check: Check, flag: str, words: list[str]) -> None:
         flag: the flag to name in problems.
         words: its value: prefixes, or pairs of weight and prefix.
     """
-    for prefix in words[1::2] if has_weights(words) else words:
+    for prefix in prefixes_of(words):
         missing = [suffix for suffix in (".idx", ".bin") if not Path(prefix + suffix).is_file()]
         check.require(
             not missing, f"{flag}: {' and '.join(prefix + suffix for suffix in missing)} not found"

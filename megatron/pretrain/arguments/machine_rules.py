@@ -104,7 +104,7 @@ def replace(check: Check, cause: str, values: dict[str, Any]) -> None:
     if off:
         named.append(f"off: {', '.join(off)}")
     if named:
-        check.notes.append(f"{cause}: {'; '.join(named)}")
+        check.notes.append(f"{cause}, results are the same: {'; '.join(named)}")
 
 
 def keep_tanh_gelu(check: Check) -> None:
@@ -122,7 +122,8 @@ def fit_local_layers(check: Check) -> None:
     args = check.args
     if args.attention_backend in (AttnBackend.flash, AttnBackend.fused):
         check.notes.append(
-            f"local layers: attention-backend {args.attention_backend.name} replaced by auto"
+            f"local layers: attention-backend {args.attention_backend.name} replaced by auto; the"
+            " other one needs Transformer Engine on GPUs"
         )
         args.attention_backend = AttnBackend.auto
     check.require(
@@ -132,7 +133,9 @@ def fit_local_layers(check: Check) -> None:
     )
     if args.context_parallel_size > 1 and args.cp_comm_type != ["all_gather"]:
         args.cp_comm_type = ["all_gather"]
-        check.notes.append("local layers: cp-comm-type all_gather")
+        check.notes.append(
+            "local layers: cp-comm-type all_gather; others need Transformer Engine on GPUs"
+        )
     check.require(
         not (args.window_size or args.softmax_type != "vanilla")
         or (args.context_parallel_size == 1 and not args.multi_latent_attention),

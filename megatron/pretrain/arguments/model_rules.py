@@ -189,7 +189,7 @@ def complete_experts(check: Check) -> None:
             without.append(check.flag("expert_model_parallel_size"))
         if args.expert_tensor_parallel_size not in (1, args.tensor_model_parallel_size):
             check.notes.append(
-                "--expert-tensor-parallel-size: without --num-experts there is nothing to divide"
+                "--expert-tensor-parallel-size: there is nothing to divide, give --num-experts"
             )
             args.expert_tensor_parallel_size = args.tensor_model_parallel_size
         check.require(not without, f"without --num-experts these do nothing: {', '.join(without)}")

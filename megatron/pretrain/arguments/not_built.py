@@ -300,6 +300,7 @@ NEEDS: tuple[Needs, ...] = (
         (),
         "needs --save",
     ),
+    Needs("save_retain_interval", "save_interval", (), "needs --save-interval"),
     Needs("use_persistent_ckpt_worker async_strategy", "async_save", (True,), "needs --async-save"),
     Needs(
         "non_persistent_save_interval",

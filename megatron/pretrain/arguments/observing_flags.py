@@ -5,13 +5,19 @@ from megatron.pretrain.arguments.flags import Flag, row
 
 OBSERVING_FLAGS: tuple[Flag, ...] = (
     row("--log-interval", int, "iterations per line", 100),
-    row("--log-throughput", "switch", "TFLOP/s per device"),
+    row("--log-dir", str, "directory of a log of each rank, with its tracebacks"),
+    row("--log-throughput", "switch", "is always there: TFLOP/s per device"),
+    row(
+        "--device-peak-tflops",
+        float,
+        "peak of a device, for MFU; default: its data sheet's, or measured on a CPU",
+    ),
     row("--log-params-norm", "switch", "norm of all weights"),
     row("--log-energy", "switch", "joules and watts per device, by NVML"),
     row(
         "--log-timers-to-tensorboard",
         "switch",
-        "time of an iteration, throughput and timers in TensorBoard",
+        "timers in TensorBoard",
     ),
     row("--log-validation-ppl-to-tensorboard", "switch", "validation perplexity in TensorBoard"),
     row("--log-memory-to-tensorboard", "switch", "memory use in TensorBoard"),

@@ -39,6 +39,10 @@ def check_observing(check: Check) -> None:
         "--wandb-project with a URL for --save: its files are local, and would go with the staged"
         " ones; give --wandb-save-dir",
     )
+    check.require(
+        check.args.device_peak_tflops is None or check.args.device_peak_tflops > 0,
+        f"--device-peak-tflops must be above 0, got {check.args.device_peak_tflops}",
+    )
     check_rerun(check)
     check_replicas_to_compare(check)
     note_untimed(check)
@@ -52,7 +56,7 @@ def check_rerun(check: Check) -> None:
     if not args.save:
         check.notes.append(
             "--rerun-mode validate_results without --save: a run that ends to repeat a step"
-            " elsewhere leaves no checkpoint to resume from"
+            " elsewhere leaves no checkpoint to resume from; give --save"
         )
     if args.result_rejected_tracker_filename:
         folder = Path(args.result_rejected_tracker_filename).absolute().parent
@@ -80,6 +84,8 @@ def check_replicas_to_compare(check: Check) -> None:
 
 def note_untimed(check: Check) -> None:
     """Say which flags of timers change nothing without timers."""
-    for dest in ("timing_log_option", "barrier_with_L1_time"):
+    for dest in ("timing_log_option", "barrier_with_L1_time", "log_timers_to_tensorboard"):
         if check.changed(dest) and not check.args.timing_log_level:
-            check.notes.append(f"{check.flag(dest)}: no effect with --timing-log-level 0")
+            check.notes.append(
+                f"{check.flag(dest)}: no effect with --timing-log-level 0, give 1 or 2"
+            )

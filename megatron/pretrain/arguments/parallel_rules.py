@@ -106,7 +106,9 @@ def complete_sequence_parallelism(check: Check) -> None:
     check_two_levels(check)
     if args.sequence_parallel and tensor == 1:
         args.sequence_parallel = False
-        check.notes.append("--sequence-parallel: off, it needs tensor parallelism")
+        check.notes.append(
+            "--sequence-parallel: off, it needs --tensor-model-parallel-size above 1; leave it out"
+        )
     if args.num_experts and tensor > 1 and not args.skip_train:
         check.require(
             args.sequence_parallel,

@@ -32,7 +32,8 @@ def choose_precision(check: Check) -> None:
         # The first scales overflow on purpose: that is how the dynamic scale is found.
         args.check_for_nan_in_loss_and_grad = False
         check.notes.append(
-            "--fp16 with a dynamic loss scale: the check for NaN in loss and gradients is off"
+            "--fp16 with a dynamic loss scale: the check for NaN in loss and gradients is off;"
+            " a fixed --loss-scale keeps it"
         )
 
 

@@ -64,7 +64,6 @@ def check_checkpoints_and_logging(check: Check) -> None:
             nearest.is_dir(),
             f"--tensorboard-dir {args.tensorboard_dir}: {nearest} is a file, not a directory",
         )
-    check.require(not args.save or args.save_interval, "--save needs --save-interval")
     check.require(
         not (args.verify_integrity and args.no_verify_integrity),
         "--verify-integrity contradicts --no-verify-integrity",

@@ -13,6 +13,7 @@ SAME_HERE: dict[str, str] = {
     "ckpt_fully_parallel_save_deprecated": DEPRECATED_DEFAULT,
     "log_batch_size_to_tensorboard": DEPRECATED_DEFAULT,
     "log_learning_rate_to_tensorboard": DEPRECATED_DEFAULT,
+    "log_throughput": IS_THE_DEFAULT,
     "verify_integrity": IS_THE_DEFAULT,
     "auto_detect_ckpt_format": IS_THE_DEFAULT,
     "use_tokenizer_model_from_checkpoint_args": IS_THE_DEFAULT,
@@ -31,4 +32,4 @@ def note_what_is_the_same(check: Check) -> None:
     """Note the flags of `SAME_HERE` that the command line has."""
     for dest, sentence in SAME_HERE.items():
         if dest in check.given and dest in check.flag_names and check.changed(dest):
-            check.notes.append(f"{check.flag(dest)}: {sentence}")
+            check.notes.append(f"{check.flag(dest)}: {sentence}; leave it out")

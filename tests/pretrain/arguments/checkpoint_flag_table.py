@@ -51,7 +51,7 @@ CHECKPOINTS = (
     ),
     FlagRow(
         "--auto-detect-ckpt-format",
-        changes={"notes": "--auto-detect-ckpt-format: is the default"},
+        changes={"notes": "--auto-detect-ckpt-format: is the default; leave it out"},
     ),
     changes("--dist-ckpt-strictness raise_all", torch_dist__strict="raise_all"),
     changes(
@@ -80,7 +80,7 @@ CHECKPOINTS = (
     refused("--non-persistent-local-ckpt-algo fully_parallel", "use atomic"),
     FlagRow(
         "--ckpt-fully-parallel-save",
-        changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default"},
+        changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default; leave it out"},
     ),
     shown(
         "--no-ckpt-fully-parallel-save",
@@ -129,7 +129,9 @@ CHECKPOINTS = (
         "--dump-param-to-param-group-map",
         "test_gpt_optimizer.py::test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads",
     ),
-    FlagRow("--verify-integrity", changes={"notes": "--verify-integrity: is the default"}),
+    FlagRow(
+        "--verify-integrity", changes={"notes": "--verify-integrity: is the default; leave it out"}
+    ),
     shown("--no-verify-integrity", "test_integrity.py::test_damage_is_loaded_without_verification"),
     refused("--load-main-params-from-ckpt", "main weights are part of the optimizer's state"),
 )

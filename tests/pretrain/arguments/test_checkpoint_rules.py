@@ -38,7 +38,7 @@ def test_flags_of_saves_that_do_not_fit_are_refused(flags: str, problem: str) ->
     [
         (
             "--finetune --no-load-rng",
-            "--finetune, --no-load-rng: no effect without --load or --pretrained-checkpoint",
+            "--finetune, --no-load-rng: no effect without --load or --pretrained-checkpoint;",
         ),
         ("--finetune --pretrained-checkpoint p", None),
         ("--no-load-optim --exit-on-missing-checkpoint --load l", None),

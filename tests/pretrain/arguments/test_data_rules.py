@@ -40,6 +40,27 @@ def test_a_file_stands_for_the_paths_of_the_splits(
     assert (args.valid_data_path, args.test_data_path) == ([prefixes[2]], None)
 
 
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        ("--mock-data --vocab-size 100", ["with --mock-data", "with --mock-data"]),
+        ("--data-path {0}", ["with one data set", "with data sets without weights"]),
+        ("--data-path {0} {1}", ["with data sets without weights"]),
+        ("--data-path 0.3 {0} 0.7 {1}", []),
+        ("--train-data-path {0} --valid-data-path 1 {1} 2 {2}", []),
+    ],
+)
+def test_flags_of_blends_say_where_they_change_nothing(
+    data: str, told: list[str], prefixes: list[str]
+) -> None:
+    flags = "--num-dataset-builder-threads 2 --mid-level-dataset-surplus 0.1"
+    _, notes = parse(f"{SMALL} {data.format(*prefixes)} {flags}")
+    found = [note for note in notes if note.split(":")[0] in flags]
+    assert [note.split("no effect ")[1] for note in found] == [
+        f"{each}, leave it out" for each in told
+    ]
+
+
 def test_files_of_data_paths_that_do_not_fit_are_refused(
     prefixes: list[str], tmp_path: Path
 ) -> None:

@@ -240,10 +240,12 @@ READ_BY = {
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
     "ranks": "seed",
+    "device_peak": "device_peak_tflops",
+    "watch": "log_dir",
     "user_buffers": "tp_comm_overlap_cfg",
     "../../pretrain_gpt": "logging_level dry_run",
     "report": (
-        """log_interval log_throughput log_validation_ppl_to_tensorboard log_memory_to_tensorboard
+        """log_interval log_validation_ppl_to_tensorboard log_memory_to_tensorboard
             tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
             log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
     ),

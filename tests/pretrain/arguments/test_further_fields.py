@@ -180,7 +180,7 @@ def test_a_choice_of_another_release_is_refused_by_name() -> None:
 
 def test_flags_that_choose_what_is_the_same_say_so() -> None:
     _, notes = parse(f"{MOCK} --no-one-logger --one-logger-run-name mine --use-mcore-models")
-    assert "--use-mcore-models: deprecated, is the default" in notes
+    assert "--use-mcore-models: deprecated, is the default; leave it out" in notes
     assert sum("logger" in note for note in notes) == 2
 
 

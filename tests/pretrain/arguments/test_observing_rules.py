@@ -37,11 +37,30 @@ def test_replicas_are_compared_where_there_are_some() -> None:
     parse(f"{line} optim_grads")
 
 
+def test_the_peak_of_a_device_is_above_zero() -> None:
+    assert problems(f"{MOCK} --device-peak-tflops 0") == [
+        "--device-peak-tflops must be above 0, got 0.0"
+    ]
+
+
+def test_timers_that_are_off_are_told_with_the_way_to_turn_them_on() -> None:
+    _, notes = parse(f"{MOCK} --tensorboard-dir board --log-timers-to-tensorboard")
+    told = "--log-timers-to-tensorboard: no effect with --timing-log-level 0, give 1 or 2"
+    assert told in notes
+
+
+def test_a_directory_alone_saves_at_the_end() -> None:
+    args, _ = parse(f"{MOCK} --save checkpoints")
+    assert args.save_interval is None
+    (problem,) = problems(f"{MOCK} --save checkpoints --save-retain-interval 10")
+    assert problem == "--save-retain-interval needs --save-interval"
+
+
 def test_deprecated_flags_say_that_they_change_nothing() -> None:
     _, notes = parse(f"{MOCK} --log-batch-size-to-tensorboard --log-learning-rate-to-tensorboard")
     assert [note for note in notes if "deprecated, is the default" in note] == [
-        "--log-batch-size-to-tensorboard: deprecated, is the default",
-        "--log-learning-rate-to-tensorboard: deprecated, is the default",
+        "--log-batch-size-to-tensorboard: deprecated, is the default; leave it out",
+        "--log-learning-rate-to-tensorboard: deprecated, is the default; leave it out",
     ]
 
 

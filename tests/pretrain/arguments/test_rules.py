@@ -123,7 +123,6 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "--global-batch-size 3 must be a multiple of 2",
         "--max-position-embeddings 8",
         "--lr-warmup-fraction and --lr-warmup-samples exclude",
-        "--save needs --save-interval",
         "several data sources",
         "a.idx and a.bin not found",
         "--ddp-average-in-collective and --calculate-per-token-loss exclude",
@@ -318,8 +317,10 @@ def test_without_transformer_engine_a_gpu_uses_local_layers_unless_it_was_asked_
         and args.bias_dropout_fusion
     )
     assert notes == [
-        "no Transformer Engine: transformer-impl local; off: persist-layer-norm",
-        "no fused_weight_gradient_mlp_cuda: off: gradient-accumulation-fusion",
+        "no Transformer Engine, results are the same: transformer-impl local; off:"
+        " persist-layer-norm",
+        "no fused_weight_gradient_mlp_cuda, results are the same: off:"
+        " gradient-accumulation-fusion",
     ]
     assert (
         "not installed" in problems(f"{MOCK} --transformer-impl transformer_engine", cuda=True)[0]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of index caches, which Megatron-Core's datasets would put beside the data.
+
+Without --data-cache-path it is one of the user's cache directory, with a name that follows from the
+datasets: their paths, sizes and times. Data that is written anew has a cache of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.pretrain.first_rank import wait_until_visible
+
+DATASETS = "datasets.json"
+"""File in the folder that says of which datasets it is."""
+
+
+def cache_directory() -> Path:
+    """Return the folder of all index caches of this user, by the XDG base directories."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    return root / "open-megatron-fsdp" / "indices"
+
+
+def cache_of(prefixes: Iterable[str]) -> Path:
+    """Make the folder of the caches of these datasets, and return its path.
+
+    Raises:
+        OSError: it cannot be made; the message has the way out.
+    """
+    datasets = {}
+    for prefix in sorted({os.path.abspath(each) for each in prefixes}):
+        status = os.stat(f"{prefix}.idx")
+        datasets[prefix] = [status.st_size, status.st_mtime_ns, os.stat(f"{prefix}.bin").st_size]
+    text = json.dumps(datasets, indent=1)
+    folder = cache_directory() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DATASETS).write_text(text)
+    except OSError as error:
+        raise OSError(f"{folder} cannot be written ({error}): give --data-cache-path") from error
+    return folder
+
+
+def check_visible(folder: str) -> None:
+    """Check that all ranks see the folder of caches that the first one has made; a collective.
+
+    Raises:
+        ValueError: on every rank, naming those that do not.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        wait_until_visible(Path(folder))
+    except ValueError as error:
+        raise ValueError(f"{error}; give --data-cache-path, a folder that all see") from error
