@@ -23,15 +23,23 @@ ROOMS = {
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
     "dtensor": [
-        *("uneven", "gradient", "chunked_tensor", "sharded_param", "chunks", "nested_state"),
-        *("validation", "splitting", "uneven_dtensor"),
+        *("chunked_tensor", "gathering", "operations", "uneven", "gradient", "sharded_param"),
+        *("chunks", "nested_state", "validation", "splitting", "uneven_dtensor"),
     ],
     "": [
         *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
         *("settings", "agreement", "sharding", "memory_estimate"),
         "memory_estimate",
-        *("gradient_sync", "model_state", "sharded_module", "model"),
-        *("elementwise", "optimizer_state", "flat_segments", "flat_update", "optimizer"),
+        *("gradient_sync", "model_state", "warnings_once", "wrapped_attributes", "sharded_copy"),
+        *("sharded_module", "model"),
+        *(
+            "weight_average",
+            "elementwise",
+            "optimizer_state",
+            "flat_segments",
+            "flat_update",
+            "optimizer",
+        ),
         "fully_shard",
     ],
 }

@@ -15,6 +15,7 @@ from megatron.fsdp.checks import (
     check_flags,
     check_module,
     check_nccl,
+    check_units,
     parse_device,
     parse_outer_strategy,
     parse_size,
@@ -119,6 +120,7 @@ class ShardingSettings:
         slots = problems.check(self._slot_policy, device)
         overlap = problems.check(self._overlap_policy)
         initialiser_or_none = initialiser if self.init_model_with_meta_device else None
+        problems.check(check_units, module, unit_modules)
         problems.check(check_module, module, mesh, strategy, initialiser_or_none)
         problems.raise_everywhere(self._reach())
 

@@ -27,11 +27,11 @@ class UnitCall:
 
     Args:
         unit: the unit whose module is called.
-        module: the module that is called, one of the unit's.
+        module: the module that is called, one of the unit's; None: a method of no unit's module.
         borrowed: other units whose parameters the call uses; more are added when they are read.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module, borrowed: list[Unit]):
+    def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
         self.unit = unit
         self.module = module
         self.borrowed = borrowed
