@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -69,7 +70,9 @@ def exchange_with(kind: str, path: str) -> list[str]:
     theirs.load_state_dict(state)
     problems += differing(theirs, 3)
 
-    with pytest.raises(Exception, match=r"Missing key.*module\.0\."):  # the prefix of the wrapper
+    with pytest.raises(
+        CheckpointException, match=r"Missing key.*module\.0\."
+    ):  # the prefix of the wrapper
         dcp.load(ours.state_dict(), checkpoint_id=f"{path}/theirs")
     return problems
 
