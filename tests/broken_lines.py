@@ -211,6 +211,27 @@ BROKEN_LINES = [
         "tests/fsdp/engine",
     ),
     BrokenLine(
+        "hooks: edited weights are not installed",
+        "megatron/fsdp/engine/hooks.py",
+        "            self._schedule.install_edits()\n",
+        "            pass\n",
+        "tests/fsdp/dtensor/test_operations.py",
+    ),
+    BrokenLine(
+        "operations: a write to a gathered view is lost",
+        "megatron/fsdp/dtensor/operations.py",
+        "                raise RuntimeError(LOST_WRITE)\n",
+        "                pass\n",
+        "tests/fsdp/dtensor/test_operations.py",
+    ),
+    BrokenLine(
+        "chunked tensor: a part of a whole tensor is that of equal parts",
+        "megatron/fsdp/dtensor/chunked_tensor.py",
+        "            src = torch.cat(parts).view(self.shape)\n",
+        "            pass\n",
+        "tests/fsdp/test_other_checkpoints.py",
+    ),
+    BrokenLine(
         "norms: copies are counted",
         "megatron/fsdp/dtensor/gradient.py",
         "(result / copies) ** (1 / order)",

@@ -30,15 +30,16 @@ ROOMS = {
         *("reductions", "prefetch", "schedule", "hooks"),
     ],
     "dtensor": [
-        *("uneven", "gradient", "chunked_tensor", "sharded_param", "chunks", "matching"),
-        *("nested_state", "validation", "splitting", "uneven_dtensor", "making"),
+        *("chunked_tensor", "gathering", "operations", "uneven", "gradient", "sharded_param"),
+        *("chunks", "matching", "nested_state", "validation", "splitting", "uneven_dtensor"),
+        "making",
     ],
     "": [
         *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
         *("settings", "agreement", "sharding", "memory_estimate"),
         "memory_estimate",
-        *("gradient_sync", "model_state", "module_loading", "sharded_module"),
-        *("client_members", "model"),
+        *("gradient_sync", "model_state", "module_loading", "warnings_once", "wrapped_attributes"),
+        *("sharded_copy", "sharded_module", "client_members", "model", "weight_average"),
         *(
             "elementwise",
             "gathering_step",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -187,6 +188,41 @@ def check_module(
             )
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def check_units(module: nn.Module, unit_modules: Sequence[type | nn.Module] | None) -> None:
+    """Check that the modules that are given as units are part of the model.
+
+    Args:
+        module: the user's argument, of any type.
+        unit_modules: classes, which may be in other models, and modules; None leaves it unchecked.
+
+    Raises:
+        ValueError: names every module that is not in ``module``.
+    """
+    if unit_modules is None or not isinstance(module, nn.Module):
+        return
+    own = set(module.modules())
+    strangers = [
+        type(each).__name__
+        for each in unit_modules
+        if isinstance(each, nn.Module) and each not in own
+    ]
+    if strangers:
+        raise ValueError(
+            f"fsdp_unit_modules has {len(strangers)} modules that are no part of the model"
+            f" ({', '.join(strangers[:5])}): take them from the model that is sharded (not from a"
+            " copy of it), or name their class"
+        )
+
+
+def unmatched_units(
+    module: nn.Module, unit_modules: Sequence[type | nn.Module]
+) -> list[type[nn.Module]]:
+    """Return the classes that no module in ``module`` is an instance of."""
+    inside = list(module.modules())[1:]
+    classes = [each for each in unit_modules if isinstance(each, type)]
+    return [each for each in classes if not any(isinstance(one, each) for one in inside)]
 
 
 def _problems_of_dtypes(module: nn.Module) -> list[str]:

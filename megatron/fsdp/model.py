@@ -239,9 +239,8 @@ class MegatronFSDP(ClientMembers):
     ) -> None:
         """Let the next forward cast and gather the main weights as they are when it begins.
 
-        The sharded optimizer's step ends with this. At level 3 every forward gathers main weights
-        anew; where weights stay gathered, or have a cast copy, whoever edits main weights after a
-        forward calls this.
+        The sharded optimizer's step ends with this. So does, below level 3 or with a cast copy,
+        whoever edits main weights after a forward in a way that torch does not see.
 
         Args:
             only_shared: skip groups whose compute weights have another dtype. In the others,
@@ -255,6 +254,8 @@ class MegatronFSDP(ClientMembers):
             is_wanted = group.requires_grad or not only_trainable
             if is_wanted and (group.main_is_compute or not only_shared):
                 group.install_main_weights()
+            elif is_wanted:
+                group.forget_edit()  # the caller installs them later
 
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False

@@ -16,6 +16,7 @@ from megatron.fsdp.checks import (
     check_function,
     check_module,
     check_nccl,
+    check_units,
     parse_device,
     parse_granularity,
     parse_outer_strategy,
@@ -122,6 +123,7 @@ class ShardingSettings:
         overlap = problems.check(self._overlap_policy)
         granularity = problems.check(parse_granularity, self.granularity)
         initialiser_or_none = self._choose_initialiser(module, initialiser)
+        problems.check(check_units, module, unit_modules)
         problems.check(check_module, module, mesh, strategy, initialiser_or_none)
         problems.raise_everywhere(self._reach())
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
@@ -32,18 +33,25 @@ from megatron.fsdp.model_state import load_model_state
 from megatron.fsdp.module_loading import accept_full_tensors
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
+from megatron.fsdp.sharded_copy import copied_module, copy_main_weights
 from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
+from megatron.fsdp.warnings_once import (
+    warn_of_no_optimizer,
+    warn_of_unmatched_units,
+    watch_optimizers,
+)
+from megatron.fsdp.wrapped_attributes import WrappedAttributes, prepare_wrapped_module
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(WrappedAttributes):
     """A module whose parameters, gradients and optimizer state are sharded.
 
     ``parameters()`` yields the main weights, which an optimizer steps, as DTensors, the same
-    objects at every call. The user's module is ``module``. At level 3, its own parameters have
-    values only while a unit is in use.
+    objects at every call. The user's module is ``module``, whose attributes and methods the wrapper
+    has too. At level 3, its own parameters have values only while a unit is in use.
 
     Args:
         module: the module to shard; its parameters become views of flat buffers.
@@ -59,6 +67,10 @@ class ShardedModule(nn.Module):
     """Initialises modules that were built on the meta device."""
 
     _fsdp_is_sharded = True
+    gives_advice = True
+    """Warn of what is hardly meant; not where a program chooses units and optimizer itself."""
+    has_optimizer = False
+    """A sharded optimizer steps the parameters."""
 
     def __init__(
         self, module: nn.Module, settings: ShardingSettings, problems: Problems | None = None
@@ -66,6 +78,7 @@ class ShardedModule(nn.Module):
         super().__init__()
         # Settings and mesh: from here on every argument is parsed, checked and complete.
         resolved = settings.resolve(module, self.initialiser, problems or Problems())
+        self._settings = settings
         self.strategy = resolved.strategy
         self.checkpoint_ready = resolved.checkpoint_ready
         self._mesh = resolved.mesh
@@ -74,6 +87,8 @@ class ShardedModule(nn.Module):
         self._units = find_units(
             module, resolved.unit_modules, resolved.root_only, resolved.fine_grained
         )
+        if self.gives_advice:
+            warn_of_unmatched_units(module, resolved.unit_modules)
         self.module = _move(module, resolved.device)
         parameters_of = assign_parameters(self._units)
         if not resolved.fine_grained:
@@ -103,13 +118,16 @@ class ShardedModule(nn.Module):
             resolved.overlap,
             self._microbatches,
             self._gradients.begin_backward,
-            self._gradients.end_backward,
+            self._end_backward,
         )
         self._gradients.connect(self._schedule)
 
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
         accept_full_tensors(self.module, self._sharded_param_of)
+        watch_optimizers(list(self._sharded_params))
+        gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
+        prepare_wrapped_module(self.module, gathers_layers, self.state_dict)
 
     def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
         """Return sharded parameters by name, in the module's own order, with all tied names.
@@ -277,13 +295,36 @@ class ShardedModule(nn.Module):
                 )
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        _refuse_copy()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
+        """Return another sharded model with the same weights; gradients are left out.
+
+        This is a collective, and gathers all weights on every rank for a moment: the copy is
+        sharded anew.
+
+        Raises:
+            NotImplementedError: for models with tensor parallelism or of Megatron-Core.
+        """
+        if not hasattr(self, "from_settings") or self._mesh.dense.tensor is not None:
+            _refuse_copy()
+        module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
+        self._hooks.remove_from_copy(module)
+        copied: ShardedModule = self.from_settings(
+            module, replace(settings, dist_index=self._mesh, init_model_with_meta_device=False)
+        )
+        copy_main_weights(self.sharded_params, copied.sharded_params)
+        copied.train(self.training)
+        return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         _refuse_copy()
 
-    # ---- errors of gradients
+    # ---- the end of a backward pass
+
+    def _end_backward(self) -> None:
+        self._gradients.end_backward()
+        if self.gives_advice and not self.has_optimizer:
+            self.gives_advice = False
+            warn_of_no_optimizer()
 
     def _report_nonfinite(self, found: list[ShardedParam]) -> None:
         """Raise :class:`GradientError` on every rank if any rank has found a NaN or Inf."""

@@ -49,6 +49,8 @@ class CoreEngine(MegatronFSDP):
         settings: keyword arguments of :class:`MegatronFSDP`.
     """
 
+    gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
+
     def __init__(
         self,
         module: nn.Module,

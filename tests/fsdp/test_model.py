@@ -133,7 +133,6 @@ def try_to_copy(level: int) -> list[str]:
     model, _ = shard(build_stack(), level)
     messages = []
     for attempt in (
-        copy.deepcopy,
         copy.copy,
         pickle.dumps,
         lambda model: torch.save(model, io.BytesIO()),
@@ -152,11 +151,11 @@ def try_to_copy(level: int) -> list[str]:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_copies_of_the_model_are_refused_and_of_its_state_dict_work(
+def test_shallow_copies_of_the_model_are_refused_and_of_its_state_dict_work(
     ranks: Ranks, level: int
 ) -> None:
     for messages in ranks(2, try_to_copy, level):
-        assert len(messages) == 4 and all("state_dict" in message for message in messages)
+        assert len(messages) == 3 and all("state_dict" in message for message in messages)
 
 
 def convert(level: int) -> None:
@@ -316,7 +315,7 @@ WRONG_CALLS: dict[str, WrongCall] = {
     ),
     "copy of the model": WrongCall(
         ("cannot be copied or pickled", "state_dict()"),
-        lambda scene: copy.deepcopy(sharded_linear()[0]),
+        lambda scene: copy.copy(sharded_linear()[0]),
         NotImplementedError,
     ),
     "pickle of the model": WrongCall(

@@ -84,6 +84,26 @@ class ChunkedTensor(torch.Tensor):
     whole_shape: tuple[int, ...]
     is_flat: bool
 
+    def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> ChunkedTensor:
+        """Copy values into the tensor: those of its own chunks, out of a part of a whole tensor.
+
+        torch's ``set_model_state_dict`` with ``broadcast_from_rank0`` hands over the part of the
+        whole tensor that this rank would have if the ranks had equal parts.
+
+        Args:
+            src: a tensor of the local shape, or a view of a tensor of the whole shape.
+            non_blocking: as in torch.
+        """
+        whole = src._base
+        is_part = whole is not None and whole.shape == self.whole_shape
+        if whole is not None and is_part and src.stride() == whole.stride() and self.numel():
+            parts = [whole.detach()[_box(chunk)].reshape(-1) for chunk in self.chunks]
+            src = torch.cat(parts).view(self.shape)
+        elif not self.numel():
+            return self  # a part of equal size may have elements
+        super().copy_(src, non_blocking)
+        return self
+
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -139,6 +159,12 @@ def as_chunked_tensor(
     tensor.chunks, tensor.whole_shape = tuple(chunks), tuple(whole_shape)
     tensor.is_flat = is_flat
     return tensor
+
+
+def _box(chunk: Chunk) -> tuple[slice, ...]:
+    """Return the index of a chunk within the whole tensor."""
+    offsets, sizes = chunk
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes))
 
 
 # `torch.load` then accepts state dicts that were saved with `torch.save`.

@@ -17,11 +17,11 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement
 
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
+from megatron.fsdp.dtensor.gathering import axes_of, is_replicated, is_sharded_or_replicated
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
-from megatron.fsdp.dtensor.uneven import axes_of, is_sharded_or_replicated
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
 
@@ -232,11 +232,6 @@ def gather_chunks(dtensors: Sequence[DTensor]) -> list[ChunkedTensor]:
         local = dtensor._local_tensor.detach()
         result.append(as_chunked_tensor(local, chunks, dtensor.shape, table.is_flat))
     return result
-
-
-def is_replicated(dtensor: DTensor) -> bool:
-    """Return True if every rank of the mesh has the whole tensor."""
-    return all(isinstance(placement, Replicate) for placement in dtensor.placements)
 
 
 def has_chunks(dtensor: DTensor) -> bool:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.dtensor.chunks import gather_chunks, is_replicated, local_chunks
+from megatron.fsdp.dtensor.chunks import gather_chunks, local_chunks
+from megatron.fsdp.dtensor.gathering import is_replicated
 from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over, full_tensor
 
 

@@ -11,7 +11,7 @@ checkpoint does, and gets the chunks from
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
+from megatron.fsdp.dtensor.gathering import wrap_local
 from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
-from megatron.fsdp.dtensor.uneven import AnyDTensor, UnevenDTensor, dtensor_over, wrap_local
+from megatron.fsdp.dtensor.operations import LocalPart
+from megatron.fsdp.dtensor.uneven import AnyUneven, UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.local_tensor import local_tensor
@@ -75,9 +77,22 @@ class ShardedParam:
         self._norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
+        self._part = self._local_part()
         self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
+        self.parameter.part = replace(self._part, edited=group.note_edit)
+
+    def _local_part(self) -> LocalPart:
+        """Return the part of tensors of this parameter that belongs to this rank."""
+        layout = self.group.layout
+        start = layout.slots[self.index].start
+        # With the mesh, these determine the part of every rank.
+        key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
+        chunks = self.chunks
+        if not self.slice.shape and chunks:
+            chunks = (((0,), (1,)),)  # the optimizer sees a vector of one element
+        return LocalPart(key, chunks)
 
     def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
         placements: list[Placement] = []
@@ -107,15 +122,21 @@ class ShardedParam:
         link(gradient, self)
         return gradient
 
+    def over(self, local: torch.Tensor) -> UnevenDTensor:
+        """Return a DTensor over ``local``, this rank's elements of a tensor like the parameter."""
+        return self._dtensor(local, UnevenDTensor)
+
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
         shard = self.local_shard(value).to(self.parameter.device)
         return self._dtensor(shard.clone(), UnevenDTensor)
 
-    def _dtensor(self, local: torch.Tensor, dtensor_class: type[AnyDTensor]) -> AnyDTensor:
+    def _dtensor(self, local: torch.Tensor, dtensor_class: type[AnyUneven]) -> AnyUneven:
         # To the optimizer, a scalar is a vector of one element, which can be sharded.
         shape = self.slice.shape or (1,)
-        return wrap_local(dtensor_class, local, self._mesh, self._placements, shape)
+        dtensor = wrap_local(dtensor_class, local, self._mesh, self._placements, shape)
+        dtensor.part = self._part
+        return dtensor
 
     # ---- checkpoints
 
@@ -127,10 +148,13 @@ class ShardedParam:
             with_chunks: let torch's checkpoint know the chunks of this rank.
         """
         local = (self.parameter if value is None else value)._local_tensor.detach()
+        part = self._part if value is not None else self.parameter.part
         if with_chunks:
             is_flat = not self.flat_range.by_rows
             local = as_chunked_tensor(local, self.chunks, self.slice.shape, is_flat)
-        return self._in_checkpoint(local, self.slice.shape)
+        tensor = self._in_checkpoint(local, self.slice.shape)
+        tensor.part = part if self.slice.shape else None
+        return tensor
 
     def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
         """Cut a tensor into ``count`` equal ones along dim 0, each an entry of a checkpoint.
@@ -149,7 +173,8 @@ class ShardedParam:
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
         flat = (self.parameter if value is None else value)._local_tensor.detach().reshape(-1)
-        tensors, begin = [], 0
+        tensors: list[DTensor] = []
+        begin = 0
         for flat_range in self.flat_range.parts(count):
             end = begin + flat_range.numel
             local = flat[begin:end].view(flat_range.local_shape)
@@ -159,7 +184,7 @@ class ShardedParam:
             begin = end
         return tensors
 
-    def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> DTensor:
+    def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> UnevenDTensor:
         replicated: list[Placement] = [Replicate()] * self._mesh.ndim
         # torch has no sharded scalars.
         placements = self._placements if shape else replicated

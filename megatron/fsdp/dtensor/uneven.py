@@ -10,27 +10,36 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.engine.collectives import all_gather_uneven
+from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
+from megatron.fsdp.dtensor.gathering import full_tensor, wrap_local
+from megatron.fsdp.dtensor.operations import LocalPart, operate
+
+__all__ = ["AnyUneven", "UnevenDTensor", "dtensor_over", "full_tensor"]
 
 PROCESS_ATTRIBUTES = frozenset({"_fsdp_sharded", "_fsdp_model", "norm_group", "family"})
 """Attributes of parameters and gradients that refer to the model and to process groups."""
-
-AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
 
 
 class UnevenDTensor(DTensor):
     """A DTensor whose local tensors may have any size, and which can still be gathered.
 
-    Element-wise operations on it return another uneven DTensor.
+    Operations give what the whole tensor would give; see [Note: operations on uneven DTensors].
+
+    Attributes:
+        part: the part of the whole tensor that the local tensor contains; None if it is not known.
     """
+
+    part: LocalPart | None = None
 
     @classmethod
     def __torch_function__(
@@ -40,11 +49,70 @@ class UnevenDTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if getattr(func, "__name__", "") in ("__get__", "__set__"):
+            if func == _SET_DATA:
+                return _assign(*args)
+            computed = _COMPUTED.get(func)
+            if computed is None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
+            func = computed
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if type(result) is DTensor and args and _is_divided_alike(result, args[0]):
-            result.__class__ = UnevenDTensor
-        return result
+            return operate(func, args, kwargs or {}, UnevenDTensor)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's is not typed
+        """Show this rank's elements: printing on one rank must not wait for others."""
+        local = self._local_tensor.detach()
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements},"
+            f" this rank has {local.numel()} of {self.shape.numel()} elements:\n"
+            f"{local.as_subclass(torch.Tensor)})"
+        )
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's elements; see :meth:`ChunkedTensor.copy_` for those of a parameter."""
+        chunked = None
+        if isinstance(self, nn.Parameter) and not torch.is_grad_enabled():
+            chunked = self._with_chunks()
+        if chunked is None:
+            return super().to_local(grad_placements=grad_placements)
+        chunked._is_param = True  # as torch marks the local tensors of parameters
+        return chunked
+
+    # ---- torch.distributed.checkpoint
+
+    def _with_chunks(self) -> ChunkedTensor | None:
+        """Return the local tensor with its chunks; None if they are not known."""
+        local = self._local_tensor
+        if isinstance(local, ChunkedTensor):
+            return local
+        if self.part is None:
+            return None
+        return as_chunked_tensor(local.detach(), self.part.chunks, self.shape)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        local = self._with_chunks()
+        if local is not None:
+            return local.__create_chunk_list__()
+        chunks: list[ChunkStorageMetadata]
+        chunks = super().__create_chunk_list__()  # type: ignore[no-untyped-call]
+        return chunks
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        local = self._with_chunks()
+        if local is not None:
+            return local.__create_write_items__(fqn, object)
+        items: list[WriteItem] = super().__create_write_items__(fqn, object)
+        return items
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        local = self._with_chunks()
+        if local is not None:
+            return local.__get_tensor_shard__(index)
+        shard: torch.Tensor = super().__get_tensor_shard__(index)  # type: ignore[no-untyped-call]
+        return shard
+
+    # ---- whole tensors
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Gather the whole tensor on every rank; a collective. Gradients do not flow through it."""
@@ -86,6 +154,8 @@ class UnevenDTensor(DTensor):
         # `detach` returns a plain tensor, without the chunks of a ChunkedTensor.
         local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
         result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
+        if self.part is not None:
+            result.part = self.part.of_copies()
         if isinstance(self, nn.Parameter):
             result._is_param = True
         result.requires_grad_(self.requires_grad)
@@ -110,15 +180,33 @@ class UnevenDTensor(DTensor):
 
 torch.serialization.add_safe_globals([UnevenDTensor])
 
+AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
 
-def _is_divided_alike(result: DTensor, operand: object) -> bool:
-    """Return True if the result of an operation is sharded like its operand."""
-    return (
-        isinstance(operand, UnevenDTensor)
-        and result.shape == operand.shape
-        and result.placements == operand.placements
-        and result._local_tensor.shape == operand._local_tensor.shape
-    )
+_SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
+_COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
+    attrgetter("data.__get__")(torch.Tensor): torch.Tensor.detach,  # torch's misses the mode
+}
+for _name in ("T", "mT", "H", "mH", "real", "imag"):
+    _getter = attrgetter(f"{_name}.__get__")(torch.Tensor)
+    _COMPUTED[_getter] = _getter
+"""Attributes that are operations, and the functions that compute them."""
+
+
+@torch.no_grad()
+def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into a tensor whose ``data`` it is assigned to.
+
+    torch would exchange the wrapper and leave the local tensor as it was.
+
+    Raises:
+        RuntimeError: for a value of another shape.
+    """
+    if value.shape != dtensor.shape:
+        raise RuntimeError(
+            f"the data of a sharded tensor of shape {tuple(dtensor.shape)} cannot be replaced by a"
+            f" tensor of shape {tuple(value.shape)}"
+        )
+    dtensor.copy_(value)
 
 
 def dtensor_over(
@@ -126,85 +214,3 @@ def dtensor_over(
 ) -> UnevenDTensor:
     """Return an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
     return wrap_local(UnevenDTensor, local, mesh, placements, shape)
-
-
-def wrap_local(
-    dtensor_class: type[AnyDTensor],
-    local: torch.Tensor,
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    shape: Sequence[int],
-) -> AnyDTensor:
-    """Return a DTensor of logical ``shape`` over ``local``, whose storage it shares."""
-    # `DTensor.from_local` would treat the empty shape of a scalar as no shape.
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
-    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    # The wrapper gets its storage offset from the tensor that it is created with, and torch cannot
-    # copy or save a wrapper whose offset is not 0. So `local` is assigned afterwards.
-    result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
-    result._local_tensor = local
-    return result
-
-
-def full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
-
-    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
-    besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
-    which expects equal parts.
-
-    Raises:
-        ValueError: if the local tensors do not make up a tensor of that shape.
-    """
-    shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
-    local = dtensor._local_tensor.detach()
-    sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
-    later_dims = sorted(sharded_dims - {0})
-    if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
-        return wrap_local(DTensor, local, mesh, placements, shape).full_tensor()
-    if shape and (shape.numel() == 0 or not sharded_dims):
-        return local.clone().view(shape)
-    # Offloaded state is gathered where the mesh is.
-    flat = local.reshape(-1).to(mesh.device_type)
-    # torch has no sharded scalars, so the placements of a scalar in a state dict are Replicate. But
-    # only one rank may have its element, so it is gathered along all axes.
-    for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
-        flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
-    for dim in later_dims:
-        for axis in reversed(axes_of(placements, dim)):
-            shards = all_gather_uneven(flat, mesh.get_group(axis))
-            flat = torch.cat([_as_range_of_dim(each, shape, dim) for each in shards], dim)
-            flat = flat.reshape(-1)
-    if flat.numel() != shape.numel() and shape:
-        raise ValueError(
-            f"the parts of all ranks hold {flat.numel()} elements, but shape {tuple(shape)} has"
-            f" {shape.numel()}"
-        )
-    return flat[: shape.numel()].view(shape).to(local.device)
-
-
-def is_sharded_or_replicated(placements: Sequence[Placement]) -> bool:
-    """Return True if all placements are ``Shard`` or ``Replicate``."""
-    return all(isinstance(placement, Shard | Replicate) for placement in placements)
-
-
-def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
-    """List the mesh axes that divide ``dim``."""
-    return [
-        axis
-        for axis, placement in enumerate(placements)
-        if isinstance(placement, Shard) and placement.dim == dim
-    ]
-
-
-def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
-    """View the flat elements of a range of ``dim`` of a tensor of ``shape`` with all its dims."""
-    others = shape.numel() // shape[dim]
-    if flat.numel() % others:
-        raise ValueError(
-            f"a part of {flat.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
-        )
-    sizes = list(shape)
-    sizes[dim] = flat.numel() // others
-    return flat.view(sizes)

@@ -28,17 +28,17 @@ from megatron.fsdp.dtensor.chunks import (
     gather_chunks,
     gather_numbers,
     has_chunks,
-    is_replicated,
     local_chunks,
     local_sizes,
     own_coordinate,
 )
+from megatron.fsdp.dtensor.gathering import full_tensor, is_replicated
 from megatron.fsdp.dtensor.nested_state import (
     filter_unflattened_state_dict,
     get_unflattened_state_dict,
 )
 from megatron.fsdp.dtensor.splitting import split_dtensor
-from megatron.fsdp.dtensor.uneven import dtensor_over, full_tensor
+from megatron.fsdp.dtensor.uneven import dtensor_over
 from megatron.fsdp.dtensor.validation import validate_uneven_dtensor
 from megatron.fsdp.engine.collectives import agree
 

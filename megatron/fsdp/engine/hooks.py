@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -41,6 +41,13 @@ PASSED_ON = "_fsdp_passed_on"
 Reading such a parameter by name does not unshard its unit; the call that receives it does."""
 
 
+REFUSED_COPY = (
+    "the module inside a sharded model cannot be copied or pickled by itself: its weights are in"
+    " shards, and its hooks belong to the model. Use copy.deepcopy(model) of the wrapper, which"
+    " returns a sharded copy, or save model.state_dict()"
+)
+
+
 class UnitHooks:
     """Connects the modules of units to their schedule.
 
@@ -57,6 +64,8 @@ class UnitHooks:
         self._root = schedule.units[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[UnitCall] = []  # forwards under way, innermost last
+        self._outside = Unit("outside of forwards", None)  # of calls of other methods
+        self._handles: set[int] = set()  # ids of the hooks on modules
         for unit in schedule.units:
             self._register(unit)
         assert self._root.module is not None  # only units of shared parameters have none
@@ -70,10 +79,11 @@ class UnitHooks:
         for group in unit.groups:
             self._unit_of.update(dict.fromkeys(group.parameters, unit))
         for module in unit.modules:
-            module.register_forward_pre_hook(
+            before = module.register_forward_pre_hook(
                 self._pre_forward_hook(unit), prepend=True, with_kwargs=True
             )
-            module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
+            after = module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
+            self._handles |= {before.id, after.id}
 
         def arrived(parameter: nn.Parameter) -> None:
             self._schedule.enter_backward(_queue_callback)
@@ -93,6 +103,7 @@ class UnitHooks:
             recorder.begin_forward(call, unit.shown_name, module is self._root.module)
             if module is self._root.module:
                 self._schedule.begin_forward()
+            self._schedule.install_edits()
             self._unshard(call)
             if torch.is_grad_enabled():
                 self._watch_inputs(call, (args, kwargs))
@@ -123,9 +134,43 @@ class UnitHooks:
             recorder.end_forward(call)
             self._end_use(call)
 
+    def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a module that is not its forward, and return its result.
+
+        Like a forward, it computes with whole weights: those that it reads by name are gathered
+        when it does, and again for its backward. A method that reads none communicates nothing.
+        """
+        if self._calls or in_backward():
+            return method(*args, **kwargs)
+        self._schedule.install_edits()
+        call = UnitCall(self._outside, None, [])
+        self._calls.append(call)
+        try:
+            output = method(*args, **kwargs)
+        except BaseException:
+            self.forget_calls()
+            raise
+        self._calls.remove(call)
+        if torch.is_grad_enabled() and call.borrowed:
+            self._watch_outputs(call, output)
+        for unit in call.borrowed:
+            self._schedule.end_use(unit, call)
+        return output
+
+    def remove_from_copy(self, copied: nn.Module) -> None:
+        """Remove the hooks from a deep copy of the root's module, which has copied them too."""
+        assert self._root.module is not None
+        for original, module in zip(self._root.module.modules(), copied.modules()):
+            for name, hooks in vars(original).items():
+                if name.startswith("_forward") and isinstance(hooks, dict):
+                    for number in self._handles.intersection(hooks):
+                        del vars(module)[name][number]
+
     def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:
             self._schedule.unshard_borrowed(borrowed, call)
+        if call.unit is self._outside:
+            return
         if call.is_inside_another:
             self._schedule.unshard_borrowed(call.unit, call)
         else:
@@ -150,11 +195,11 @@ class UnitHooks:
         """Return the parameter that code sees when it lists a module's parameters.
 
         Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
-        it is the sharded parameter, at every level and for every number of ranks: it has the
-        gradient, and an optimizer steps it.
+        and in other methods, it is the sharded parameter, at every level and for every number of
+        ranks: it has the gradient, and an optimizer steps it.
         """
         unit = self._unit_of.get(parameter)
-        if unit is None or self._calls:
+        if unit is None or (self._calls and self._calls[-1].unit is not self._outside):
             return parameter
         if in_backward():  # recomputation may list what it computes with
             return self._readable(unit, parameter)
@@ -164,8 +209,7 @@ class UnitHooks:
         """Return a compute parameter if it is readable, otherwise the sharded one."""
         if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
             return self._sharded[parameter]
-        unit.make_readable()
-        return parameter if unit.is_readable else self._sharded[parameter]
+        return parameter if unit.make_readable() else self._sharded[parameter]
 
     def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it reads one by name.
@@ -251,7 +295,9 @@ class UnitHooks:
 
     def _pre_backward(self, call: UnitCall) -> None:
         self._schedule.enter_backward(_queue_callback)
-        if call.state is CallState.FORWARD:
+        if call.unit is self._outside:
+            self._unshard(call)
+        elif call.state is CallState.FORWARD:
             call.check_slots()
             call.unit.begin_backward(call)
             if call.unit.groups:
@@ -335,8 +381,20 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         """Return the parameters; a list, not a view."""
         return [parameter for _, parameter in self.items()]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(super().items()),)
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        """Return the copies that ``memo`` has of the parameters, in a plain dict.
+
+        Raises:
+            NotImplementedError: if it has none: the module is copied by itself.
+        """
+        parameters = dict(super().items())
+        present = [each for each in parameters.values() if each is not None]
+        if not all(id(each) in memo for each in present):
+            raise NotImplementedError(REFUSED_COPY)
+        return {name: None if each is None else memo[id(each)] for name, each in parameters.items()}
+
+    def __reduce__(self) -> NoReturn:
+        raise NotImplementedError(REFUSED_COPY)
 
 
 def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:

@@ -75,6 +75,8 @@ class ParamGroup:
         self.strategy = strategy
         self.precision = precision
         self.unit_name = unit_name
+        # Groups whose main weights the user has written to; the schedule has one set for all.
+        self.edited: set[ParamGroup] = set()
         self.requires_grad = parameters[0].requires_grad
         self._communicator = communicator
         self._partition = Partition.of(communicator, strategy, shards_outer)
@@ -244,12 +246,21 @@ class ParamGroup:
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
 
+    def note_edit(self) -> None:
+        """Note that main weights were written to: the next forward installs them."""
+        self.edited.add(self)
+
+    def forget_edit(self) -> None:
+        """Keep the compute weights as they are, although main weights were written to."""
+        self.edited.discard(self)
+
     @torch.no_grad()
     def install_main_weights(self) -> None:
         """Let the next use of the compute weights cast and gather the main weights.
 
         Until then, main weights may change further.
         """
+        self.forget_edit()
         self.wait_for_unshard()
         self._kept = None
         self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)

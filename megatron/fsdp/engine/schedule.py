@@ -15,6 +15,7 @@ from torch import nn
 
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.microbatches import Microbatches
+from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
@@ -48,6 +49,10 @@ class Schedule:
         self._microbatches = microbatches
         self._on_backward_begin = on_backward_begin
         self._on_backward_end = on_backward_end
+        self._edited: set[ParamGroup] = set()
+        for unit in units:
+            for group in unit.groups:
+                group.edited = self._edited
         self._prefetcher = Prefetcher(units, overlap)
         self._reductions = Reductions(overlap.grad_reduce)
         self.reduces_late = False
@@ -70,12 +75,24 @@ class Schedule:
         if self._is_in_backward:
             self._abandon_backward()
         self._prefetcher.start_recording()
+        self.install_edits()
         if not self._strategy.shards_parameters:
             self._prefetcher.unshard_all()
 
     def end_forward(self) -> None:
         """Finish a forward of the root."""
         self._prefetcher.stop_recording()
+
+    def install_edits(self) -> None:
+        """Install the main weights that operations on parameters have written to.
+
+        These operations run on every rank, so that all ranks gather the same groups again.
+        """
+        if self._edited and not in_backward():
+            for unit in self.units:
+                for group in unit.groups:
+                    if group in self._edited:
+                        group.install_main_weights()
 
     def weights_change(self) -> None:
         """Prepare for new values of the main weights."""

@@ -27,11 +27,11 @@ class UnitCall:
 
     Args:
         unit: the unit whose module is called.
-        module: the module that is called, one of the unit's.
+        module: the module that is called, one of the unit's; None: a method of no unit's module.
         borrowed: other units whose parameters the call uses; more are added when they are read.
     """
 
-    def __init__(self, unit: Unit, module: nn.Module, borrowed: list[Unit]):
+    def __init__(self, unit: Unit, module: nn.Module | None, borrowed: list[Unit]):
         self.unit = unit
         self.module = module
         self.borrowed = borrowed
@@ -169,19 +169,16 @@ class Unit:
         """True if other units occupy memory slots of this one's weights."""
         return any(group.blocker is not None for group in self.groups)
 
-    def make_readable(self) -> None:
-        """Finish all-gathers that have started, and cast weights that need none.
+    def make_readable(self) -> bool:
+        """Return True if the compute parameters have the values of the main weights now.
 
-        This is no collective. Weights of groups whose all-gather has not started stay as they are.
+        All-gathers that have started are finished, and weights are cast where that needs no
+        all-gather. This is no collective.
         """
         for group in self.groups:
             if group.has_all_shards:
                 group.unshard()
             group.wait_for_unshard()
-
-    @property
-    def is_readable(self) -> bool:
-        """True if the compute parameters have the values of the main weights."""
         return all(group.is_readable for group in self.groups)
 
     # ---- backward

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deep copies of sharded models, for averages of weights and teachers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.settings import ShardingSettings
+from megatron.fsdp.sharding import ShardedParams
+from megatron.fsdp.warnings_once import IS_COMPUTE
+
+
+def copied_module(
+    module: nn.Module,
+    sharded_params: ShardedParams,
+    settings: ShardingSettings,
+    memo: dict[int, Any],
+) -> tuple[nn.Module, ShardingSettings]:
+    """Return a deep copy of a sharded module that is not sharded, and the settings to shard it.
+
+    It still has the hooks of the original.
+
+    Args:
+        module: the module inside the wrapper.
+        sharded_params: of its parameters.
+        settings: those that it was sharded with.
+        memo: of the deep copy.
+    """
+    for compute, sharded_param in sharded_params.items():
+        whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
+        parameter = nn.Parameter(whole, requires_grad=compute.requires_grad)
+        attributes = {name: value for name, value in vars(compute).items() if name != IS_COMPUTE}
+        vars(parameter).update(attributes)
+        memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
+    copied = copy.deepcopy(module, memo)
+    units = [memo.get(id(each), each) for each in settings.fsdp_unit_modules or ()]
+    return copied, replace(settings, fsdp_unit_modules=units)
+
+
+@torch.no_grad()
+def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
+    """Copy main weights, which may have more bits than the weights of the module."""
+    for source, target in zip(sources, targets, strict=True):
+        target.parameter._local_tensor.copy_(source.parameter._local_tensor)
+    for group in dict.fromkeys(target.group for target in targets):
+        group.install_main_weights()

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of what is legal but hardly meant, and the error of an optimizer that trains nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron.fsdp.checks import unmatched_units
+
+_logger = logging.getLogger(__name__)
+
+IS_COMPUTE = "_fsdp_is_compute"
+"""Attribute of the parameters of modules that are sharded."""
+
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""Optimizers whose parameters were looked at; their number of groups may grow."""
+
+_is_watching = False
+
+
+def warn(message: str, *args: object) -> None:
+    """Log a warning, on the first rank only."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        _logger.warning(message, *args)
+
+
+def warn_of_unmatched_units(module: nn.Module, unit_modules: Sequence[type | nn.Module]) -> None:
+    """Warn of classes in ``fsdp_unit_modules`` that are nowhere in the model."""
+    unmatched = unmatched_units(module, unit_modules)
+    if not unmatched:
+        return
+    counts = Counter(
+        type(each).__name__ for each in module.modules() if any(True for _ in each.children())
+    )
+    present = [name for name, count in counts.most_common(5) if count > 1]
+    warn(
+        "fsdp_unit_modules: the model has no %s, so nothing is gathered layer by layer for it.%s",
+        " and no ".join(each.__name__ for each in unmatched),
+        f" Its repeated modules are {', '.join(present)}" if present else "",
+    )
+
+
+def warn_of_no_optimizer() -> None:
+    """Warn that gradients are computed that no sharded optimizer uses."""
+    warn(
+        "a backward has ended on a sharded model whose parameters no sharded optimizer steps. To"
+        " train it, create the optimizer over model.parameters() and pass it to"
+        " fully_shard_optimizer, or shard both by fully_shard(model, optimizer). This is said once"
+    )
+
+
+# ---- optimizers from before sharding
+
+
+def watch_optimizers(parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse the steps of optimizers over the parameters of a module from before it was sharded.
+
+    Args:
+        parameters: the module's own; their gradients go to the sharded parameters.
+    """
+    global _is_watching
+    for parameter in parameters:
+        setattr(parameter, IS_COMPUTE, True)
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_pre_hook(_refuse_parameters_from_before)
+
+
+def _refuse_parameters_from_before(optimizer: torch.optim.Optimizer, *unused: Any) -> None:
+    """Raise ``RuntimeError`` at the first step of an optimizer that would train nothing."""
+    if optimizer in _checked:
+        return
+    _checked.add(optimizer)
+    stale = total = 0
+    for group in optimizer.param_groups:
+        total += len(group["params"])
+        stale += sum(hasattr(each, IS_COMPUTE) and each.requires_grad for each in group["params"])
+    if stale:
+        _checked.discard(optimizer)
+        raise RuntimeError(
+            f"{stale} of the optimizer's {total} parameters are those of a module that has been"
+            " sharded since: they have no gradients, and a step would train nothing. Create the"
+            " optimizer over model.parameters() after fully_shard_model and pass it to"
+            " fully_shard_optimizer, or shard both by fully_shard(model, optimizer)"
+        )

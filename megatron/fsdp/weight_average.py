@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving averages of the weights of a sharded model, sharded like its main weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.model import MegatronFSDP
+
+
+class WeightAverage:
+    """An exponential moving average of the main weights of a sharded model.
+
+    Every rank averages the weights that it owns, without communication, in the dtype of the main
+    weights::
+
+        average = WeightAverage(model, decay=0.999)
+        for batch in batches:
+            ...
+            optimizer.step()
+            average.update()
+        with average.applied():
+            evaluate(model)
+
+    Buffers (statistics of batch norms) are not averaged.
+
+    Args:
+        model: the sharded model; the average begins with its weights.
+        decay: the share of the old average in the new one, 0 to 1.
+
+    Raises:
+        ValueError: for a decay outside that range, or a model that is not sharded.
+    """
+
+    def __init__(self, model: MegatronFSDP, decay: float = 0.999):
+        if not isinstance(model, MegatronFSDP):
+            raise ValueError(
+                f"model expects the result of fully_shard or fully_shard_model but got"
+                f" {type(model).__name__}"
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(f"decay expects a number from 0 to 1 but got {decay!r}")
+        self.decay = decay
+        self.num_updates = 0
+        self._model = model
+        self._is_applied = False
+        self._averages = [group.main_shard.detach().clone() for group in model.groups]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Let the average follow the weights, after a step of the optimizer.
+
+        Raises:
+            RuntimeError: inside :meth:`applied`, where the model has the averages.
+        """
+        if self._is_applied:
+            raise RuntimeError("update the average outside of applied(): the model has it there")
+        self.num_updates += 1
+        for average, group in zip(self._averages, self._model.groups):
+            average.lerp_(group.main_shard, 1 - self.decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[MegatronFSDP]:
+        """Give the model the averages inside the context, and its own weights back after it.
+
+        All ranks enter and leave it together. Its state dict, ``save_pretrained`` and forward use
+        the averages.
+        """
+        self._exchange()
+        self._is_applied = True
+        try:
+            yield self._model
+        finally:
+            self._is_applied = False
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for average, group in zip(self._averages, self._model.groups):
+            kept = group.main_shard.clone()
+            group.main_shard.copy_(average)
+            average.copy_(kept)
+            group.install_main_weights()
+
+    # ---- checkpoints
+
+    def _named(self) -> dict[str, ShardedParam]:
+        return {
+            name: sharded_param_of(parameter)
+            for name, parameter in self._model.named_parameters(remove_duplicate=False)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages as DTensors under the names of ``model.state_dict()``.
+
+        They are ready for torch.distributed.checkpoint and share storage with the average;
+        ``num_updates`` is beside them.
+        """
+        state: dict[str, Any] = {"num_updates": self.num_updates}
+        flat_of = dict(zip(self._model.groups, self._averages))
+        for name, sharded_param in self._named().items():
+            group = sharded_param.group
+            local = shard_view(flat_of[group], group.layout, sharded_param.index, group.rank)
+            state[name] = sharded_param.checkpoint_tensor(sharded_param.over(local))
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load the averages from DTensors of the same layout, or full tensors.
+
+        Raises:
+            RuntimeError: lists the names that are missing or unknown; nothing is changed then.
+        """
+        own = self.state_dict()
+        different = sorted(own.keys() ^ set(state_dict))
+        if different:
+            raise RuntimeError(f"the state dict is of another model: {', '.join(different[:5])}")
+        for name, sharded_param in self._named().items():
+            local = own[name]._local_tensor
+            local.view(-1).copy_(sharded_param.local_shard(state_dict[name]).reshape(-1))
+        self.num_updates = int(state_dict["num_updates"])

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of torch on sharded parameters and gradients give what whole tensors give."""
+
+import warnings
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import MegatronFSDP, fully_shard_model
+from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.dtensor.operations import LOST_WRITE, NO_GRADIENT
+from tests.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
+from tests.fsdp.reference import Ranks
+
+
+class Weight(nn.Module):
+    """A unit of one parameter."""
+
+    def __init__(self, *shape: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+
+    def forward(self) -> Tensor:
+        return (self.weight * self.weight).sum()
+
+
+class OddWeights(nn.Module):
+    """Parameters of sizes that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = Weight(5, 7)
+        self.wide = Weight(3, 33)
+        self.cube = Weight(7, 3, 2)
+        self.vector = Weight(3)
+        self.one = Weight(1)
+
+    def forward(self) -> Tensor:
+        total = torch.zeros(())
+        for index, module in enumerate(self.children()):
+            total = total + module() * (index + 1)
+        return total
+
+
+def odd_model(level: int) -> MegatronFSDP:
+    torch.manual_seed(3)
+    model = fully_shard_model(OddWeights(), fsdp_unit_modules=[Weight], zero_dp_strategy=level)
+    model().backward()
+    return model
+
+
+def plain(value: Any) -> Any:
+    """Return a result with whole tensors in place of sharded ones, in nested lists."""
+    if isinstance(value, DTensor):
+        return full_tensor(value)
+    if isinstance(value, Tensor):
+        return value.as_subclass(Tensor)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    return list(map(plain, value)) if isinstance(value, list | tuple) else value
+
+
+def is_same(left: Any, right: Any) -> bool:
+    if isinstance(left, list):
+        return len(left) == len(right) and all(map(is_same, left, right))
+    if isinstance(left, Tensor):
+        close = torch.allclose(left, right, rtol=1e-6, atol=1e-7, equal_nan=True)
+        return left.dtype == right.dtype and left.shape == right.shape and close
+    return bool(left == right)
+
+
+def outcome(operation: Operation, tensor: Tensor) -> Any:
+    """Return the result of an operation, or the name of its error."""
+    torch.manual_seed(5)
+    try:
+        return plain(operation(tensor))
+    except Exception as error:
+        return type(error).__name__
+
+
+def differences(
+    tensors: dict[str, Tensor], operations: dict[str, Operation], is_in_place: bool = False
+) -> list[str]:
+    found = []
+    for name, tensor in tensors.items():
+        whole = full_tensor(tensor)
+        for title, operation in operations.items():
+            ours, theirs = tensor, whole
+            if is_in_place:
+                ours, theirs = tensor.detach().clone(), whole.clone()
+            result, expected = outcome(operation, ours), outcome(operation, theirs)
+            if is_in_place and not isinstance(expected, str):
+                result, expected = [result, plain(ours)], [expected, theirs]
+            if type(result) is not type(expected) or not is_same(result, expected):
+                found.append(f"{title} of {name}: {result} instead of {expected}")
+    return found
+
+
+def compare(level: int) -> tuple[list[str], set[str]]:
+    model = odd_model(level)
+    tensors = {}
+    kinds = set()
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        # Parameters and gradients in turn, since an operation takes a millisecond or more.
+        tensors[name] = parameter if number % 2 == 0 else parameter.grad
+        local = parameter.to_local()
+        if 0 < local.numel() < parameter.numel():
+            kinds.add("rows" if local.ndim == parameter.ndim > 1 else "flat")
+        elif not local.numel():
+            kinds.add("empty")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of sums over one element and the like
+        found = differences(tensors, ELEMENTWISE) + differences(tensors, WHOLE)
+        found += differences(tensors, IN_PLACE, is_in_place=True)
+    return found, kinds
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_operations_give_what_the_whole_tensor_gives(ranks: Ranks, level: int) -> None:
+    assert len(ELEMENTWISE) + len(WHOLE) + len(IN_PLACE) >= 60
+    kinds = set()
+    for found, own_kinds in ranks(2, compare, level):
+        assert not found, "\n".join(found)
+        kinds |= own_kinds
+    if level:
+        assert kinds == {"rows", "flat", "empty"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_operations_of_three_ranks_give_what_the_whole_tensor_gives(
+    ranks: Ranks, level: int
+) -> None:
+    for found, _ in ranks(3, compare, level):
+        assert not found, "\n".join(found)
+
+
+def look_at_classes() -> list[str]:
+    model = odd_model(3)
+    parameter = model.get_parameter("module.matrix.weight")
+    found = []
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for title, operation in ELEMENTWISE.items():
+            result = operation(parameter)
+            first = result[0] if isinstance(result, list | tuple) else result
+            if not isinstance(first, DTensor):
+                found.append(f"{title} is not sharded")
+        for title, operation in WHOLE.items():
+            with suppress(Exception):
+                if isinstance(operation(parameter), DTensor):
+                    found.append(f"{title} is sharded")
+    return found
+
+
+def test_elementwise_results_are_sharded_and_others_are_plain(ranks: Ranks) -> None:
+    assert ranks(2, look_at_classes) == [[], []]
+
+
+def write_to_views() -> list[str]:
+    messages = []
+    parameter = odd_model(3).get_parameter("module.matrix.weight")
+    before = full_tensor(parameter)
+    for title, operation in REFUSED.items():
+        try:
+            operation(parameter.detach())
+            messages.append(f"{title}: not refused")
+        except (RuntimeError, ValueError) as error:
+            if "write to" in title and "NumPy" not in title and str(error) != LOST_WRITE:
+                messages.append(f"{title}: {error}")
+    if not torch.equal(full_tensor(parameter), before):
+        messages.append("something was written")
+    return messages
+
+
+def test_writes_that_would_be_lost_are_refused_on_every_rank(ranks: Ranks) -> None:
+    assert ranks(2, write_to_views) == [[], []]
+
+
+def penalize() -> list[str]:
+    model = odd_model(3)
+    messages = []
+    for term in (lambda p: p.square().sum(), lambda p: (p * 2).sum(), lambda p: p[0].norm()):
+        loss = model()
+        for parameter in model.parameters():
+            loss = loss + term(parameter)
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_penalty_on_sharded_parameters_is_refused_in_backward(ranks: Ranks) -> None:
+    for messages in ranks(2, penalize):
+        assert messages == [NO_GRADIENT] * 3
+
+
+def show_on_one_rank() -> str:
+    parameter = odd_model(3).get_parameter("module.matrix.weight")
+    if torch.distributed.get_rank() == 1:
+        return ""
+    return f"{parameter}" + repr(parameter.grad)
+
+
+def test_a_parameter_is_printed_by_one_rank_alone(ranks: Ranks) -> None:
+    text, _ = ranks(2, show_on_one_rank)
+    assert "shape=(5, 7)" in text
+    assert "of 35 elements" in text
+    assert "ShardedGradient" in text
+
+
+def edit_weights(level: int) -> list[float]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    model = fully_shard_model(module, zero_dp_strategy=level)
+    x = torch.ones(1, 3)
+    outputs = [model(x).item()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+    outputs.append(model(x).item())
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+    outputs.append(model(x).item())
+    for parameter in model.state_dict().values():
+        parameter[0] = 0.0
+    outputs.append(model(x).item())
+    return outputs
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_the_next_forward_uses_edited_weights(ranks: Ranks, level: int) -> None:
+    first, twice, again, cut = ranks(2, edit_weights, level)[0]
+    assert twice != first
+    assert again == first
+    assert cut == 0.0

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Deep copies of sharded models are sharded models of their own, also for torch's averages."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
+from megatron.fsdp.dtensor.gathering import full_tensor
+from tests.fsdp import models
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of
+from tests.fsdp.state_dicts import sharded, train, whole
+
+
+def copy_and_train(name: str, level: int) -> bool:
+    model, optimizer = sharded(name, level)
+    train(model, optimizer, 1)
+    copied = copy.deepcopy(model)
+    before = whole(model.state_dict())
+    assert all(torch.equal(before[key], value) for key, value in whole(copied.state_dict()).items())
+    for left, right in zip(evaluate(model, 0), evaluate(copied, 0), strict=True):
+        assert torch.equal(left, right)
+    train(model, optimizer, 1)
+    kept = whole(copied.state_dict())
+    assert all(torch.equal(before[key], value) for key, value in kept.items())
+    loss_of(copied(batch(0, 0, 0), step=0)).backward()
+    return all(each.grad is not None for each in copied.parameters() if each.requires_grad)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("name", ["tied_across_units", "frozen_in_part"])
+def test_a_deep_copy_is_a_sharded_model_of_its_own(ranks: Ranks, name: str, level: int) -> None:
+    assert ranks(2, copy_and_train, name, level) == [True, True]
+
+
+def copy_main_weights_in_fp32() -> bool:
+    policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+    module = ResidualBlock().bfloat16()
+    model = fully_shard_model(module, fsdp_unit_modules=[], mixed_precision_policy=policy)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1e-6)
+    copied = copy.deepcopy(model)
+    assert {each.dtype for each in copied.parameters()} == {torch.float32}
+    pairs = zip(model.parameters(), copied.parameters(), strict=True)
+    return all(torch.equal(full_tensor(left), full_tensor(right)) for left, right in pairs)
+
+
+def test_a_copy_has_the_main_weights_in_their_own_precision(ranks: Ranks) -> None:
+    assert ranks(2, copy_main_weights_in_fp32) == [True, True]
+
+
+def copy_units_by_instance() -> list[str]:
+    module = nn.Sequential(ResidualBlock(), ResidualBlock())
+    model = fully_shard_model(module, fsdp_unit_modules=[module[0], module[1]])
+    copied = copy.deepcopy(model)
+    assert copied.module[0] is not module[0]
+    return [unit.name for unit in copied._units]
+
+
+def test_units_given_as_modules_are_units_of_the_copy(ranks: Ranks) -> None:
+    assert ranks(2, copy_units_by_instance) == [["", "0", "1"]] * 2
+
+
+def average(level: int) -> list[float]:
+    """Train with torch's average of a sharded model, and of the unsharded one."""
+    results = []
+    for is_sharded in (True, False):
+        torch.manual_seed(4)
+        model: nn.Module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if is_sharded:
+            model, optimizer = fully_shard(
+                model,
+                optimizer,
+                zero_dp_strategy=level,
+                mixed_precision_policy=MixedPrecisionPolicy(None),
+            )
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for step in range(3):
+            output = model(batch(step, 0, 0))
+            output.square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(model)
+        with torch.no_grad():
+            results.append(averaged(batch(9, 0, 0)).sum().item())
+    return results
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_averaged_model_of_torch_averages_a_sharded_model(ranks: Ranks, level: int) -> None:
+    for ours, theirs in ranks(2, average, level):
+        assert ours == pytest.approx(theirs, rel=1e-12)
+
+
+def copy_the_module_inside() -> list[str]:
+    model = fully_shard_model(models.build("scalars"))
+    messages = []
+    for attempt in (copy.deepcopy, copy_by_pickle):
+        with pytest.raises(NotImplementedError) as error:
+            attempt(model.module)
+        messages.append(str(error.value))
+    assert isinstance(copy.deepcopy(model), MegatronFSDP)
+    return messages
+
+
+def copy_by_pickle(module: nn.Module) -> Tensor:
+    import pickle
+
+    return pickle.loads(pickle.dumps(module))
+
+
+def test_copies_of_the_module_inside_are_refused_with_the_call_to_use(ranks: Ranks) -> None:
+    for messages in ranks(2, copy_the_module_inside):
+        assert all("copy.deepcopy(model)" in message for message in messages)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings of what is hardly meant, once and on one rank; an optimizer that trains nothing."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.models import ResidualBlock
+from tests.fsdp.reference import Ranks
+
+
+class Messages(logging.Handler):
+    """Keeps the warnings of the package."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        logging.getLogger("megatron.fsdp").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+    def take(self) -> list[str]:
+        texts, self.texts = self.texts, []
+        return texts
+
+
+def step_an_optimizer_from_before(level: int) -> list[str]:
+    module = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(module.parameters())
+    model = fully_shard_model(module, zero_dp_strategy=level)
+    model(torch.ones(2, 3)).sum().backward()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            optimizer.step()
+        messages.append(str(error.value))
+    other = nn.Linear(3, 5)
+    torch.optim.AdamW(other.parameters()).step()
+    return messages
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_the_step_of_an_optimizer_from_before_sharding_is_refused(ranks: Ranks, level: int) -> None:
+    for messages in ranks(2, step_an_optimizer_from_before, level):
+        assert len(messages) == 2
+        assert all("2 of the optimizer's 2 parameters" in message for message in messages)
+        assert "fully_shard_optimizer" in messages[0]
+
+
+def train_without_sharded_optimizer() -> tuple[list[str], list[str]]:
+    messages = Messages()
+    model = fully_shard_model(nn.Linear(3, 5))
+    for _ in range(3):
+        model(torch.ones(2, 3)).sum().backward()
+    without = messages.take()
+    fully_shard_optimizer(torch.optim.SGD(fully_shard_model(nn.Linear(3, 5)).parameters()))
+    module = nn.Linear(3, 5)
+    model, optimizer = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    return without, messages.take()
+
+
+def test_a_backward_without_a_sharded_optimizer_is_said_once(ranks: Ranks) -> None:
+    first, second = ranks(2, train_without_sharded_optimizer)
+    assert len(first[0]) == 1 and "fully_shard_optimizer" in first[0][0]
+    assert first[1] == []
+    assert second == ([], [])
+
+
+class NotThere(nn.Module):
+    """No part of any model."""
+
+
+def name_units_that_are_not_there() -> list[str]:
+    messages = Messages()
+    blocks = nn.Sequential(ResidualBlock(), ResidualBlock(), nn.Linear(5, 5))
+    fully_shard_model(blocks, fsdp_unit_modules=[NotThere, nn.Linear])
+    return messages.take()
+
+
+def test_unit_classes_that_match_nothing_are_said(ranks: Ranks) -> None:
+    first, second = ranks(2, name_units_that_are_not_there)
+    assert second == []
+    (message,) = first
+    assert "no NotThere" in message and "no Linear" not in message
+    assert "ResidualBlock" in message
+
+
+def give_units_of_another_model() -> str:
+    blocks = nn.Sequential(ResidualBlock(), nn.Linear(5, 5))
+    with pytest.raises(ValueError) as error:
+        fully_shard_model(blocks, fsdp_unit_modules=[blocks[0], ResidualBlock()])
+    fully_shard_model(blocks, fsdp_unit_modules=[blocks[0]])
+    return str(error.value)
+
+
+def test_modules_that_are_no_part_of_the_model_are_refused_as_units(ranks: Ranks) -> None:
+    for message in ranks(2, give_units_of_another_model):
+        assert "1 modules that are no part of the model (ResidualBlock)" in message

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Moving averages of sharded weights follow those of unsharded weights."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from megatron.fsdp import fully_shard_model
+from megatron.fsdp.weight_average import WeightAverage
+from tests.fsdp import models
+from tests.fsdp.reference import LEVELS, Ranks, evaluate
+from tests.fsdp.state_dicts import assert_equal, sharded, train, whole
+
+
+def average_by_hand(decay: float, steps: int) -> list[dict[str, Tensor]]:
+    """Return the average of the weights, and the weights, of a sharded model."""
+    model, optimizer = sharded("tied_across_units", 3)
+    average = {key: value.clone() for key, value in whole(model.state_dict()).items()}
+    for _ in range(steps):
+        train(model, optimizer, 1)
+        for key, value in whole(model.state_dict()).items():
+            average[key].lerp_(value, 1 - decay)
+    return [average, whole(model.state_dict())]
+
+
+def follow(level: int, path: str) -> None:
+    expected, weights = average_by_hand(0.75, 3)
+    model, optimizer = sharded("tied_across_units", level)
+    average = WeightAverage(model, decay=0.75)
+    for _ in range(3):
+        train(model, optimizer, 1)
+        average.update()
+    outputs = evaluate(model, 0)
+    with average.applied():
+        assert_equal(whole(model.state_dict()), expected, 1e-12)
+        others = evaluate(model, 0)
+        with pytest.raises(RuntimeError, match="outside of applied"):
+            average.update()
+    assert_equal(whole(model.state_dict()), weights, 1e-12)
+    assert all(torch.equal(left, right) for left, right in zip(evaluate(model, 0), outputs))
+    assert not any(torch.equal(left, right) for left, right in zip(others, outputs))
+
+    dcp.save(average.state_dict(), checkpoint_id=path)
+    fresh, _ = sharded("tied_across_units", level)
+    loaded = WeightAverage(fresh)
+    state = loaded.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    loaded.load_state_dict(state)
+    assert loaded.num_updates == 3
+    with loaded.applied():
+        assert_equal(whole(fresh.state_dict()), expected, 1e-12)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_average_follows_the_weights_and_is_saved(
+    ranks: Ranks, level: int, tmp_path: Path
+) -> None:
+    ranks(2, follow, level, str(tmp_path))
+
+
+def wrong_averages() -> list[str]:
+    module = models.build("scalars")
+    messages = []
+    with pytest.raises(ValueError) as error:
+        WeightAverage(module)
+    messages.append(str(error.value))
+    model = fully_shard_model(module)
+    with pytest.raises(ValueError) as error:
+        WeightAverage(model, decay=1.5)
+    messages.append(str(error.value))
+    with pytest.raises(RuntimeError) as error:
+        WeightAverage(model).load_state_dict({"num_updates": 1})
+    messages.append(str(error.value))
+    return messages
+
+
+def test_wrong_arguments_of_an_average_are_named(ranks: Ranks) -> None:
+    for of_module, of_decay, of_state in ranks(2, wrong_averages):
+        assert "fully_shard" in of_module
+        assert "1.5" in of_decay
+        assert "module." in of_state
