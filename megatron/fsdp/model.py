@@ -238,9 +238,8 @@ class MegatronFSDP(ShardedModule):
     ) -> None:
         """Let the next forward cast and gather the main weights as they are when it begins.
 
-        The sharded optimizer's step ends with this. At level 3 every forward gathers main weights
-        anew; where weights stay gathered, or have a cast copy, whoever edits main weights after a
-        forward calls this.
+        The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
+        edits main weights after a forward calls this.
 
         Args:
             only_shared: skip groups whose compute weights have another dtype. In the others,

@@ -156,7 +156,8 @@ class UnitHooks:
             return parameter
         if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
             return self._sharded[parameter]
-        unit.make_readable()
+        for group in unit.groups:
+            group.make_readable()
         return parameter if unit.is_readable else self._sharded[parameter]
 
     def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:

@@ -169,16 +169,6 @@ class Unit:
         """True if other units occupy memory slots of this one's weights."""
         return any(group.blocker is not None for group in self.groups)
 
-    def make_readable(self) -> None:
-        """Finish all-gathers that have started, and cast weights that need none.
-
-        This is no collective. Weights of groups whose all-gather has not started stay as they are.
-        """
-        for group in self.groups:
-            if group.has_all_shards:
-                group.unshard()
-            group.wait_for_unshard()
-
     @property
     def is_readable(self) -> bool:
         """True if the compute parameters have the values of the main weights."""
