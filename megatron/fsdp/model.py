@@ -239,8 +239,8 @@ class MegatronFSDP(ClientMembers):
     ) -> None:
         """Let the next forward cast and gather the main weights as they are when it begins.
 
-        The sharded optimizer's step ends with this. So does, below level 3 or with a cast copy,
-        whoever edits main weights after a forward in a way that torch does not see.
+        The sharded optimizer's step ends with this. Below level 3 weights stay gathered: whoever
+        edits main weights after a forward, in a way that torch does not see, calls this.
 
         Args:
             only_shared: skip groups whose compute weights have another dtype. In the others,

@@ -18,10 +18,14 @@ def set_up_logging(level: int | None = None) -> None:
     about names that torch deprecates inside Megatron-Core.
 
     Args:
-        level: level of Python's :mod:`logging`; None for ``logging.WARNING``.
+        level: level of Python's :mod:`logging`; None for ``logging.WARNING``, and the sizes of
+            memory slots.
     """
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger().setLevel(logging.WARNING if level is None else level)
+    # How many memory slots --fsdp-double-buffer has, and their bytes: known after one step.
+    slots = logging.getLogger("megatron.fsdp.engine.memory_slots")
+    slots.setLevel(logging.INFO if level is None else logging.NOTSET)
     warnings.filterwarnings(
         "ignore", message=".*(Apex|Transformer Engine|NVIDIA Resiliency|TransformerEngine).*"
     )

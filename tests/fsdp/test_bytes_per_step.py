@@ -94,6 +94,7 @@ def bytes_of_a_step(level: int, microbatches: int) -> tuple[float, float, int]:
     counts = count_step(step)
     with trace.record() as recorder:
         step()
+    assert counts["collectives"] == len(recorder.collectives)
     gathered = sum(entry.num_bytes for entry in recorder.collectives if entry.track == GATHER)
     return counts["wire MB"] * 1e6, counts["copied MB"] * 1e6, gathered
 

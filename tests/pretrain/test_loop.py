@@ -2,6 +2,8 @@
 """Training with --use-megatron-fsdp gives the numbers of Megatron-Core's own data parallelism."""
 
 import itertools
+import logging
+import re
 from typing import Any
 from unittest.mock import patch
 
@@ -31,6 +33,39 @@ def reference() -> Record:
 
 def test_the_reference_learns(reference: Record) -> None:
     assert reference.losses[-1] < reference.losses[0] - 1
+
+
+class Told(logging.Handler):
+    """Keeps the messages of a logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def train_with_slots(command_line: str) -> tuple[Record, list[str]]:
+    """Job: train; return what the log says about memory slots, too."""
+    told = Told()
+    logger = logging.getLogger("megatron.fsdp.engine.memory_slots")
+    logger.addHandler(told)
+    try:
+        return pretrain(command_line), told.messages
+    finally:
+        logger.removeHandler(told)
+
+
+def test_a_run_with_memory_slots_tells_their_number_and_bytes(reference: Record) -> None:
+    line = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params --exit-interval 3"
+    (run, told), (_, nothing) = run_ranks(2, train_with_slots, f"{line} --fsdp-double-buffer")
+    assert_close(run.losses, reference.losses[:3], 1e-5)
+    assert len(told) == 2 and not nothing  # the first rank tells
+    for message, contents in zip(told, ("gathered weights", "local gradients")):
+        assert re.fullmatch(
+            rf"memory slots of {contents}: \d+ of [\d, ]+ bytes, [\d,]+ in all", message
+        )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -209,7 +209,9 @@ class UnitHooks:
         """Return a compute parameter if it is readable, otherwise the sharded one."""
         if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
             return self._sharded[parameter]
-        return parameter if unit.make_readable() else self._sharded[parameter]
+        for group in unit.groups:
+            group.make_readable()
+        return parameter if unit.is_readable else self._sharded[parameter]
 
     def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it reads one by name.

@@ -210,6 +210,15 @@ class ParamGroup:
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
 
+    def make_readable(self) -> None:
+        """Finish the all-gather if it has started, and cast weights that need none.
+
+        This is no collective. Weights whose all-gather has not started stay as they are.
+        """
+        if self.has_all_shards:
+            self.unshard()
+        self.wait_for_unshard()
+
     def reshard(self) -> None:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self._reshards_after_use:

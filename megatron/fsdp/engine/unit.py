@@ -169,16 +169,9 @@ class Unit:
         """True if other units occupy memory slots of this one's weights."""
         return any(group.blocker is not None for group in self.groups)
 
-    def make_readable(self) -> bool:
-        """Return True if the compute parameters have the values of the main weights now.
-
-        All-gathers that have started are finished, and weights are cast where that needs no
-        all-gather. This is no collective.
-        """
-        for group in self.groups:
-            if group.has_all_shards:
-                group.unshard()
-            group.wait_for_unshard()
+    @property
+    def is_readable(self) -> bool:
+        """True if the compute parameters have the values of the main weights."""
         return all(group.is_readable for group in self.groups)
 
     # ---- backward
