@@ -13,6 +13,7 @@ from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.torch_dist.checkpoint import MARKER, check_marker
 from megatron.pretrain.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.followed_checkpoint import followed_by, is_given_up, tracked_in
@@ -279,6 +280,8 @@ def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
     """
     try:
         StoredCheckpoint(path, verify=not args.no_verify_integrity)
+        if (path / MARKER).is_file():
+            check_marker(path)
         if args.use_checkpoint_args or not args.no_check_checkpoint_args:
             stored_arguments(path)
     except RefusedPickleError:

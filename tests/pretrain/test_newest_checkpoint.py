@@ -13,6 +13,8 @@ import pytest
 
 from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.directory import TRACKER
+from megatron.checkpoint.core.manifest import MANIFEST
+from megatron.checkpoint.torch_dist.checkpoint import MARKER
 from megatron.pretrain import checkpoint_source
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, find_source
@@ -71,6 +73,18 @@ def test_a_damaged_newest_checkpoint_is_named_and_replaced_in_time(
     assert (folder / TRACKER).read_text() == "2"
     sound = run_ranks(2, train, f"{SHORT} --load {folder} --no-load-fallback")[0][0]
     assert sound.column("iteration") == [3]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'{"sharded_backend": "zarr"}'])
+def test_a_damaged_marker_of_torch_dist_is_found_without_a_manifest(
+    content: bytes, folder: Path
+) -> None:
+    source = folder / "iter_0000002"
+    (source / MANIFEST).unlink()
+    (source / MARKER).write_bytes(content)
+    found, damage = newest(folder)
+    assert found.path == folder / "iter_0000001"
+    assert f"{source / MARKER} is damaged" in damage[source]
 
 
 def test_a_load_writes_nothing(folder: Path) -> None:
