@@ -9,6 +9,15 @@ import re
 import shutil
 from pathlib import Path
 
+UNDECLARED = {
+    "triton": ("core/transformer/moe/ops/paged_stash.py", "core/transformer/moe/paged_stash.py"),
+    "yaml": ("training/yaml_arguments.py", "training/config/container.py"),
+}
+"""Module -> files of a checkout that import it in some releases, where nothing declares it."""
+
+PACKAGES = {"yaml": "pyyaml"}
+"""Module -> name for pip, where it is another one."""
+
 
 def check_installed(core: Path) -> None:
     """Check that the loop can start with Megatron-Core in ``core``.
@@ -31,16 +40,6 @@ def check_importable(core: Path) -> None:
 def _refuse(lacking: list[str]) -> None:
     if lacking:
         raise RuntimeError(f"Megatron-LM's training loop needs {'; and '.join(lacking)}")
-
-
-UNDECLARED = {
-    "triton": ("core/transformer/moe/ops/paged_stash.py", "core/transformer/moe/paged_stash.py"),
-    "yaml": ("training/yaml_arguments.py", "training/config/container.py"),
-}
-"""Module -> files of a checkout that import it in some releases, where nothing declares it."""
-
-PACKAGES = {"yaml": "pyyaml"}
-"""Module -> name for pip, where it is another one."""
 
 
 def _modules(core: Path) -> list[str]:

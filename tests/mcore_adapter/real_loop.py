@@ -180,7 +180,7 @@ def is_equal(result: tuple[float, float] | str) -> bool:
     )
 
 
-def with_cells(table: str, release: str, results: Mapping[str, tuple[float, float]]) -> str:
+def with_cells(table: str, release: str, results: Mapping[str, tuple[float, float] | str]) -> str:
     """Return the text of the table of results with the cells of a release, rows as in `ROWS`."""
     before, bar, rest = table.partition("| row |")
     lines = (bar + rest).splitlines()
@@ -188,9 +188,9 @@ def with_cells(table: str, release: str, results: Mapping[str, tuple[float, floa
     for line in lines[2:]:
         name, _, *columns = (cell.strip() for cell in line.strip("|").split("|"))
         cells[name] = columns
-    for name, (loss, norm) in results.items():
+    for name, result in results.items():
         columns = cells.setdefault(name, [""] * len(RELEASES))
-        columns[RELEASES.index(release)] = f"{short(loss)} / {short(norm)}"
+        columns[RELEASES.index(release)] = "fails" if isinstance(result, str) else short(*result)
     for name, row in ROWS.items():
         columns = cells.get(name, [""] * len(RELEASES))
         cells[name] = [name, str(row.ranks), *columns]
@@ -198,8 +198,8 @@ def with_cells(table: str, release: str, results: Mapping[str, tuple[float, floa
     return before + "\n".join([*lines[:2], *rows]) + "\n"
 
 
-def short(difference: float) -> str:
-    return f"{difference:.1e}" if difference else "0"
+def short(*differences: float) -> str:
+    return " / ".join(f"{each:.1e}" if each else "0" for each in differences)
 
 
 def main() -> None:
@@ -218,8 +218,7 @@ def main() -> None:
         else:
             print(f"| {name} | {short(result[0])} | {short(result[1])} |")
     if args.write:
-        equal = {name: result for name, result in results.items() if is_equal(result)}
-        RESULTS.write_text(with_cells(RESULTS.read_text(), args.release, equal))
+        RESULTS.write_text(with_cells(RESULTS.read_text(), args.release, results))
     sys.exit(not all(map(is_equal, results.values())))
 
 
