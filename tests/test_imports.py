@@ -67,6 +67,7 @@ The core imports no format, and formats do not import each other.
 OURS = (
     "megatron.fsdp",
     "megatron.checkpoint",
+    "megatron.huggingface",
     "megatron.mcore_adapter",
     "megatron.pretrain",
     "megatron_fsdp",
@@ -76,6 +77,7 @@ OURS = (
 MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
+    "megatron/huggingface": ("megatron.huggingface", "megatron.fsdp"),
     "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
     "megatron/pretrain": (
         "megatron.pretrain",
@@ -83,14 +85,19 @@ MAY_IMPORT = {
         "megatron.checkpoint",
         "megatron.fsdp",
     ),
-    "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp"),
+    "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp", "megatron.huggingface"),
     "tools": OURS[:-1],
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
 }
 """Which of our packages the files under a folder may import."""
 
-WITHOUT_MEGATRON_CORE = ("megatron/fsdp", "megatron/checkpoint", "megatron_fsdp")
+WITHOUT_MEGATRON_CORE = (
+    "megatron/fsdp",
+    "megatron/checkpoint",
+    "megatron/huggingface",
+    "megatron_fsdp",
+)
 REPLACED_HERE = (
     "megatron.core.distributed.fsdp",
     "megatron.core.transformer.fsdp_dtensor_checkpoint",
