@@ -42,7 +42,7 @@ setup(
         include=[
             *(
                 f"megatron.{part}{below}"
-                for part in ("fsdp", "mcore_adapter", "checkpoint", "pretrain")
+                for part in ("fsdp", "huggingface", "mcore_adapter", "checkpoint", "pretrain")
                 for below in ("", ".*")
             ),
             "megatron_fsdp",
@@ -70,6 +70,7 @@ setup(
     },
     extras_require={
         "hf": ["transformers"],
+        "huggingface": ["transformers>=5.23", "accelerate>=1.15"],  # megatron_fsdp.huggingface
         "transformers": ["transformers"],  # which brings tokenizers
         "sentencepiece": ["sentencepiece"],
         "tiktoken": ["tiktoken"],
@@ -83,6 +84,8 @@ setup(
             "hypothesis",
             "matplotlib",
             "transformers>=5",
+            "accelerate>=1.15",
+            "peft",
             "sentencepiece",
             "tiktoken",
             "safetensors",

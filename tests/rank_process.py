@@ -28,7 +28,9 @@ from multiprocessing.connection import Connection
 
 import psutil
 
-OUR_MODULES = r"(megatron\.(fsdp|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
+OUR_MODULES = (
+    r"(megatron\.(fsdp|huggingface|mcore_adapter|checkpoint|pretrain)|megatron_fsdp)(\.|$)"
+)
 """Regular expression for the modules in which a warning is an error."""
 
 JOBS_BETWEEN_FULL_COLLECTIONS = 50

@@ -83,6 +83,7 @@ The core imports no format, and formats do not import each other.
 OURS = (
     "megatron.fsdp",
     "megatron.checkpoint",
+    "megatron.huggingface",
     "megatron.mcore_adapter",
     "megatron.pretrain",
     "megatron_fsdp",
@@ -92,6 +93,7 @@ OURS = (
 MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
+    "megatron/huggingface": ("megatron.huggingface", "megatron.fsdp"),
     "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
     "megatron/pretrain": (
         "megatron.pretrain",
@@ -99,14 +101,19 @@ MAY_IMPORT = {
         "megatron.checkpoint",
         "megatron.fsdp",
     ),
-    "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp"),
+    "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp", "megatron.huggingface"),
     "tools": OURS[:-1],
     "examples": OURS[:-2],
     "benchmarks": OURS[:-1],
 }
 """Which of our packages the files under a folder may import."""
 
-WITHOUT_MEGATRON_CORE = ("megatron/fsdp", "megatron/checkpoint", "megatron_fsdp")
+WITHOUT_MEGATRON_CORE = (
+    "megatron/fsdp",
+    "megatron/checkpoint",
+    "megatron/huggingface",
+    "megatron_fsdp",
+)
 REPLACED_HERE = (
     "megatron.core.distributed.fsdp",
     "megatron.core.transformer.fsdp_dtensor_checkpoint",

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States of sharded models: checkpoints in which every rank writes its shards, and whole weights.
+
+A folder of shards is written by torch.distributed.checkpoint. Its weights have the names of the
+unwrapped module, so they load into a plain model too, and onto any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import MegatronFSDP
+from megatron.fsdp.dtensor.uneven import full_tensor
+
+SHARDS_FOLDER = "sharded_state"
+"""Folder inside a checkpoint of the Trainer or of `save_state`."""
+
+PREFIX = "module."
+"""Prefix of the wrapper's names."""
+
+Path = str | os.PathLike[str]
+
+
+def is_peft_model(module: nn.Module) -> bool:
+    """Return True for PEFT's wrapper, whose files contain the adapters without the base model."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(module, peft.PeftModel)
+
+
+def shards_folder(checkpoint: Path) -> str | None:
+    """Return the folder of shards in a checkpoint, None if it has none.
+
+    Raises:
+        ValueError: if the folder is incomplete, because its save was interrupted.
+    """
+    folder = os.path.join(checkpoint, SHARDS_FOLDER)
+    if not os.path.isdir(folder):
+        return None
+    if not os.path.isfile(os.path.join(folder, ".metadata")):
+        raise ValueError(
+            f"{folder} is incomplete: its save was interrupted. Resume from another checkpoint"
+        )
+    return folder
+
+
+def save_shards(
+    checkpoint: Path, models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Write the shards of models and optimizers into a checkpoint; a collective.
+
+    Of a PEFT model only what is trained is written.
+    """
+    folder = os.path.join(checkpoint, SHARDS_FOLDER)
+    save(_state(models, optimizers), checkpoint_id=folder)
+
+
+def load_shards(
+    checkpoint: Path, models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+) -> None:
+    """Load what :func:`save_shards` has written, on any number of ranks; a collective.
+
+    Raises:
+        ValueError: if the checkpoint has no complete folder of shards.
+    """
+    folder = shards_folder(checkpoint)
+    if folder is None:
+        raise ValueError(f"{checkpoint} has no folder {SHARDS_FOLDER}")
+    state = _state(models, optimizers)
+    load(state, checkpoint_id=folder)
+    for number, model in enumerate(models):
+        model.load_state_dict(state[f"model_{number}"], strict=not is_peft_model(model.module))
+    for number, optimizer in enumerate(optimizers):
+        optimizer.load_state_dict(state[f"optimizer_{number}"])
+
+
+def load_weights_of_shards(model: nn.Module, checkpoint: Path, number: int = 0) -> None:
+    """Load the weights in a checkpoint of shards into a plain model; needs no process group.
+
+    Args:
+        model: an unsharded module, built like the one that was trained.
+        checkpoint: the checkpoint, such as the Trainer's `checkpoint-50`.
+        number: of the model among those that were prepared.
+
+    Raises:
+        ValueError: if the checkpoint has no complete folder of shards.
+    """
+    folder = shards_folder(checkpoint)
+    if folder is None:
+        raise ValueError(f"{checkpoint} has no folder {SHARDS_FOLDER}")
+    weights = model.state_dict()
+    if is_peft_model(model):
+        frozen = _frozen_names(model)
+        weights = {name: value for name, value in weights.items() if name not in frozen}
+    state = {f"model_{number}": weights}
+    load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(weights, strict=not is_peft_model(model))
+
+
+def whole_state_dict(model: MegatronFSDP, keep: bool = True) -> dict[str, torch.Tensor]:
+    """Gather the weights, one tensor at a time; a collective.
+
+    Weights have the dtype of the module, not that of main weights, and the names of the module.
+    Names of tied weights share a tensor. Of a PEFT model, frozen weights are left out, but for its
+    embeddings, which PEFT may want to save.
+
+    Args:
+        model: a sharded model.
+        keep: False on ranks that only take part; they get an empty dict.
+
+    Returns:
+        Tensors on the CPU.
+    """
+    main_weights = model.state_dict(keep_vars=True)
+    dtypes = {each.parameter: each.compute.dtype for each in model.sharded_params}
+    unwanted = _unwanted_names(model.module)
+    gathered: dict[torch.Tensor, torch.Tensor] = {}
+    whole = {}
+    for key, value in model.state_dict().items():
+        name, main_weight = key.removeprefix(PREFIX), main_weights[key]
+        if name in unwanted:
+            continue
+        if not isinstance(value, DTensor):
+            if keep:
+                whole[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+            continue
+        if main_weight not in gathered:
+            tensor = full_tensor(value).to(dtypes.get(main_weight, value.dtype))
+            # A shard of a single rank is a view of the weights, which go on training.
+            gathered[main_weight] = tensor.to("cpu", copy=True) if keep else torch.empty(0)
+        if keep:
+            whole[name] = gathered[main_weight]
+    return whole
+
+
+def _state(
+    models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
+) -> dict[str, Any]:
+    """Return the state of models and optimizers as DTensors, ready to be saved or loaded into."""
+    state: dict[str, Any] = {}
+    for number, model in enumerate(models):
+        frozen = _frozen_names(model.module) if is_peft_model(model.module) else set()
+        state[f"model_{number}"] = {
+            name: value
+            for name, value in _with_own_names(model.state_dict()).items()
+            if name not in frozen
+        }
+    for number, optimizer in enumerate(optimizers):
+        state[f"optimizer_{number}"] = optimizer.state_dict()
+    return state
+
+
+def _with_own_names(state: dict[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix(PREFIX): value for key, value in state.items()}
+
+
+def _frozen_names(module: nn.Module) -> set[str]:
+    """Return the names of the parameters of a module that are not trained."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
+
+
+def _unwanted_names(module: nn.Module) -> set[str]:
+    """Return the names of weights that no file of a whole model needs."""
+    if not is_peft_model(module):
+        return set()
+    embeddings = []
+    for method in ("get_input_embeddings", "get_output_embeddings"):
+        if hasattr(module, method):
+            embeddings.append(getattr(module, method)())
+    prefixes = tuple(f"{name}." for name, each in module.named_modules() if each in embeddings)
+    return {name for name in _frozen_names(module) if not name.startswith(prefixes)}
