@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The log of each rank in a file, with --log-dir: what it prints, logs and raises.
+"""The log of each rank in a file, with --log-dir: what it prints and logs.
 
 The first rank prints on the terminal too. Of other ranks the terminal gets errors of the run only.
 """
@@ -23,11 +23,6 @@ from megatron.pretrain.ranks import environment_rank
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def log_file(log_dir: str) -> Path:
-    """Return the path of this rank's log."""
-    return Path(log_dir).absolute() / f"rank{environment_rank()}.log"
-
-
 class RankLog:
     """The log of this rank, for as long as the ``with`` block lasts; nothing without --log-dir.
 
@@ -41,7 +36,8 @@ class RankLog:
     """
 
     def __init__(self, log_dir: str | None):
-        self._path = log_file(log_dir) if log_dir else None
+        name = f"rank{environment_rank()}.log"
+        self._path = Path(log_dir, name).absolute() if log_dir else None
         self._restore = ExitStack()
 
     def __enter__(self) -> RankLog:

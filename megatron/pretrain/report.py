@@ -46,7 +46,7 @@ class Report:
     """The report of the first rank; other ranks report nothing but their times.
 
     Args:
-        args: of the run. With ``save``, they are written there in ``config.json``. Losses are kept
+        args: of the run. With ``save``, they are written to ``run_config.json``. Losses are kept
             in ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
             ``validation``) and drawn in ``loss_curves.png``.
 

@@ -20,12 +20,12 @@ import torch
 
 from megatron.checkpoint.core import durable
 
-CONFIG = "config.json"
+CONFIG = "run_config.json"  # config.json would make the directory one of Hugging Face
 PACKAGE = "open-megatron-fsdp"
 
 
 def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:
-    """Write ``config.json``: the arguments, the command line, versions and devices of a run.
+    """Write ``run_config.json``: the arguments, the command line, versions and devices of a run.
 
     A run that continues in the folder replaces the file of the one before; the arguments of each
     checkpoint are in the checkpoint too.
@@ -43,7 +43,7 @@ def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None
 
 
 def described(args: argparse.Namespace, iteration: int) -> dict[str, Any]:
-    """Return the content of ``config.json``; what JSON has no type for is text."""
+    """Return the content of ``run_config.json``; what JSON has no type for is text."""
     is_on_gpu = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

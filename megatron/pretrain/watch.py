@@ -54,7 +54,6 @@ from megatron.pretrain.peers import (
     message,
 )
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.rank_log import log_file
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.short_calls import StoreError
 from megatron.pretrain.terminal import complain
@@ -162,7 +161,7 @@ class Watch:
         """Report an error; the process ends here if a collective has failed.
 
         Other errors are reported by who raised them, and are only made known to the other ranks.
-        With --log-dir their traceback goes to the log.
+        With --log-dir their traceback goes to a file.
         """
         if _is_of_collective(error):
             self._error = error
@@ -323,13 +322,14 @@ class Watch:
 
 
 def error_file(save: str | None, log_dir: str | None = None) -> Path:
-    """Return the file for the errors of this rank: its log, beside the checkpoints, or temporary.
+    """Return the file for the errors of this rank: beside its log or the checkpoints, or temporary.
 
-    It is a temporary one too if the checkpoints are at a URL.
+    It is a temporary one too if the checkpoints are at a URL. It is there only if there was an
+    error: its time tells other ranks whether one has just been reported.
     """
-    if log_dir:
-        return log_file(log_dir)
     name = f"rank{environment_rank()}.txt"
+    if log_dir:
+        return Path(log_dir).absolute() / name
     if save and not is_staged(save):
         return Path(save, "errors", name)
     return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)

@@ -53,14 +53,14 @@ def run_with_a_defect(command_line: str) -> tuple[int, str, str]:
         return run_main(command_line)
 
 
-def test_a_traceback_goes_to_the_log_and_one_line_to_the_terminal(tmp_path: Path) -> None:
+def test_a_traceback_goes_to_a_file_and_one_line_to_the_terminal(tmp_path: Path) -> None:
     (code, _, errors), _ = run_ranks(2, run_with_a_defect, f"{LINE} --log-dir {tmp_path}/logs")
     assert code == 1
     (line,) = errors.splitlines()
     assert line.startswith("error: rank 0: TypeError: a defect of this rank (at ")
-    assert line.endswith(f"in break_down); traceback: {tmp_path}/logs/rank0.log")
+    assert line.endswith(f"in break_down); traceback: {tmp_path}/logs/rank0.txt")
     for rank in (0, 1):
-        text = (tmp_path / "logs" / f"rank{rank}.log").read_text()
+        text = (tmp_path / "logs" / f"rank{rank}.txt").read_text()
         assert "Traceback (most recent call last)" in text and "in break_down\n" in text
 
 

@@ -5,7 +5,7 @@ from megatron.pretrain.arguments.flags import Flag, row
 
 OBSERVING_FLAGS: tuple[Flag, ...] = (
     row("--log-interval", int, "iterations per line", 100),
-    row("--log-dir", str, "directory of a log of each rank, with its tracebacks"),
+    row("--log-dir", str, "directory of a log and a file of tracebacks for each rank"),
     row("--log-throughput", "switch", "is always there: TFLOP/s per device"),
     row(
         "--device-peak-tflops",
