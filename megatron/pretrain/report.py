@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from megatron.checkpoint.core.progress import terminal_bar
 from megatron.checkpoint.core.url_staging import with_urls
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.pretrain.decorations import Decorations
 from megatron.pretrain.device_records import DeviceRecords
 from megatron.pretrain.loss_curve import draw_loss_curves
@@ -22,7 +23,7 @@ from megatron.pretrain.progress import Progress
 from megatron.pretrain.quantities import rows, significant, size
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.router_losses import LAYERS
-from megatron.pretrain.run_config import CONFIG, write_config
+from megatron.pretrain.run_config import write_config
 from megatron.pretrain.scalars import ScalarWriters
 from megatron.pretrain.speed import Speed, SpeedClock
 from megatron.pretrain.terminal import fitted
@@ -46,7 +47,7 @@ class Report:
     """The report of the first rank; other ranks report nothing but their times.
 
     Args:
-        args: of the run. With ``save``, they are written to ``run_config.json``. Losses are kept
+        args: of the run. With ``save``, they are written to ``config.json``. Losses are kept
             in ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
             ``validation``) and drawn in ``loss_curves.png``.
 

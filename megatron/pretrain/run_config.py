@@ -19,13 +19,13 @@ import megatron.core
 import torch
 
 from megatron.checkpoint.core import durable
+from megatron.checkpoint.hugging_face.model_directory import CONFIG, OF_A_RUN
 
-CONFIG = "run_config.json"  # config.json would make the directory one of Hugging Face
 PACKAGE = "open-megatron-fsdp"
 
 
 def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:
-    """Write ``run_config.json``: the arguments, the command line, versions and devices of a run.
+    """Write ``config.json``: the arguments, the command line, versions and devices of a run.
 
     A run that continues in the folder replaces the file of the one before; the arguments of each
     checkpoint are in the checkpoint too.
@@ -43,11 +43,11 @@ def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None
 
 
 def described(args: argparse.Namespace, iteration: int) -> dict[str, Any]:
-    """Return the content of ``run_config.json``; what JSON has no type for is text."""
+    """Return the content of ``config.json``; what JSON has no type for is text."""
     is_on_gpu = torch.cuda.is_available()
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "begins_after_iteration": iteration,
+        OF_A_RUN: iteration,
         "command_line": shlex.join(sys.argv),
         "directory": os.getcwd(),
         "ranks": args.world_size,

@@ -23,12 +23,12 @@ from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.manifest import MANIFEST, Manifest, files_of_rank
 from megatron.checkpoint.core.stores import Store
 from megatron.checkpoint.core.url_staging import directory_token, staged_directory, url_of
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.loss_history import HISTORY, STAGED_HISTORIES
 from megatron.pretrain.report import PICTURE, PROGRESS
-from megatron.pretrain.run_config import CONFIG
 
 BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes beside its checkpoints."""

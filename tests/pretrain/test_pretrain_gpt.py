@@ -115,7 +115,7 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
     assert [entry["iteration"] for entry in history if "train" in entry] == list(range(1, 21))
     assert [entry["iteration"] for entry in history if "validation" in entry] == [10, 20]
     assert (save / "loss_curves.png").read_bytes().startswith(b"\x89PNG")
-    check_config(save / "run_config.json")
+    check_config(save / "config.json")
 
     events = EventAccumulator(str(board))
     events.Reload()
@@ -201,7 +201,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(
 def test_ctrl_c_on_one_rank_stops_all_and_saves_nothing(tmp_path: Path) -> None:
     line = f"{SMALL} --use-megatron-fsdp --save {tmp_path} --save-interval 100"
     assert run_ranks(2, interrupted, line, 1, signal.SIGINT) == [None, None]
-    beside = {"run_config.json", "losses.jsonl", "loss_curves.png"}
+    beside = {"config.json", "losses.jsonl", "loss_curves.png"}
     assert {path.name for path in tmp_path.iterdir()} <= beside
 
 

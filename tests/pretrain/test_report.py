@@ -11,10 +11,10 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.pretrain.loss_history import HISTORY
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import PICTURE, PROGRESS, Report
-from megatron.pretrain.run_config import CONFIG
 from megatron.pretrain.stopping import StopRequest
 from megatron.pretrain.training_run import TrainingRun
 

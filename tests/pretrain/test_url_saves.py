@@ -51,7 +51,7 @@ def test_a_run_in_memory_goes_on_bitwise() -> None:
     )[0]
     assert first.losses + second.losses == whole.losses
     files = [".metadata", "__0_0.distcp", "manifest.json"]
-    beside = [TRACKER, "loss_curves.png", "losses.jsonl", "progress.txt", "run_config.json"]
+    beside = ["config.json", TRACKER, "loss_curves.png", "losses.jsonl", "progress.txt"]
     expected = [f"iter_0000004/{file}" for file in files]
     expected += [f"iter_0000006/{file}" for file in files]
     assert names == sorted(f"/run/{name}" for name in expected + beside)

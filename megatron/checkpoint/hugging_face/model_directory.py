@@ -13,14 +13,24 @@ from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.safetensors_shard import stored_tensors
 
 CONFIG = "config.json"
+OF_A_RUN = "begins_after_iteration"
+"""A key that only the ``config.json`` of a run of pretrain_gpt.py has."""
 INDEX = "model.safetensors.index.json"
 """Name of every tensor -> its file, in a model of several files."""
 SINGLE_FILE = "model.safetensors"
 
 
 def is_model_directory(path: Path) -> bool:
-    """Return True for the directory of a model; a checkpoint may have the same file beside it."""
-    return (path / CONFIG).is_file() and not (path / METADATA).is_file()
+    """Return True for the directory of a model.
+
+    A checkpoint may have ``config.json`` too, and so has the folder of a run: that of its settings.
+    """
+    if not (path / CONFIG).is_file() or (path / METADATA).is_file():
+        return False
+    try:
+        return OF_A_RUN not in read_json(path / CONFIG)
+    except ValueError:
+        return True  # whoever reads the model says what is wrong with the file
 
 
 def read_json(path: Path) -> dict[str, Any]:

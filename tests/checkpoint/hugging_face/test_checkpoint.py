@@ -14,7 +14,11 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES
-from megatron.checkpoint.hugging_face.model_directory import INDEX, SINGLE_FILE
+from megatron.checkpoint.hugging_face.model_directory import (
+    INDEX,
+    SINGLE_FILE,
+    is_model_directory,
+)
 from megatron.checkpoint.hugging_face.reader import read
 from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
 from tests.checkpoint import samples
@@ -301,3 +305,12 @@ def test_a_template_of_another_family_is_refused(tmp_path: Path) -> None:
         HuggingFaceTarget(random_state("llama"), family="llama", template=template)
     with pytest.raises(ValueError, match="the family qwen3"):
         HuggingFaceTarget(random_state("llama"), template=template)
+
+
+def test_the_folder_of_a_run_is_not_that_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"begins_after_iteration": 0, "arguments": {}}')
+    assert not is_model_directory(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert is_model_directory(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert is_model_directory(tmp_path)
