@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 
 from megatron_fsdp.huggingface import ShardedAccelerator
 
-VOCABULARY, LENGTH, STEPS = 64, 16, 40
+VOCABULARY, LENGTH, STEPS = 64, 16, 60
 
 
 def build() -> LlamaForCausalLM:

@@ -218,11 +218,13 @@ class ShardedAccelerator(Accelerator):
         """Leave models and optimizers, inside the context, to the hooks of this class."""
         lists: dict[str, list[Any]] = {"_models": self._models, "_optimizers": self._optimizers}
         self._hidden = lists["_models"], [each.optimizer for each in lists["_optimizers"]]
-        self.__dict__.update(_models=[], _optimizers=[])
+        for name in lists:
+            setattr(self, name, [])
         try:
             yield
         finally:
-            self.__dict__.update(lists)
+            for name, objects in lists.items():
+                setattr(self, name, objects)
             self._hidden = [], []
 
     def _save_shards(self, models: object, weights: object, folder: str) -> None:

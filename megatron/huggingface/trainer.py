@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 
 from megatron.fsdp import MegatronFSDP
 from megatron.huggingface import states
@@ -107,6 +107,10 @@ class ShardedTrainer(Trainer):
         weights = states.whole_state_dict(model, keep=self.args.should_save)
         if self.args.should_save:
             self._save(folder, state_dict=weights)
+            if isinstance(self.model, PreTrainedModel):
+                # transformers has written the dtype of main weights, with which it would load.
+                self.model.config.dtype = model.sharded_params[0].compute.dtype
+                self.model.config.save_pretrained(folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -342,8 +342,8 @@ def evaluate_by_generation(folder: Path) -> tuple[int, ...]:
             build_t5(), args, train_dataset=Sequences(), eval_dataset=Sequences()
         )
         trainer.train()
-        assert math.isfinite(trainer.evaluate(max_length=LENGTH)["eval_loss"])
-        return tuple(trainer.predict(Sequences(), max_length=LENGTH).predictions.shape)
+        assert math.isfinite(trainer.evaluate()["eval_loss"])
+        return tuple(trainer.predict(Sequences()).predictions.shape)
 
 
 @pytest.mark.exhaustive

@@ -80,7 +80,9 @@ def build_t5() -> nn.Module:
         eos_token_id=2,
     )
     torch.manual_seed(7)
-    return transformers.T5ForConditionalGeneration(config)
+    model = transformers.T5ForConditionalGeneration(config)
+    model.generation_config.max_length = LENGTH  # to which the trainer pads
+    return model
 
 
 class Sequences(torch.utils.data.Dataset[dict[str, Tensor]]):
