@@ -174,7 +174,6 @@ def shows_sync_model_each_microbatch(make: Make) -> None:
     close(gradient(model), mean_gradient(2), "gradient", 1e-5)
 
 
-@shows("fully_shard_model", "preproc_state_dict_for_dcp_ckpt")
 @shows("fully_shard_model", "param_init_fn")
 def shows_param_init_fn(make: Make) -> None:
     def fill(module: nn.Module) -> None:
@@ -239,6 +238,7 @@ def shows_optimizer_gathers_matrices(make: Make) -> None:
         close(whole(parameter), old / (1 + whole(parameter.grad).norm()), "weight", 1e-6)
 
 
+@shows("fully_shard_model", "preproc_state_dict_for_dcp_ckpt")
 @shows("fully_shard_optimizer", "optimizer", "preproc_state_dict_for_dcp_ckpt")
 def shows_preproc_state_dict_for_dcp_ckpt(make: Make) -> None:
     def is_ready(value: Any) -> bool:
