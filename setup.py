@@ -76,7 +76,7 @@ setup(
         "tiktoken": ["tiktoken"],
         "plot": ["matplotlib"],
         "wandb": ["wandb"],
-        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"],
+        "docs": ["mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30,<2"],
         "lint": ["ruff==0.17.6", "mypy==2.4.1"],
         "test": [
             "pytest>=8.2",

@@ -6,7 +6,8 @@ For example:
     python tools/launch.py --nproc_per_node 2 pretrain_gpt.py --log-dir logs ...
 
 torchrun adds forty lines of its own to the message of a rank that has failed. Here one line says
-which rank it was and how it ended. The exit codes are those of torchrun.
+which rank it was and how it ended. The exit codes are those of torchrun; after a signal it is 128
+and the number of the signal.
 """
 
 import logging

@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def all_flags() -> str:
     """Return what --help-all prints."""
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--help-all"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def linked_files(page: Path) -> list[Path]:

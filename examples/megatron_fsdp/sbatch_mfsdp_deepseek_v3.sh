@@ -137,6 +137,8 @@ if [[ -n "${DATA_PATH:-}" ]]; then
     # shellcheck disable=SC2206  # several prefixes, or weights and prefixes, are words
     DATA=(--data-path $DATA_PATH --tokenizer-type HuggingFaceTokenizer)
     DATA+=(--tokenizer-model "${TOKENIZER:?must be the folder of the tokenizer}")
+    # All nodes must see the indices that the first rank makes of the data; homes may be their own.
+    DATA+=(--data-cache-path "${DATA_CACHE:-$CHECKPOINTS/index_cache}")
 else
     echo "DATA_PATH is not set: synthetic tokens, with which only speed means something"
     DATA=(--mock-data --tokenizer-type NullTokenizer --vocab-size 129279)

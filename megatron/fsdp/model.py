@@ -255,17 +255,16 @@ class MegatronFSDP(ClientMembers):
             if is_wanted and (group.main_is_compute or not only_shared):
                 group.install_main_weights()
             elif is_wanted:
-                group.forget_edit()  # the caller installs them later
+                group.edited.discard(group)  # the caller installs them later
 
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
     ) -> None:
         """Start the all-gathers of new weights, which the next forward would start when it begins.
 
-        At levels 1 and 2 these are all units. At level 3 they are the units with which the next
-        forward begins, if all-gathers overlap compute. Megatron-Core's distributed optimizer calls
-        this after its step; a loop of one's own may do so. Weights that are edited afterwards need
-        :meth:`install_optimized_model_weights`.
+        At levels 1 and 2 these are all units, at level 3 those with which the next forward begins
+        if all-gathers overlap compute. Megatron-Core's distributed optimizer calls this after its
+        step. Edits afterwards need :meth:`install_optimized_model_weights`.
 
         Args:
             *unused: accepted for Megatron-Core's schedules, which pass modules or nothing.

@@ -9,20 +9,17 @@ installed, as after an optimizer's step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
 from megatron.fsdp.engine.hooks import WatchedParameters
 from megatron.fsdp.engine.param_group import ParamGroup
 
 
-def accept_full_tensors(
-    module: nn.Module, sharded_param_of: Callable[[Any], ShardedParam | None]
-) -> None:
+def accept_full_tensors(module: nn.Module) -> None:
     """Let ``load_state_dict`` of a sharded module and of the modules in it load full tensors.
 
     Values of a wrong shape are left to torch, which lists them. With ``assign=True`` values are
@@ -30,7 +27,6 @@ def accept_full_tensors(
 
     Args:
         module: the wrapped module, whose parameters are watched.
-        sharded_param_of: returns the sharded parameter of a parameter, or None.
     """
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
@@ -45,9 +41,10 @@ def accept_full_tensors(
         errors: list[str],
     ) -> None:
         for name, parameter in each._parameters.items():
-            sharded_param, value = sharded_param_of(parameter), state_dict.get(prefix + name)
-            if sharded_param is None or not isinstance(value, torch.Tensor):
+            value = state_dict.get(prefix + name)
+            if parameter is None or not is_linked(parameter) or not isinstance(value, torch.Tensor):
                 continue
+            sharded_param = sharded_param_of(parameter)
             shape = sharded_param.slice.shape
             if tuple(value.shape) not in (shape, shape or (1,)):
                 continue

@@ -200,7 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
         self._fsdp_whole_models = []
         for model in self._fsdp_models:
-            model.has_optimizer = True
+            model._has_optimizer = True
             trainable = [each for each in model.parameters() if each.requires_grad]
             if set(trainable) <= set(own):
                 self._fsdp_whole_models.append(model)

@@ -67,9 +67,9 @@ class ShardedModule(WrappedAttributes):
     """Initialises modules that were built on the meta device."""
 
     _fsdp_is_sharded = True
-    gives_advice = True
+    _gives_advice = True
     """Warn of what is hardly meant; not where a program chooses units and optimizer itself."""
-    has_optimizer = False
+    _has_optimizer = False
     """A sharded optimizer steps the parameters."""
 
     def __init__(
@@ -87,7 +87,7 @@ class ShardedModule(WrappedAttributes):
         self._units = find_units(
             module, resolved.unit_modules, resolved.root_only, resolved.fine_grained
         )
-        if self.gives_advice:
+        if self._gives_advice:
             warn_of_unmatched_units(module, resolved.unit_modules)
         self.module = _move(module, resolved.device)
         parameters_of = assign_parameters(self._units)
@@ -124,10 +124,10 @@ class ShardedModule(WrappedAttributes):
 
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
-        accept_full_tensors(self.module, self._sharded_param_of)
+        accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
-        prepare_wrapped_module(self.module, gathers_layers, self.state_dict)
+        prepare_wrapped_module(self.module, gathers_layers, self.state_dict, self._apply)
 
     def _name_parameters(self, sharded_params: ShardedParams) -> dict[str, ShardedParam]:
         """Return sharded parameters by name, in the module's own order, with all tied names.
@@ -322,8 +322,8 @@ class ShardedModule(WrappedAttributes):
 
     def _end_backward(self) -> None:
         self._gradients.end_backward()
-        if self.gives_advice and not self.has_optimizer:
-            self.gives_advice = False
+        if self._gives_advice and not self._has_optimizer:
+            self._gives_advice = False
             warn_of_no_optimizer()
 
     def _report_nonfinite(self, found: list[ShardedParam]) -> None:

@@ -68,6 +68,7 @@ def watch_optimizers(parameters: Sequence[nn.Parameter]) -> None:
         parameters: the module's own; their gradients go to the sharded parameters.
     """
     global _is_watching
+    _checked.clear()  # an optimizer may have stepped the module before
     for parameter in parameters:
         setattr(parameter, IS_COMPUTE, True)
     if not _is_watching:

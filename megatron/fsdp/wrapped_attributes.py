@@ -15,7 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.hooks import UnitHooks, WatchedParameters
+
+Conversion = Callable[[torch.Tensor], torch.Tensor]
+"""A function that ``to``, ``half`` and so on call with every tensor."""
 
 UNEQUAL_GENERATION = (
     "generate(synced_gpus=False) waits forever at level 3 when one rank ends before the others,"
@@ -34,13 +37,14 @@ class WrappedAttributes(nn.Module):
     """
 
     _hooks: UnitHooks
+    _shows_attributes = True
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             module = vars(self).get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
+            if module is None or name.startswith("_") or not self._shows_attributes:
                 raise
         value = getattr(module, name)
         if not inspect.ismethod(value) or value.__self__ is not module:
@@ -51,7 +55,10 @@ class WrappedAttributes(nn.Module):
 
 
 def prepare_wrapped_module(
-    module: nn.Module, gathers_layers: bool, state_dict: Callable[[], dict[str, Any]]
+    module: nn.Module,
+    gathers_layers: bool,
+    state_dict: Callable[[], dict[str, Any]],
+    check_conversion: Callable[[Conversion], object],
 ) -> None:
     """Prepare a module for code that calls it without the wrapper.
 
@@ -60,14 +67,35 @@ def prepare_wrapped_module(
         gathers_layers: a rank waits for the others in every layer, so generation of transformers
             must end on all of them together.
         state_dict: returns the state dict of the wrapper.
+        check_conversion: raises an error for a function, as of ``to`` or ``half``, that would
+            change weights.
     """
     if gathers_layers:
         for each in module.modules():
-            if hasattr(each, "config"):
+            if callable(getattr(each, "generate", None)):
                 setattr(each, GENERATES_TOGETHER, True)
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
         vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
+    for each in module.modules():
+        if isinstance(each._parameters, WatchedParameters):
+            vars(each)["_apply"] = _converting_buffers(each, check_conversion)
+
+
+def _converting_buffers(
+    module: nn.Module, check_conversion: Callable[[Conversion], object]
+) -> Callable[..., nn.Module]:
+    """Return ``_apply`` for a module whose weights are views of flat buffers, and stay that."""
+
+    def apply(fn: Conversion, recurse: bool = True) -> nn.Module:
+        check_conversion(fn)
+        for child in module.children() if recurse else ():
+            child._apply(fn)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else fn(buffer)
+        return module
+
+    return apply
 
 
 def _saving_whole_weights(
@@ -76,8 +104,11 @@ def _saving_whole_weights(
     @wraps(save)
     def save_pretrained(*args: Any, **kwargs: Any) -> None:
         """Gather all weights on the CPU of the first rank, and save there; call it on all ranks."""
-        if "state_dict" not in kwargs:
-            kwargs["state_dict"] = gather_on_first_rank(state_dict())
+        if kwargs.get("state_dict") is not None:  # gathered by the caller, who may be rank 0 alone
+            if dist.get_rank() == 0:
+                save(*args, **kwargs)
+            return
+        kwargs["state_dict"] = gather_on_first_rank(state_dict())
         problems = []
         if dist.get_rank() == 0:
             try:

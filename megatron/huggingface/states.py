@@ -7,12 +7,14 @@ unwrapped module, so they load into a plain model too, and onto any number of ra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -60,6 +62,11 @@ def save_shards(
     Of a PEFT model only what is trained is written.
     """
     folder = os.path.join(checkpoint, SHARDS_FOLDER)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        # Without it earlier shards are not complete, until all are written anew. Ranks write when
+        # this one has planned what each of them does.
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, ".metadata"))
     save(_state(models, optimizers), checkpoint_id=folder)
 
 

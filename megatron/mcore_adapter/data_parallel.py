@@ -49,7 +49,8 @@ class CoreEngine(MegatronFSDP):
         settings: keyword arguments of :class:`MegatronFSDP`.
     """
 
-    gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
+    _gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
+    _shows_attributes = False  # Megatron-Core unwraps models until one has the attribute
 
     def __init__(
         self,

@@ -42,6 +42,7 @@ from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dict
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
 from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
+from megatron.mcore_adapter.releases.main_weights import copy_main_weights_again  # noqa: E402
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = f"{PACKAGE}.uneven_dtensor"
@@ -104,6 +105,7 @@ def uninstall() -> None:
     if _installation is not None:
         _installation.restore()
         _installation = None
+        copy_main_weights_again()
 
 
 class Installation:

@@ -39,7 +39,10 @@ def cache_of(prefixes: Iterable[str]) -> Path:
         status = os.stat(f"{prefix}.idx")
         datasets[prefix] = [status.st_size, status.st_mtime_ns, os.stat(f"{prefix}.bin").st_size]
     text = json.dumps(datasets, indent=1)
-    folder = cache_directory() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    try:
+        folder = cache_directory() / hashlib.sha256(text.encode()).hexdigest()[:16]
+    except RuntimeError as error:  # a user without a home
+        raise OSError(f"no folder for index caches ({error}): give --data-cache-path") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DATASETS).write_text(text)

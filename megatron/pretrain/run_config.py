@@ -19,7 +19,7 @@ import megatron.core
 import torch
 
 from megatron.checkpoint.core import durable
-from megatron.checkpoint.hugging_face.model_directory import CONFIG, OF_A_RUN
+from megatron.checkpoint.hugging_face.model_directory import CONFIG, OF_A_RUN, is_model_directory
 
 PACKAGE = "open-megatron-fsdp"
 
@@ -39,6 +39,8 @@ def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None
         OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    if is_model_directory(folder):
+        raise OSError(f"{folder} is the directory of a Hugging Face model, which has its own")
     durable.write_text(folder / CONFIG, json.dumps(described(args, iteration), indent=1) + "\n")
 
 

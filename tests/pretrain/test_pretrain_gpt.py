@@ -95,7 +95,7 @@ def test_a_run_prints_its_losses_and_writes_checkpoints_curves_and_tensorboard(
 
     steps = re.findall(
         r"iteration +(\d+)/20 \| consumed samples: (\d+) \| lm loss: (\S+) .*grad norm: (\S+)\n"
-        r"  step \S+ m?s \| \S+ tokens/s \| \S+ TFLOP/s \(\S+ % MFU\) \| \S+ MiB \| ETA 0:",
+        r"  step \S+ m?s \| \S+ tokens/s \| \S+ TFLOP/s \(\S+ % MFU\) \| \S+ MiB \| ETA \d+:",
         output,
     )
     expected = [(number, 8 * number) for number in (1, 5, 10, 15, 20)]

@@ -429,7 +429,9 @@ def fetch(path: Path) -> None:
         return
     path = path.absolute()
     is_below = path != store.staged and path.is_dir()
-    if is_below or (path / ".metadata").is_file() or (path / "config.json").is_file():
+    # Beside checkpoints config.json is that of the run.
+    is_model = (path / "config.json").is_file() and not (path / directory.TRACKER).is_file()
+    if is_below or (path / ".metadata").is_file() or is_model:
         store.fetch(path)
 
 

@@ -81,6 +81,10 @@ UNKNOWN_PART = (
 )
 
 
+LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+"""Beginnings of the names of operations on lists of tensors."""
+
+
 @dataclass(frozen=True, eq=False)
 class LocalPart:
     """The part of a whole tensor that the local tensor of a DTensor contains.
@@ -183,7 +187,7 @@ class OnLocalTensors(TorchDispatchMode):
         operands = [each for each in tensors if isinstance(each, self._class)]
         if not operands:
             return func(*args, **kwargs)
-        is_list = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
+        is_list = func._schema.name.startswith(LISTS)
         model = operands[:1]
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
             return func(*self._local(args), **kwargs)
@@ -210,8 +214,12 @@ class OnLocalTensors(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda local: wrap(local, model[0]), result)
 
     def _divided_like(self, operand: DTensor, local: torch.Tensor, shares: bool) -> DTensor:
-        mesh, placements = operand.device_mesh, operand.placements
-        result = wrap_local(self._class, local, mesh, placements, operand.shape)
+        if local.dtype == operand.dtype:
+            result = self._class(local.new_empty(0), operand._spec, requires_grad=False)
+            result._local_tensor = local
+        else:
+            mesh, placements = operand.device_mesh, operand.placements
+            result = wrap_local(self._class, local, mesh, placements, operand.shape)
         part = part_of(operand)
         if part is not None:
             result.part = part if shares else part.of_copies()  # type: ignore[attr-defined]

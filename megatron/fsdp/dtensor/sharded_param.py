@@ -22,7 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
 from megatron.fsdp.dtensor.gathering import wrap_local
 from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
-from megatron.fsdp.dtensor.operations import LocalPart
+from megatron.fsdp.dtensor.operations import LocalPart, part_of
 from megatron.fsdp.dtensor.uneven import AnyUneven, UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
@@ -225,6 +225,9 @@ class ShardedParam:
         fits = local.numel() == self.flat_range.numel
         if isinstance(local, ChunkedTensor) and value.shape == self.slice.shape:
             fits = local.chunks == self.chunks
+        part = part_of(value)
+        if part is not None:  # which has the same answer on every rank
+            fits = fits and part.key == self._part.key
         if not fits:
             raise ValueError(
                 f"{self.name}: the state was sharded for another layout ({local.numel()} elements"

@@ -165,6 +165,7 @@ class UnitHooks:
                 if name.startswith("_forward") and isinstance(hooks, dict):
                     for number in self._handles.intersection(hooks):
                         del vars(module)[name][number]
+            vars(module).pop("_apply", None)
 
     def _unshard(self, call: UnitCall) -> None:
         for borrowed in call.borrowed:

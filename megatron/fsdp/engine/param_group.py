@@ -259,17 +259,13 @@ class ParamGroup:
         """Note that main weights were written to: the next forward installs them."""
         self.edited.add(self)
 
-    def forget_edit(self) -> None:
-        """Keep the compute weights as they are, although main weights were written to."""
-        self.edited.discard(self)
-
     @torch.no_grad()
     def install_main_weights(self) -> None:
         """Let the next use of the compute weights cast and gather the main weights.
 
         Until then, main weights may change further.
         """
-        self.forget_edit()
+        self.edited.discard(self)
         self.wait_for_unshard()
         self._kept = None
         self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)

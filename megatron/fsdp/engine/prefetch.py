@@ -78,8 +78,10 @@ class Prefetcher:
 
     def unshard_all(self) -> None:
         """Unshard all units, where their storage is allocated anyway (levels 1 and 2)."""
-        for unit in self._units if self._is_enabled else ():
+        for unit in self._units:
             unit.unshard()
+            if not self._is_enabled:
+                unit.wait_for_unshard()
 
     def stop_recording(self) -> None:
         """Keep the recorded order, and reshard units that were prefetched but not used."""

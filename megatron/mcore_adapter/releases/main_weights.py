@@ -14,16 +14,14 @@ from megatron.core.optimizer import DistributedOptimizer
 
 from megatron.fsdp.model import is_owned
 
-_keeping = False
+_ORIGINAL = DistributedOptimizer._copy_model_params_to_main_params
 
 
 def keep_main_weights() -> None:
-    """Let DistributedOptimizer copy no weights of sharded models; once a process."""
-    global _keeping
-    if _keeping:
+    """Let DistributedOptimizer copy no weights of sharded models."""
+    original = _ORIGINAL
+    if DistributedOptimizer._copy_model_params_to_main_params is not original:
         return
-    _keeping = True
-    original = DistributedOptimizer._copy_model_params_to_main_params
 
     @functools.wraps(original)
     def copy_of_others(optimizer: DistributedOptimizer, *args: Any, **kwargs: Any) -> None:
@@ -32,3 +30,8 @@ def keep_main_weights() -> None:
             original(optimizer, *args, **kwargs)
 
     DistributedOptimizer._copy_model_params_to_main_params = copy_of_others
+
+
+def copy_main_weights_again() -> None:
+    """Undo :func:`keep_main_weights`."""
+    DistributedOptimizer._copy_model_params_to_main_params = _ORIGINAL

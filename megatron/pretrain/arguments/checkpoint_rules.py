@@ -15,7 +15,7 @@ from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
-DIRECTORIES = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir")
+DIRECTORIES = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "log_dir")
 """Paths, or URLs ``file://``."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""

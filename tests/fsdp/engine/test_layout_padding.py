@@ -142,7 +142,8 @@ def test_the_padding_table_is_a_command_that_judges_its_figures() -> None:
     result = CliRunner().invoke(main, ["--dp", "64", "--expert-parallel", "8"])
     assert result.exit_code == 0, result.output
     rows = [line for line in result.output.splitlines() if line.startswith("| DeepSeek-V3")]
-    assert len(rows) == len(MODELS["DeepSeek-V3"]) + 1  # and one of seconds
+    # Of preferred rows and of rows always, and one of seconds.
+    assert len(rows) == 2 * len(MODELS["DeepSeek-V3"]) + 1
     assert CliRunner().invoke(main, ["--expert-parallel", "3"]).exit_code == 2
 
 

@@ -85,6 +85,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
     inner = {"gathered_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
     inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
     inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
+    inner["_common_state_readable"] = lambda source: nullcontext()
     outer = {"load": load, "load_content_metadata": lambda source: {}}
     with (
         patch.multiple(torch_dist_checkpoint, **inner),
