@@ -243,8 +243,7 @@ class MegatronFSDP(ClientMembers):
         edits main weights after a forward, in a way that torch does not see, calls this.
 
         Args:
-            only_shared: skip groups whose compute weights have another dtype. In the others,
-                compute and main weights share storage, so weights gathered before are stale.
+            only_shared: install those only whose compute and main weights share storage.
             only_trainable: skip groups that no optimizer updates.
         """
         recorder.begin_step()
