@@ -51,6 +51,22 @@ def test_the_step_of_an_optimizer_from_before_sharding_is_refused(ranks: Ranks, 
         assert "fully_shard_optimizer" in messages[0]
 
 
+def step_again_after_sharding() -> str:
+    """Job: an optimizer that has stepped the plain module, while another model is sharded."""
+    fully_shard_model(nn.Linear(3, 5))
+    module = nn.Linear(3, 5)
+    optimizer = torch.optim.AdamW(module.parameters())
+    optimizer.step()
+    fully_shard_model(module)
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_optimizer_that_stepped_before_sharding_is_refused_after_it(ranks: Ranks) -> None:
+    assert all("would train nothing" in message for message in ranks(2, step_again_after_sharding))
+
+
 def train_without_sharded_optimizer() -> tuple[list[str], list[str]]:
     messages = Messages()
     model = fully_shard_model(nn.Linear(3, 5))

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attributes and methods of the module work on the wrapper; methods compute as a forward does."""
 
+import operator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from megatron.fsdp import fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
@@ -165,3 +167,49 @@ def test_a_failed_save_pretrained_is_an_error_on_every_rank(ranks: Ranks, tmp_pa
     first, second = ranks(2, fail_to_save, str(tmp_path))
     assert first == second
     assert "rank 0" in first
+
+
+def save_gathered_weights_on_the_first_rank(path: str) -> bool:
+    """Job: the usual code for a model whose weights were gathered by torch's own function."""
+    module = build_llama()
+    model, _ = fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights = get_model_state_dict(model.module, options=options)
+    if dist.get_rank() == 0:
+        model.module.save_pretrained(path, state_dict=weights)
+    dist.barrier()
+    loaded = type(module).from_pretrained(path, dtype=torch.float64)
+    expected = build_llama().state_dict()
+    return all(torch.allclose(loaded.state_dict()[name], expected[name]) for name in expected)
+
+
+def test_one_rank_saves_weights_that_it_was_given(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2, save_gathered_weights_on_the_first_rank, str(tmp_path)) == [True, True]
+
+
+def convert_inner_modules(level: int) -> list[bool]:
+    module = build_scorer()
+    module.register_buffer("offset", torch.zeros(2, dtype=torch.float64))
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        zero_dp_strategy=level,
+        preserve_fp32_weights=False,
+    )
+    before = list(model.parameters())
+    model.module.to("cpu")
+    model.module.embed.double()
+    with pytest.raises(NotImplementedError, match="cannot be moved or converted"):
+        model.module.half()
+    model(batch(0, dist.get_rank(), 0)).sum().backward()
+    optimizer.step()
+    after = list(model.parameters())
+    same = len(before) == len(after) and all(map(operator.is_, before, after))
+    return [same, all(each.grad is not None for each in after), bool(optimizer.state_dict())]
+
+
+@pytest.mark.parametrize("level", [0, 2, 3])
+def test_moving_an_inner_module_leaves_its_weights_in_their_shards(
+    ranks: Ranks, level: int
+) -> None:
+    assert ranks(2, convert_inner_modules, level) == [[True] * 3] * 2

@@ -15,6 +15,7 @@ from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.pretrain.loss_history import HISTORY
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.report import PICTURE, PROGRESS, Report
+from megatron.pretrain.run_config import write_config
 from megatron.pretrain.stopping import StopRequest
 from megatron.pretrain.training_run import TrainingRun
 
@@ -305,3 +306,11 @@ def test_what_only_decorates_may_fail_and_is_told_once(
     report.saved(progress)
     assert history(tmp_path) == [{"iteration": 1, "train": 5.0}]
     assert (tmp_path / PROGRESS).read_text().startswith("iteration 1\tsamples 4\toperations ")
+
+
+def test_a_run_leaves_the_settings_of_a_model_of_hugging_face_alone(tmp_path: Path) -> None:
+    settings = '{"model_type": "llama"}'
+    (tmp_path / "config.json").write_text(settings)
+    with pytest.raises(OSError, match="directory of a Hugging Face model"):
+        write_config(tmp_path, argparse.Namespace(), 0)
+    assert (tmp_path / "config.json").read_text() == settings
