@@ -15,7 +15,7 @@ from tests.pretrain.restarts import LINE, PROGRAM, SETTINGS, RestartedJob
 from tests.pretrain.training_runs import train
 from tests.rank_pool import run_ranks
 
-SHORT = f"{LINE} --train-iters 7 --save-interval 3"
+SHORT = f"{LINE} --train-iters 15 --save-interval 7"
 
 
 @pytest.mark.parametrize(("rendezvous", "num_agents"), SETTINGS)
@@ -32,10 +32,10 @@ def test_a_killed_rank_is_started_again_and_no_loss_changes(
         environment=commands,
     )
     try:
-        assert job.wait(lambda: len(job.steps()) > 4, 0.02)
+        assert job.wait(lambda: len(job.steps()) > 8, 0.02)
         os.kill(job.ranks()[1], signal.SIGKILL)
         assert not job.wait(lambda: False, 0.05), "it ends well"
     finally:
         job.stop()
-    assert len(job.steps()) > 7
+    assert len(job.steps()) > 15
     assert [each["train"] for each in job.history()] == run_ranks(2, train, SHORT)[0][0].losses

@@ -14,13 +14,15 @@ from megatron.core.optimizer import DistributedOptimizer
 
 from megatron.fsdp.model import is_owned
 
-_ORIGINAL = DistributedOptimizer._copy_model_params_to_main_params
+METHOD = "_copy_model_params_to_main_params"
+_KEEPS = "keeps_main_weights"
+"""Attribute of the method that copies no weights of sharded models."""
 
 
 def keep_main_weights() -> None:
     """Let DistributedOptimizer copy no weights of sharded models."""
-    original = _ORIGINAL
-    if DistributedOptimizer._copy_model_params_to_main_params is not original:
+    original = getattr(DistributedOptimizer, METHOD)
+    if hasattr(original, _KEEPS):
         return
 
     @functools.wraps(original)
@@ -29,9 +31,5 @@ def keep_main_weights() -> None:
         if not any(map(is_owned, parameters)):
             original(optimizer, *args, **kwargs)
 
-    DistributedOptimizer._copy_model_params_to_main_params = copy_of_others
-
-
-def copy_main_weights_again() -> None:
-    """Undo :func:`keep_main_weights`."""
-    DistributedOptimizer._copy_model_params_to_main_params = _ORIGINAL
+    setattr(copy_of_others, _KEEPS, True)
+    setattr(DistributedOptimizer, METHOD, copy_of_others)

@@ -19,7 +19,6 @@ def refuse(optimizer: Any, state_dict: Any = None) -> None:
 
 def test_only_optimizers_of_other_models_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, METHOD, refuse)
-    monkeypatch.setattr(main_weights, "_keeping", False)
     monkeypatch.setattr(main_weights, "is_owned", lambda parameter: parameter == "sharded")
     for _ in range(2):
         main_weights.keep_main_weights()
