@@ -100,7 +100,11 @@ class ShardedTrainer(Trainer):
         if not isinstance(model, MegatronFSDP):
             super().save_model(output_dir, _internal_call)
             return
-        is_checkpoint = _internal_call and output_dir is not None
+        is_checkpoint = False
+        if _internal_call and output_dir is not None:
+            is_checkpoint = True
+            # The Trainer looks for the folder of the best checkpoint when all ranks are back here.
+            os.makedirs(output_dir, exist_ok=True)
         if is_checkpoint and not self.args.save_only_model and not states.is_peft_model(self.model):
             return
         folder = self.args.output_dir if output_dir is None else output_dir

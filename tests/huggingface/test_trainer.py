@@ -3,6 +3,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ def test_lora_resumes(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def save_best(folder: Path) -> dict[str, Any]:
-    """Train with a learning rate that makes the loss worse, and load the best model at the end."""
+    """Train to a loss that changes, and load the model of the greatest loss at the end."""
     from megatron_fsdp.huggingface import ShardedTrainer
 
     with fresh_accelerate():
@@ -184,24 +185,51 @@ def save_best(folder: Path) -> dict[str, Any]:
             save_steps=2,
             eval_steps=2,
             load_best_model_at_end=True,
-            learning_rate=0.5,
+            greater_is_better=True,
             save_total_limit=1,
         )
         data = Sequences()
         trainer = ShardedTrainer(build_llama(), args, train_dataset=data, eval_dataset=data)
         trainer.train()
-        best = trainer.state.best_metric
-        return {
-            "best": best,
-            "now": trainer.evaluate()["eval_loss"],
-            "all": values(trainer, "eval_loss"),
-        }
+        losses = values(trainer, "eval_loss")
+        best = (trainer.state.best_metric, trainer.state.best_model_checkpoint)
+        return {"best": best, "now": trainer.evaluate()["eval_loss"], "all": losses}
 
 
 @pytest.mark.exhaustive
 def test_the_best_model_is_loaded_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
-    found = ranks(2, save_best, tmp_path)[0]
-    assert found["best"] == min(found["all"]) and found["now"] == pytest.approx(found["best"])
+    found = ranks(2, save_best, tmp_path)
+    losses = found[0]["all"]
+    assert losses[0] > losses[1] > losses[2]
+    for each in found:
+        assert each["best"] == (losses[0], str(tmp_path / "checkpoint-2"))
+        assert each["now"] == pytest.approx(losses[0])
+
+
+def look_for_folders(folder: Path) -> list[bool]:
+    """Return whether the folder of each checkpoint was there when the whole model would be."""
+    from megatron_fsdp.huggingface import ShardedTrainer
+
+    there = []
+
+    class LateTrainer(ShardedTrainer):
+        """Looks for the folder of a checkpoint before any rank may go on to write shards."""
+
+        def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+            super().save_model(output_dir, _internal_call)
+            there.append(os.path.isdir(str(output_dir)))
+            dist.barrier()
+
+    with fresh_accelerate():
+        args = training_arguments(folder, save_strategy="steps", save_steps=2)
+        LateTrainer(build_llama(), args, train_dataset=Sequences()).train()
+    return there
+
+
+@pytest.mark.exhaustive
+def test_all_ranks_find_the_folder_of_the_best_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    # Ranks that disagreed whether it is there loaded it one by one, and waited for each other.
+    assert ranks(2, look_for_folders, tmp_path) == [[True] * 3] * 2
 
 
 def save_on(folder: Path, build: Any, settings: dict[str, Any]) -> Any:
