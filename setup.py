@@ -57,6 +57,7 @@ setup(
         "torch>=2.10,<2.15",
         "megatron-core>=0.16.0,<0.20",
         "numpy",
+        "zlib-ng",  # checksums as fast as memory; zlib is used where it is missing
         "fsspec>=2024.2",  # the packages of its file systems (s3fs, gcsfs) are optional
         "click",
         "tqdm",

@@ -241,8 +241,8 @@ BROKEN_LINES = [
     BrokenLine(
         "weights: what a step installs is lost if the next one installs nothing",
         "megatron/fsdp/engine/param_group.py",
-        "        self._cast()\n        if self._casts_at_unshard and self._kept is None:\n",
-        "        if self._casts_at_unshard and self._kept is None:\n",
+        "        if self._is_cast_due:\n            self._cast()\n        if self._casts",
+        "        if self._casts",
         "tests/fsdp/engine/test_param_group.py",
     ),
     BrokenLine(

@@ -273,6 +273,7 @@ def _on_first_rank(action: Callable[[], Any], problem: str) -> None:
 
 
 @metadata_read_once()
+@fsdp_dtensor_checkpoint.collector_paused()
 def load(
     args: argparse.Namespace,
     model: list[MegatronModule],

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import zlib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.core.checksum import crc32
 from megatron.checkpoint.core.reading_threads import in_threads, number_of_threads
 
 BLOCK = 1 << 17
@@ -55,13 +55,13 @@ class BlockDigest:
         view = memoryview(data).cast("B")
         if len(view) < _JOINED:
             for part in self._parts(view):
-                self._append(zlib.crc32(part, self._checksum), len(part))
-            return zlib.crc32(view)
+                self._append(crc32(part, self._checksum), len(part))
+            return crc32(view)
         whole = 0
         for part in self._parts(view):
-            alone = zlib.crc32(part)
+            alone = crc32(part)
             is_begun = self._length > 0
-            self._append(zlib.crc32(part, self._checksum) if is_begun else alone, len(part))
+            self._append(crc32(part, self._checksum) if is_begun else alone, len(part))
             whole = join_checksums(whole, alone, len(part))
         return whole
 
@@ -123,7 +123,7 @@ def _checksums_of(descriptor: int, begin: int, end: int) -> tuple[int, bytes]:
         while done < BLOCK and (count := os.preadv(descriptor, [buffer[done:]], position + done)):
             done += count
         if done:
-            checksums += zlib.crc32(buffer[:done]).to_bytes(4, "little")
+            checksums += crc32(buffer[:done]).to_bytes(4, "little")
         position += done
         if done < BLOCK:
             break

@@ -11,7 +11,6 @@ import dataclasses
 import io
 import math
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from torch.futures import Future
 
 from megatron.checkpoint.core import durable, safe_pickle
 from megatron.checkpoint.core.block_digest import BlockDigest
+from megatron.checkpoint.core.checksum import crc32
 from megatron.checkpoint.core.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.core.plan_reuse import ChosenItems, PlanReuse
 from megatron.checkpoint.core.stored_metadata import METADATA
@@ -326,7 +326,7 @@ def _write(
         stream.write(archive.before)
         stream.write(archive.end(stream.write_elements(elements)))
         return
-    content = b"".join((archive.before, elements, archive.end(zlib.crc32(elements))))
+    content = b"".join((archive.before, elements, archive.end(crc32(elements))))
     if key is not None:
         numbers[key] = content
     stream.write(content)
@@ -361,7 +361,7 @@ class _Stream(io.RawIOBase):
     def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor, signs: bool):
         self._file, self._thread = file, thread
         self._digest = BlockDigest() if signs else None
-        self._checksum = zlib.crc32 if self._digest is None else self._digest.update
+        self._checksum = crc32 if self._digest is None else self._digest.update
         self.size = 0
 
     def writable(self) -> bool:

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import zlib
-
 import torch
 
+from megatron.checkpoint.core.checksum import crc32
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.tensor_payload import TensorPayload
 
@@ -42,7 +41,7 @@ class PayloadReader:
                     raise DamagedCheckpointError(f"{payload.file} is cut off")
                 done += count
         if self._compares and is_all:
-            self._compare(payload, zlib.crc32(view))
+            self._compare(payload, crc32(view))
         return data
 
     def check(self, payload: TensorPayload) -> None:
@@ -57,7 +56,7 @@ class PayloadReader:
         with open(payload.file, "rb", buffering=0) as file:
             file.seek(payload.offset)
             while left and (block := file.read(min(left, _BLOCK))):
-                checksum, left = zlib.crc32(block, checksum), left - len(block)
+                checksum, left = crc32(block, checksum), left - len(block)
         self._compare(payload, checksum)
 
     def _compare(self, payload: TensorPayload, checksum: int) -> None:

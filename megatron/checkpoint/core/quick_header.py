@@ -10,13 +10,13 @@ from __future__ import annotations
 import io
 import os
 import struct
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from megatron.checkpoint.core.checksum import crc32
 from megatron.checkpoint.core.tensor_payload import TensorPayload, TensorUnpickler, read_header
 
 _READ = 1 << 11
@@ -70,7 +70,7 @@ class QuickHeaders:
         pickle = records["data.pkl"]
         start = _start(head, pickle)
         description = head[start : start + pickle.num_bytes]
-        if zlib.crc32(description) != pickle.checksum:
+        if crc32(description) != pickle.checksum:
             return None
         if description not in self._described:
             self._described[description] = TensorUnpickler(io.BytesIO(description)).load()

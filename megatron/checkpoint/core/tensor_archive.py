@@ -14,12 +14,13 @@ import math
 import pickle
 import struct
 import sys
-import zlib
 from collections import OrderedDict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+from megatron.checkpoint.core.checksum import crc32
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage,
@@ -100,7 +101,7 @@ def _archive(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...
     archive.add_absent("data/0", math.prod(shape) * dtype.itemsize)
     elements = len(archive.content) - _DESCRIPTOR.size
     archive.add("version", b"3\n")
-    archive.add(".data/serialization_id", b"%040d" % zlib.crc32(description))
+    archive.add(".data/serialization_id", b"%040d" % crc32(description))
     entry = archive.end()
     content = bytes(archive.content)
     # In the descriptor the CRC-32 follows four bytes.
@@ -122,9 +123,9 @@ class _ArchiveInTheMaking:
 
     def add(self, name: str, data: bytes) -> None:
         """Append a record."""
-        self._begin(name, zlib.crc32(data), len(data))
+        self._begin(name, crc32(data), len(data))
         self.content += data
-        self._describe(zlib.crc32(data), len(data))
+        self._describe(crc32(data), len(data))
 
     def add_absent(self, name: str, num_bytes: int) -> None:
         """Append a record whose ``num_bytes`` bytes are left out, with zero for their CRC-32."""

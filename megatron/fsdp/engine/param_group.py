@@ -180,7 +180,8 @@ class ParamGroup:
             return
         with named(self.unit_name, "unshard"):
             self.compute.allocate()
-            self._cast()
+            if self._is_cast_due:
+                self._cast()
             if self._casts_at_unshard:
                 with torch.no_grad():
                     self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
@@ -197,10 +198,9 @@ class ParamGroup:
 
     @torch.no_grad()
     def _cast(self) -> None:
-        """Cast main weights into the owned shard, if that is due."""
-        if self._is_cast_due:
-            self._owned_shard.copy_(self.main_shard)
-            self._is_cast_due = False
+        """Cast main weights into the owned shard."""
+        self._owned_shard.copy_(self.main_shard)
+        self._is_cast_due = False
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :meth:`unshard` has started, if any."""
@@ -251,7 +251,8 @@ class ParamGroup:
         Where compute weights do not follow every change of the main weights, they are their own
         copy.
         """
-        self._cast()
+        if self._is_cast_due:
+            self._cast()
         if self._casts_at_unshard and self._kept is None:
             self._kept = self.main_shard.to(self.precision.compute)
 

@@ -29,7 +29,13 @@ from enum import Enum, auto
 from typing import TypeVar
 
 
-class WeightState(Enum):
+class EngineState(Enum):
+    """A state, with a hash that is no Python code, as that of Enum is: units change state often."""
+
+    __hash__ = object.__hash__
+
+
+class WeightState(EngineState):
     """The contents of the compute parameters of a group."""
 
     SHARDED = auto()
@@ -42,7 +48,7 @@ class WeightState(Enum):
     """They have storage and the values of the main weights: a forward may read them."""
 
 
-class BackwardState(Enum):
+class BackwardState(EngineState):
     """The progress of a unit in the backward pass."""
 
     IDLE = auto()
@@ -55,7 +61,7 @@ class BackwardState(Enum):
     a kept graph. More may follow for the same parameters, so counting does not tell the end."""
 
 
-class CallState(Enum):
+class CallState(EngineState):
     """The progress of one call of a unit in its backward."""
 
     FORWARD = auto()
@@ -69,7 +75,7 @@ class CallState(Enum):
 
 _State = TypeVar("_State", WeightState, BackwardState, CallState)
 
-_ALLOWED: dict[Enum, tuple[Enum, ...]] = {
+_ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     WeightState.SHARDED: (WeightState.UNSHARDING,),
     WeightState.STALE: (WeightState.UNSHARDING, WeightState.SHARDED),
     WeightState.UNSHARDING: (WeightState.UNSHARDED,),
