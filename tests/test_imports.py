@@ -25,9 +25,9 @@ ROOMS = {
             "partition",
             "local_gradients",
         ),
-        *("gradients", "param_group"),
+        *("gradients", "compute_writes", "param_group"),
         *("unit", "units"),
-        *("reductions", "prefetch", "schedule", "hooks"),
+        *("reductions", "prefetch", "schedule", "trainability", "shown_parameters", "hooks"),
     ],
     "dtensor": [
         *("chunked_tensor", "gathering", "operations", "uneven", "gradient", "sharded_param"),

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
         TokenizerChoice,
         build_tokenizer,
     )
-    from megatron.pretrain.tokenizer_record import write_record
+    from megatron.pretrain.tokenizer_record import record_text
 
 
 @click.command()
@@ -122,12 +122,18 @@ def preprocess_data(
         files = standard_library_files() if standard_library else inputs
         for key in json_keys:
             prefix = f"{output_prefix}_{key}_document"
-            summary = write_corpus(files, prefix, tokenizer, json_key=key, append_eod=append_eod)
+            summary = write_corpus(
+                files,
+                prefix,
+                tokenizer,
+                json_key=key,
+                append_eod=append_eod,
+                record=record_text(prefix, choice, tokenizer),
+            )
             click.echo(
                 f"{prefix}: {summary.documents} documents, {summary.tokens} tokens from"
                 f" {summary.bytes} bytes"
             )
-            write_record(prefix, choice, tokenizer)
     except (ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 

@@ -175,16 +175,11 @@ class GradientSync:
         self._schedule: Schedule | None = None
         self._is_attached = False  # reduced gradients are on the parameters
         self._is_final = True  # no backward pass has ended since they were attached or cleared
-        self._frozen: list[ShardedParam] = []
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
                 trainable.setdefault(sharded_param.group, []).append(sharded_param)
-            else:
-                self._frozen.append(sharded_param)
         attribute = "decoupled_grad" if use_decoupled_grad else "grad"
-        self._frozen_tensors: list[torch.Tensor] = [each.parameter for each in self._frozen]
-        self._frozen_tensors += [each.compute for each in self._frozen]
         self._family = GradientFamily()
         self._handovers = [
             GroupHandover(members, attribute, self._family) for members in trainable.values()
@@ -261,9 +256,7 @@ class GradientSync:
 
         Raises:
             GradientError: for a NaN or Inf gradient, if they are reported.
-            RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
-        self._refuse_thawed()
         self.wait()
         for handover in self._handovers:
             gradients = handover.group.gradients
@@ -324,21 +317,6 @@ class GradientSync:
     def _own_schedule(self) -> Schedule:
         assert self._schedule is not None, "connect() comes first"
         return self._schedule
-
-    def _refuse_thawed(self) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if not any(map(_requires_grad, self._frozen_tensors)):
-                return
-        thawed = [
-            each.name
-            for each in self._frozen
-            if each.parameter.requires_grad or each.compute.requires_grad
-        ]
-        raise RuntimeError(
-            f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
-            " gradients; shard the model with every parameter trainable that is to be trained,"
-            " and freeze afterwards"
-        )
 
     def _find_nonfinite(self) -> list[ShardedParam]:
         """Return the parameters whose gradient is NaN or Inf on this rank."""

@@ -210,7 +210,6 @@ class MegatronFSDP(ClientMembers):
 
         Raises:
             GradientError: for a NaN or Inf gradient, if they are reported.
-            RuntimeError: for a trainable parameter that was frozen when it was sharded.
         """
         self._gradients.attach()
 

@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
-from megatron.fsdp.engine.hooks import WatchedParameters
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.shown_parameters import WatchedParameters
 
 
-def accept_full_tensors(module: nn.Module) -> None:
+def accept_full_tensors(module: nn.Module) -> set[int]:
     """Let ``load_state_dict`` of a sharded module and of the modules in it load full tensors.
 
     Values of a wrong shape are left to torch, which lists them. With ``assign=True`` values are
@@ -27,6 +27,9 @@ def accept_full_tensors(module: nn.Module) -> None:
 
     Args:
         module: the wrapped module, whose parameters are watched.
+
+    Returns:
+        Ids of the hooks on modules.
     """
     changed: dict[ParamGroup, None] = {}  # groups whose main weights are newer
 
@@ -60,8 +63,11 @@ def accept_full_tensors(module: nn.Module) -> None:
             group.install_main_weights()
         changed.clear()
 
+    handles: set[int] = set()
     # Functions, not methods: a copy of the module would copy the owner of a method too.
     for each in module.modules():
         if isinstance(each._parameters, WatchedParameters):
-            each.register_load_state_dict_pre_hook(load_own)
-            each.register_load_state_dict_post_hook(install)
+            before = each.register_load_state_dict_pre_hook(load_own)
+            after = each.register_load_state_dict_post_hook(install)
+            handles |= {before.id, after.id}
+    return handles

@@ -36,7 +36,7 @@ def copied_module(
     """
     for compute, sharded_param in sharded_params.items():
         whole = full_tensor(sharded_param.parameter).to(compute.dtype).view(compute.shape)
-        parameter = nn.Parameter(whole, requires_grad=compute.requires_grad)
+        parameter = nn.Parameter(whole, requires_grad=sharded_param.group.requires_grad)
         attributes = {name: value for name, value in vars(compute).items() if name != IS_COMPUTE}
         vars(parameter).update(attributes)
         memo[id(compute)] = memo[id(sharded_param.parameter)] = parameter
@@ -47,8 +47,9 @@ def copied_module(
 
 @torch.no_grad()
 def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
-    """Copy main weights, which may have more bits than the weights of the module."""
+    """Copy main weights, which may have more bits than the module's, and which are frozen now."""
     for source, target in zip(sources, targets, strict=True):
+        target.parameter.requires_grad_(source.parameter.requires_grad)
         target.parameter._local_tensor.copy_(source.parameter._local_tensor)
     for group in dict.fromkeys(target.group for target in targets):
         group.install_main_weights()

@@ -124,7 +124,7 @@ class ShardedModule(WrappedAttributes):
 
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
-        accept_full_tensors(self.module)
+        self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(self.module, gathers_layers, self.state_dict, self._apply)
@@ -203,6 +203,7 @@ class ShardedModule(WrappedAttributes):
         They are the wrapper's own parameters, whatever ``recurse`` is, because torch's
         ``set_state_dict`` asks module by module.
         """
+        self._hooks.shown.follow_changes(goes_on=True)
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, sharded_param in self._by_name.items():
@@ -306,6 +307,7 @@ class ShardedModule(WrappedAttributes):
         """
         if not hasattr(self, "from_settings") or self._mesh.dense.tensor is not None:
             _refuse_copy()
+        self._hooks.shown.follow_changes()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
         self._hooks.remove_from_copy(module)
         copied: ShardedModule = self.from_settings(

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.hooks import UnitHooks, WatchedParameters
+from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.shown_parameters import WatchedParameters
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
 """A function that ``to``, ``half`` and so on call with every tensor."""

@@ -25,6 +25,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 
+from megatron.checkpoint.core import durable
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import progress_of
 from megatron.pretrain.tokenizer import Tokenizer
@@ -62,11 +63,13 @@ def write_corpus(
     json_key: str = "text",
     append_eod: bool = True,
     progress: bool = True,
+    record: str | None = None,
 ) -> CorpusSummary:
     """Tokenize files and write them as one indexed dataset.
 
     Its two files, `<output_prefix>.bin` and `<output_prefix>.idx`, appear complete or not at all:
-    they are written under other names and then renamed. Documents without any token are left out.
+    they are written under other names and then renamed, the index last. Documents without any token
+    are left out.
 
     Args:
         inputs: files and folders, in the order in which their documents are written. A folder
@@ -80,6 +83,7 @@ def write_corpus(
         append_eod: end every document with `tokenizer.eod`.
         progress: show on stderr how far the work is: a bar on a terminal, else a plain line now and
             then.
+        record: content of the record of the tokenizer, which is there before the index is.
 
     Raises:
         ValueError: an input is missing or malformed (with file and line), or there is no text in
@@ -89,7 +93,7 @@ def write_corpus(
     files = _expand(inputs)
     prefix = str(output_prefix)
     with (
-        _published_together(prefix) as (bin_path, idx_path),
+        _published_together(prefix, record) as (bin_path, idx_path),
         progress_of(
             "tokenizing", sum(file.stat().st_size for file in files), show=progress
         ) as advance,
@@ -254,10 +258,11 @@ def _text_of_json_line(line: bytes, json_key: str, where: str) -> str:
 
 
 @contextmanager
-def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
+def _published_together(prefix: str, record: str | None) -> Iterator[tuple[str, str]]:
     """Yield temporary names for the two files of a dataset, which are renamed at the end.
 
-    After an error they are removed.
+    The record of the tokenizer is written between them: a dataset without one would be read with
+    any tokenizer. After an error the temporary files are removed.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     bin_path, idx_path = _temporary(prefix, ".bin"), _temporary(prefix, ".idx")
@@ -272,6 +277,8 @@ def _published_together(prefix: str) -> Iterator[tuple[str, str]]:
         for folder in Path(prefix, "cache").glob("*Dataset_indices"):
             shutil.rmtree(folder, ignore_errors=True)
         os.replace(bin_path, get_bin_path(prefix))
+        if record is not None:
+            durable.write_text(record_path(prefix), record)
         os.replace(idx_path, get_idx_path(prefix))
     finally:
         for path in (bin_path, idx_path):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.pretrain.first_rank import wait_until_visible
+from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
 
 DATASETS = "datasets.json"
 """File in the folder that says of which datasets it is."""
@@ -54,12 +55,29 @@ def cache_of(prefixes: Iterable[str]) -> Path:
 def check_visible(folder: str) -> None:
     """Check that all ranks see the folder of caches that the first one has made; a collective.
 
+    A node with a home of its own may have a folder of that name from an earlier run. So all look
+    for a file that this run has just written there.
+
     Raises:
-        ValueError: on every rank, naming those that do not.
+        ValueError: on every rank, naming those that do not see it.
+        OSError: it cannot be written.
     """
     if not dist.is_initialized():
         return
+    path = Path(folder)
+    mark = on_first_rank(lambda: _write_mark(path))
     try:
-        wait_until_visible(Path(folder))
+        wait_until_visible(path, [mark])
     except ValueError as error:
-        raise ValueError(f"{error}; give --data-cache-path, a folder that all see") from error
+        raise ValueError(
+            f"{error}, which rank 0 has just written: give --data-cache-path, a folder that all see"
+        ) from error
+    finally:
+        if dist.get_rank() == 0:  # all have looked
+            (path / mark).unlink(missing_ok=True)
+
+
+def _write_mark(folder: Path) -> str:
+    mark = f".seen_{uuid.uuid4().hex}"
+    (folder / mark).touch()
+    return mark

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.core import durable
 from megatron.pretrain.tokenizer import Tokenizer
 from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES, TokenizerChoice
 
@@ -53,19 +52,18 @@ def record_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}{SUFFIX}")
 
 
-def write_record(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenizer) -> Path:
-    """Write the record beside a dataset that was just written, and return its path.
+def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenizer) -> str:
+    """Return the content of the record of a dataset that is to be written.
 
     Raises:
-        OSError: it cannot be written, or a file of the tokenizer not be read.
+        OSError: a file of the tokenizer cannot be read.
     """
-    path = record_path(prefix)
     settings = {
         each.name: getattr(choice, each.name)
         for each in fields(choice)
         if each.name not in LEFT_TO_THE_RUN and getattr(choice, each.name) != each.default
     }
-    folder = path.absolute().parent
+    folder = record_path(prefix).absolute().parent
     for name in PATHS:
         if name in settings:
             settings[name] = os.path.relpath(Path(settings[name]).absolute(), folder)
@@ -74,8 +72,7 @@ def write_record(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokeniz
         "settings": settings,
         "identity": identity_of(choice, tokenizer),
     }
-    durable.write_text(path, json.dumps(content, indent=1) + "\n")
-    return path
+    return json.dumps(content, indent=1) + "\n"
 
 
 def read_record(prefix: str | Path) -> TokenizerRecord | None:

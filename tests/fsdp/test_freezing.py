@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters may be frozen before and after sharding."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp import MegatronFSDP
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import build_stack
-from tests.fsdp.reference import LEVELS, Ranks, compare_shards
+from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards
 from tests.fsdp.side_by_side import (
     mean_gradients,
     plain_backward,
@@ -17,6 +20,7 @@ from tests.fsdp.side_by_side import (
     train_side_by_side,
     whole_weights,
 )
+from tests.fsdp.watched_communication import watching_reductions
 
 
 def freeze_the_blocks(model: nn.Module) -> None:
@@ -85,3 +89,68 @@ def freeze_inside(level: int) -> None:
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_freezing_the_modules_own_parameters_counts(ranks: Ranks, level: int) -> None:
     ranks(2, freeze_inside, level)
+
+
+def second_block(model: nn.Module, way: str) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a block as a wrapper or a module lists them, or read by name."""
+    if way == "wrapper" and isinstance(model, MegatronFSDP):
+        yield from (each for name, each in model.named_parameters() if ".blocks.1." in name)
+        return
+    block = (model.module if isinstance(model, MegatronFSDP) else model).blocks[1]
+    if way != "name":
+        yield from block.parameters()
+        return
+    for module in (block.norm, block.up, block.down):
+        yield module.weight
+        if module.bias is not None:
+            yield module.bias
+
+
+def freeze_and_thaw_in_every_way(level: int) -> None:
+    torch.manual_seed(7)
+    reference = build_stack()
+    torch.manual_seed(7)
+    model, _ = shard(build_stack(), level)
+    plain_backward(model, 0, dist.get_rank())
+    with watching_reductions() as with_all:
+        plain_backward(model, 0, dist.get_rank())
+    ways = ("module", "name", "wrapper")
+    for freezes, thaws in [*zip(ways, ways[1:] + ways[:1]), *zip(ways, ways[2:] + ways[:2])]:
+        for way, flag in ((freezes, False), (thaws, True)):
+            for each in (model, reference):
+                for parameter in second_block(each, way):
+                    parameter.requires_grad_(flag)
+            expected = mean_gradients(reference, plain_backward, 1)
+            model.zero_grad()
+            with watching_reductions() as found:
+                plain_backward(model, 1, dist.get_rank())
+            what = f"frozen by {freezes}, trained: {flag} by {way}"
+            assert len(found) == len(with_all) - (not flag), what
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            compare_shards(model, gradients, expected, what)
+            frozen = [p for p in model.parameters() if not p.requires_grad]
+            assert len(frozen) == 0 if flag else len(frozen) == 5, what
+            assert all(parameter.grad is None for parameter in frozen), what
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, freeze_and_thaw_in_every_way, level)
+
+
+def thaw_everything() -> str:
+    module = build_stack().requires_grad_(False)
+    model, _ = shard(module, 3)
+    model.module.requires_grad_(True)
+    with torch.no_grad():
+        model(batch(0, 0, 0))
+    with pytest.raises(RuntimeError) as error:
+        model(batch(0, 0, 0))
+    return str(error.value)
+
+
+def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_forward(ranks: Ranks) -> None:
+    for message in ranks(2, thaw_everything):
+        assert "frozen when the model was sharded" in message

@@ -131,7 +131,7 @@ def test_calls_do_not_grow_with_the_parameters_of_a_unit(ranks: Ranks) -> None:
     assert min(few) > 10
 
 
-PER_PARAMETER = ("hooks.py", "unit.py", "schedule.py", "device.py")
+PER_PARAMETER = ("hooks.py", "shown_parameters.py", "unit.py", "schedule.py", "device.py")
 """Where modules read each parameter, and autograd reports the gradient of each."""
 
 

@@ -66,6 +66,46 @@ def test_units_given_as_modules_are_units_of_the_copy(ranks: Ranks) -> None:
     assert ranks(2, copy_units_by_instance) == [["", "0", "1"]] * 2
 
 
+def hook_counts(module: nn.Module) -> list[dict[str, int]]:
+    return [
+        {
+            name: len(hooks)
+            for name, hooks in vars(each).items()
+            if name.endswith("_hooks") and hooks
+        }
+        for each in module.modules()
+    ]
+
+
+def count_hooks_of_copies() -> list[list[dict[str, int]]]:
+    model = fully_shard_model(nn.Sequential(ResidualBlock(), ResidualBlock()))
+    model.module[0].register_forward_hook(lambda *unused: None)  # the user's, which is kept
+    copied = copy.deepcopy(model)
+    return [hook_counts(each.module) for each in (model, copied, copy.deepcopy(copied))]
+
+
+def test_a_copy_has_each_hook_once(ranks: Ranks) -> None:
+    for original, copied, again in ranks(2, count_hooks_of_copies):
+        assert any("_load_state_dict_pre_hooks" in each for each in original)
+        assert original == copied == again
+
+
+def freeze_copy_and_thaw(level: int) -> list[bool]:
+    model, _ = sharded("several_units", level)
+    model.module.head.requires_grad_(False)
+    copied = copy.deepcopy(model)
+    flags = [each.requires_grad for each in copied.parameters()]
+    same = flags == [each.requires_grad for each in model.parameters()] and not all(flags)
+    copied.requires_grad_(True)
+    loss_of(copied(batch(0, 0, 0), step=0)).backward()
+    return [same, all(each.grad is not None for each in copied.parameters())]
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_what_is_frozen_is_frozen_in_the_copy_and_thaws_there(ranks: Ranks, level: int) -> None:
+    assert ranks(2, freeze_copy_and_thaw, level) == [[True, True]] * 2
+
+
 def average(level: int) -> list[float]:
     """Train with torch's average of a sharded model, and of the unsharded one."""
     results = []

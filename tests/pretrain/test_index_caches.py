@@ -6,11 +6,13 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
-from megatron.pretrain import dataset_files
+from megatron.pretrain import dataset_files, first_rank
 from megatron.pretrain.data import build_datasets
 from megatron.pretrain.dataset_files import check_samples
-from megatron.pretrain.index_cache import DATASETS
+from megatron.pretrain.index_cache import DATASETS, check_visible
+from tests.fsdp.reference import Ranks
 from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
 
 
@@ -68,6 +70,30 @@ def test_a_cache_that_cannot_be_made_is_named_with_the_way_out(
     prefix = write_numbers(tmp_path / "corpus", [[1] * 20] * 30)
     with pytest.raises(OSError, match=r"cannot be written .* give --data-cache-path"):
         build_datasets(namespace(data_path=[prefix], split="1,0,0"), NUMBERS)
+
+
+def look_for_caches(folder: str, homes: int) -> str:
+    """Job: check a folder, of one home or of one for each rank, and return the message."""
+    own = Path(folder) / f"home{dist.get_rank() % homes}"
+    with patch.object(first_rank, "SECONDS_UNTIL_VISIBLE", 0.0 if homes > 1 else 10.0):
+        try:
+            check_visible(str(own))
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def test_an_old_folder_of_another_home_is_not_taken_for_that_of_the_first_rank(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for home in ("home0", "home1"):
+        (tmp_path / home).mkdir()
+        (tmp_path / home / DATASETS).write_text("{}")
+    for message in ranks(2, look_for_caches, str(tmp_path), 2):
+        assert f"rank 1 does not see {tmp_path}/home1/" in message
+        assert "give --data-cache-path" in message
+    assert ranks(2, look_for_caches, str(tmp_path), 1) == ["", ""]
+    assert [each.name for each in (tmp_path / "home0").iterdir()] == [DATASETS]
 
 
 @pytest.mark.parametrize("block", [7, 1 << 20])

@@ -2,7 +2,9 @@
 """The tokenizer that wrote data is recorded beside it, and a run uses it and no other."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megatron.pretrain.tokenizer_record import (
     check_records,
     read_record,
     record_path,
-    write_record,
+    record_text,
 )
 from tests.pretrain.arguments.command_lines import SMALL, parse, problems
 from tests.pretrain.test_library_tokenizers import settings_of
@@ -30,8 +32,8 @@ def write(prefix: Path, kind: str, **settings: Any) -> TokenizerChoice:
     tokenizer = build_tokenizer(choice)
     source = prefix.with_suffix(".txt")
     source.write_text("1 2 3" if kind == "NullTokenizer" else TEXT)
-    write_corpus([source], prefix, tokenizer, progress=False)
-    write_record(prefix, choice, tokenizer)
+    record = record_text(prefix, choice, tokenizer)
+    write_corpus([source], prefix, tokenizer, progress=False, record=record)
     return choice
 
 
@@ -120,3 +122,30 @@ def test_new_data_never_has_the_record_of_the_old(tmp_path: Path) -> None:
         [tmp_path / "corpus.txt"], tmp_path / "corpus", build_tokenizer(choice), progress=False
     )
     assert read_record(tmp_path / "corpus") is None
+
+
+def test_a_dataset_is_never_there_without_the_record_of_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix = tmp_path / "corpus"
+    write(prefix, "NullTokenizer", vocab_size=9)
+    types: list[str] = []
+
+    def look() -> None:
+        """Note the recorded tokenizer of the dataset, as a reader would find it after a kill."""
+        if prefix.with_suffix(".idx").exists():
+            types.append(json.loads(record_path(prefix).read_text())["tokenizer_type"])
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*arguments: Any, **settings: Any) -> Any:
+            look()
+            result = change(*arguments, **settings)
+            look()
+            return result
+
+        return changed
+
+    monkeypatch.setattr(os, "replace", watched(os.replace))
+    monkeypatch.setattr(Path, "unlink", watched(Path.unlink))
+    write(prefix, "ByteTokenizer")
+    assert types[0] == "NullTokenizer" and types[-1] == "ByteTokenizer"

@@ -22,30 +22,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.utils._pytree import tree_leaves
 
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
+from megatron.fsdp.engine.shown_parameters import ShownParameters
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
-
-PASSED_ON = "_fsdp_passed_on"
-"""Attribute of parameters that code reads only to pass them on as arguments.
-
-Reading such a parameter by name does not unshard its unit; the call that receives it does."""
-
-
-REFUSED_COPY = (
-    "the module inside a sharded model cannot be copied or pickled by itself: its weights are in"
-    " shards, and its hooks belong to the model. Use copy.deepcopy(model) of the wrapper, which"
-    " returns a sharded copy, or save model.state_dict()"
-)
 
 
 class UnitHooks:
@@ -53,27 +41,25 @@ class UnitHooks:
 
     Args:
         schedule: of the units.
-        sharded: the sharded parameter of each compute parameter. Code outside a forward gets it
-            instead of a compute parameter whose unit is not unsharded.
+        sharded: the sharded parameter of each compute parameter.
+
+    Attributes:
+        handles: ids of the hooks on modules, which a copy of the module must not have.
+        shown: the parameters that code sees.
     """
 
     def __init__(self, schedule: Schedule, sharded: dict[nn.Parameter, nn.Parameter]):
         self._schedule = schedule
-        self._sharded = sharded
-        self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._root = schedule.units[0]
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[UnitCall] = []  # forwards under way, innermost last
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
-        self._handles: set[int] = set()  # ids of the hooks on modules
+        self.handles: set[int] = set()
         for unit in schedule.units:
             self._register(unit)
         assert self._root.module is not None  # only units of shared parameters have none
-        for module in _not_compiled(self._root.module):
-            if next(module.parameters(recurse=False), None) is not None:
-                module._parameters = WatchedParameters(
-                    module._parameters, self._read_by_name, self._look_at, self._to_store
-                )
+        self.shown = ShownParameters(schedule, sharded, self._unit_of, self._calls)
+        self.shown.watch(self._root.module)
 
     def _register(self, unit: Unit) -> None:
         for group in unit.groups:
@@ -83,14 +69,15 @@ class UnitHooks:
                 self._pre_forward_hook(unit), prepend=True, with_kwargs=True
             )
             after = module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
-            self._handles |= {before.id, after.id}
+            self.handles |= {before.id, after.id}
 
         def arrived(parameter: nn.Parameter) -> None:
             self._schedule.enter_backward(_queue_callback)
             self._schedule.grad_arrived(unit, parameter)
 
-        for parameter in unit.trainable_parameters:
-            parameter.register_post_accumulate_grad_hook(arrived)
+        for group in unit.trainable_groups:
+            for parameter in group.parameters:
+                parameter.register_post_accumulate_grad_hook(arrived)
 
     # ---- forward
 
@@ -101,6 +88,8 @@ class UnitHooks:
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
             recorder.begin_forward(call, unit.shown_name, module is self._root.module)
+            if len(self._calls) == 1:
+                self.shown.begin_call()
             if module is self._root.module:
                 self._schedule.begin_forward()
             self._schedule.install_edits()
@@ -142,6 +131,7 @@ class UnitHooks:
         """
         if self._calls or in_backward():
             return method(*args, **kwargs)
+        self.shown.begin_call()
         self._schedule.install_edits()
         call = UnitCall(self._outside, None, [])
         self._calls.append(call)
@@ -162,8 +152,8 @@ class UnitHooks:
         assert self._root.module is not None
         for original, module in zip(self._root.module.modules(), copied.modules()):
             for name, hooks in vars(original).items():
-                if name.startswith("_forward") and isinstance(hooks, dict):
-                    for number in self._handles.intersection(hooks):
+                if name.endswith("_hooks") and isinstance(hooks, dict):
+                    for number in self.handles.intersection(hooks):
                         del vars(module)[name][number]
             vars(module).pop("_apply", None)
 
@@ -189,81 +179,6 @@ class UnitHooks:
             if owner is not None and owner is not unit and owner not in units:
                 units.append(owner)
         return units
-
-    # ---- parameters that code reads
-
-    def _look_at(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that code sees when it lists a module's parameters.
-
-        Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
-        and in other methods, it is the sharded parameter, at every level and for every number of
-        ranks: it has the gradient, and an optimizer steps it.
-        """
-        unit = self._unit_of.get(parameter)
-        if unit is None or (self._calls and self._calls[-1].unit is not self._outside):
-            return parameter
-        if in_backward():  # recomputation may list what it computes with
-            return self._readable(unit, parameter)
-        return self._sharded[parameter]
-
-    def _readable(self, unit: Unit, parameter: nn.Parameter) -> nn.Parameter:
-        """Return a compute parameter if it is readable, otherwise the sharded one."""
-        if self._schedule.is_of_next_forward(unit):  # an edit of the gathered weights would be lost
-            return self._sharded[parameter]
-        for group in unit.groups:
-            group.make_readable()
-        return parameter if unit.is_readable else self._sharded[parameter]
-
-    def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that code sees when it reads one by name.
-
-        Inside a forward, the innermost call borrows the parameter's unit until it ends, unless one
-        of the calls under way uses the unit already. Outside, code may compute with the result at
-        levels whose compute parameters stay readable.
-        """
-        unit = self._unit_of.get(parameter)
-        if unit is None:
-            return parameter
-        if not self._calls:
-            return self._readable(unit, parameter)
-        # Nearly always the innermost call reads a parameter of its own unit.
-        if self._calls[-1].unit is not unit and not hasattr(parameter, PASSED_ON):
-            self._borrow(unit)
-        return parameter
-
-    def _to_store(
-        self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
-    ) -> nn.Parameter | None:
-        """Return the parameter to store where code assigns one to a module: never a sharded one.
-
-        Args:
-            name: the attribute of the module.
-            value: the assigned parameter.
-            present: the parameter that the module has under that name.
-
-        Raises:
-            ValueError: for a weight that is tied to another one only now: both are sharded already.
-        """
-        compute = value if value is None else self._compute.get(value, value)
-        if compute is present or compute not in self._unit_of or present not in self._unit_of:
-            return compute
-        raise ValueError(
-            f"{self._name_of(present)} cannot be tied to {self._name_of(compute)}: they were two"
-            " parameters when the model was sharded, and each has its own shards and optimizer"
-            f" state. Assign {name} before fully_shard; weights that were tied then stay tied"
-        )
-
-    def _name_of(self, parameter: nn.Parameter) -> str:
-        for group in self._unit_of[parameter].groups:
-            for name, each in zip(group.names, group.parameters):
-                if each is parameter:
-                    return name
-        raise AssertionError("every parameter of a unit is in one of its groups")
-
-    def _borrow(self, unit: Unit) -> None:
-        if not any(unit in call.used_units for call in self._calls):
-            self._calls[-1].borrowed.append(unit)
-            self._schedule.unshard_borrowed(unit, self._calls[-1])
 
     # ---- backward
 
@@ -341,76 +256,6 @@ class UnitHooks:
             for borrowed in call.borrowed:
                 self._schedule.end_use(borrowed, call)
         self._schedule.inputs_arrived(call)
-
-
-class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """The ``_parameters`` dict of a module, which calls back when code reads parameters.
-
-    Args:
-        parameters: the module's own ``_parameters``.
-        read_by_name: called with a parameter that is read by name; returns the one that code gets.
-        look_at: called with a parameter that is listed; returns the one that code gets.
-        to_store: called with a name, the parameter that code assigns to it, and the one that is
-            there; returns the one that is stored.
-    """
-
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        read_by_name: Callable[[nn.Parameter], nn.Parameter],
-        look_at: Callable[[nn.Parameter], nn.Parameter],
-        to_store: Callable[[str, nn.Parameter | None, nn.Parameter | None], nn.Parameter | None],
-    ):
-        super().__init__(parameters)
-        self._read_by_name = read_by_name
-        self._look_at = look_at
-        self._to_store = to_store
-
-    def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(name, self._to_store(name, value, super().get(name)))
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        parameter = super().__getitem__(name)
-        return None if parameter is None else self._read_by_name(parameter)
-
-    def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
-        """Return names and parameters; a list, not a view."""
-        return [
-            (name, None if parameter is None else self._look_at(parameter))
-            for name, parameter in super().items()
-        ]
-
-    def values(self) -> list[nn.Parameter | None]:  # type: ignore[override]  # as above
-        """Return the parameters; a list, not a view."""
-        return [parameter for _, parameter in self.items()]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
-        """Return the copies that ``memo`` has of the parameters, in a plain dict.
-
-        Raises:
-            NotImplementedError: if it has none: the module is copied by itself.
-        """
-        parameters = dict(super().items())
-        present = [each for each in parameters.values() if each is not None]
-        if not all(id(each) in memo for each in present):
-            raise NotImplementedError(REFUSED_COPY)
-        return {name: None if each is None else memo[id(each)] for name, each in parameters.items()}
-
-    def __reduce__(self) -> NoReturn:
-        raise NotImplementedError(REFUSED_COPY)
-
-
-def _not_compiled(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules in ``module`` that are not part of a compiled module.
-
-    The guards of a compiled module read its parameters before its forward begins, so its
-    parameters cannot be watched.
-    """
-    if module._compiled_call_impl is not None or isinstance(module, OptimizedModule):
-        return
-    yield module
-    for child in module.children():
-        yield from _not_compiled(child)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -27,6 +27,7 @@ from torch import nn
 
 from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
 from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.compute_writes import ComputeWrites
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
@@ -108,7 +109,8 @@ class ParamGroup:
             self.layout, self.precision.compute, device, name, slots, self._point_parameters
         )
         self.main_is_compute = self.precision.main_param == self.precision.compute
-        self.compute_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
+        gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
+        self.compute_shard = gathered_shard
         self._casts_at_unshard = (
             self._reshards_after_use and not self.main_is_compute and partition.num_outer == 1
         )
@@ -133,6 +135,10 @@ class ParamGroup:
         # True if outer ranks have updated their parts of the compute shard since it was gathered.
         self._compute_shard_is_stale = False
         self._all_gather: Pending | None = None
+        sources = [] if self.compute_shard is gathered_shard else [self.compute_shard]
+        if not self.main_is_compute:
+            sources.append(self.main_shard)
+        self.writes = ComputeWrites(gathered_shard, sources, partition.outer_rank)
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -223,6 +229,7 @@ class ParamGroup:
         """Free the compute parameters at level 3; at other levels do nothing."""
         if self._reshards_after_use:
             self.wait_for_unshard()
+            self.writes.take()
             with named(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
@@ -251,6 +258,7 @@ class ParamGroup:
         Where compute weights do not follow every change of the main weights, they are their own
         copy.
         """
+        self.writes.take()
         if self._is_cast_due:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
@@ -268,6 +276,7 @@ class ParamGroup:
         """
         self.edited.discard(self)
         self.wait_for_unshard()
+        self.writes.take()
         self._kept = None
         self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)
         if self.has_all_shards and not self._is_cast_due:

@@ -170,10 +170,10 @@ class Schedule:
             self._reductions.advance()
             is_complete = self._microbatches.are_synchronised
             reduces_now = self._strategy.shards_gradients or (is_complete and not self.reduces_late)
-            for group in unit.trainable_groups:
+            for group in unit.trained_groups:
                 group.gradients.accumulate(reduces_now)
             if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
-                for group in unit.trainable_groups:
+                for group in unit.trained_groups:
                     self._reductions.start(group, True, is_complete)
         unit.reset_backward()
         if not unit.users:

@@ -123,6 +123,9 @@ class Unit:
         # Calls that use the weights, each with the number of the backward pass in which it began to
         # use them, or FORWARD.
         self.users: dict[Hashable, int] = {}
+        # Of the trainable groups those with parameters that are not frozen now.
+        self.trained_groups: list[ParamGroup] = []
+        self._num_trained = 0
         self._calls_in_backward: list[UnitCall] = []
         self._arrived: set[int] = set()  # ids of the parameters that have their gradient
 
@@ -139,13 +142,14 @@ class Unit:
         """The groups that have gradients; the groups must be complete when this is first read."""
         return [group for group in self.groups if group.requires_grad]
 
-    @cached_property
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        """Compute parameters that have gradients."""
-        parameters = []
+    def find_trained(self) -> None:
+        """Find the groups and count the parameters that are not frozen now."""
+        self.trained_groups, self._num_trained = [], 0
         for group in self.trainable_groups:
-            parameters += group.parameters
-        return parameters
+            num_trained = sum(parameter.requires_grad for parameter in group.parameters)
+            if num_trained:
+                self.trained_groups.append(group)
+                self._num_trained += num_trained
 
     # ---- weights
 
@@ -214,8 +218,7 @@ class Unit:
     def has_all_grads(self) -> bool:
         """True if every compute parameter has its gradient; never after recomputation."""
         return (
-            len(self._arrived) == len(self.trainable_parameters)
-            and self.state is not BackwardState.RECOMPUTED
+            len(self._arrived) == self._num_trained and self.state is not BackwardState.RECOMPUTED
         )
 
     @property

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainability: which parameters are frozen, wherever code says so.
+
+Code reads a parameter as the compute parameter or as the sharded one, and may set the
+``requires_grad`` of either. Autograd looks at the compute parameter, the optimizer at the sharded
+one, so both are set alike before the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from megatron.fsdp.engine.unit import Unit
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Trainability:
+    """The flags ``requires_grad`` of the parameters of a model.
+
+    Args:
+        units: of the model.
+        sharded: the sharded parameter of each compute parameter.
+    """
+
+    def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
+        self._units = units
+        self._compute = list(sharded)
+        self._sharded = list(sharded.values())
+        self._flags = self._read(self._compute)
+        self._name_of_frozen: dict[nn.Parameter, str] = {}
+        for unit in units:
+            unit.find_trained()
+            for group in unit.groups:
+                if not group.requires_grad:
+                    self._name_of_frozen.update(zip(group.parameters, group.names))
+
+    def follow(self) -> None:
+        """Set a flag that code has changed on one of the two parameters on the other one too."""
+        # These are equal in every step but the first after a change.
+        compute, sharded = self._read(self._compute), self._read(self._sharded)
+        if compute == self._flags == sharded:
+            return
+        for index, known in enumerate(self._flags):
+            if compute[index] != known or sharded[index] != known:
+                self._compute[index].requires_grad_(not known)
+                self._sharded[index].requires_grad_(not known)
+                self._flags[index] = not known
+        for unit in self._units:
+            unit.find_trained()
+
+    def refuse_thawed(self) -> None:
+        """Refuse parameters that are trained now, and were frozen when the model was sharded.
+
+        Raises:
+            RuntimeError: names them. They have no gradients.
+        """
+        if not self._name_of_frozen or not torch.is_grad_enabled():
+            return
+        thawed = [name for each, name in self._name_of_frozen.items() if each.requires_grad]
+        if thawed:
+            raise RuntimeError(
+                f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
+                " gradients; shard the model with every parameter trainable that is to be trained,"
+                " and freeze afterwards"
+            )
+
+    def _read(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_requires_grad, parameters))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What code writes to weights that it reads by name, in methods and outside, stays written."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
+from megatron.fsdp.dtensor.gathering import full_tensor
+from tests.fsdp.meshes import Meshes
+from tests.fsdp.models import WIDTH, ResidualBlock
+from tests.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
+
+
+class Resettable(nn.Module):
+    """A model with methods that write to its weights, in the ways that code does."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.block = ResidualBlock()
+        self.head = nn.Linear(WIDTH, 3)
+        self.to(dtype)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def in_place(self) -> None:
+        self.head.weight.zero_()
+        self.embed.bias[1] = 3.0
+
+    def through_data(self) -> None:
+        self.head.weight.data.copy_(torch.arange(15.0).view(3, WIDTH) / 8)
+        self.block.up.weight.data[0] = 0.5
+
+    def through_init(self) -> None:
+        nn.init.constant_(self.head.bias, 0.25)
+        nn.init.ones_(self.block.norm.weight)
+        self.embed.weight.detach().mul_(-1.0)
+
+    def between_forwards(self) -> Tensor:
+        x = batch(3, 0, 0).to(self.dtype)
+        before = self(x)
+        with torch.no_grad():
+            self.head.weight.fill_(1.0)
+        return before + self(x)
+
+    def beside_listed_parameters(self) -> None:
+        weight = self.head.weight
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(0.5)
+            self.block.down.weight.fill_(0.125)
+        weight.data[0] = 7.0
+
+    def and_fail(self) -> None:
+        self.head.bias.data.fill_(4.0)
+        raise KeyError("after a write")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.embed(x)))
+
+
+METHODS = ("in_place", "through_data", "through_init", "between_forwards", "and_fail")
+
+
+def build(dtype: torch.dtype) -> Resettable:
+    torch.manual_seed(3)
+    return Resettable(dtype)
+
+
+def shard(
+    dtype: torch.dtype, level: int, meshes: Meshes, mesh: str
+) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model with main weights of float32, on an outer axis of two ranks for "outer2"."""
+    module = build(dtype)
+    return fully_shard(
+        module,
+        optimizer_over(module, "sgd"),
+        **meshes.arguments(mesh),
+        **({"outer_dp_sharding_strategy": "optim"} if mesh == "outer2" else {}),
+        fsdp_unit_modules=[ResidualBlock],
+        zero_dp_strategy=level,
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32),
+    )
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+    model(batch(0, 0, 0).to(dtype)).tanh().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def call(target: nn.Module, method: str) -> None:
+    try:
+        getattr(target, method)()
+    except KeyError:
+        assert method == "and_fail"
+
+
+def compare_with_plain(model: MegatronFSDP, plain: nn.Module, what: str) -> None:
+    """Compare main weights and outputs; main weights are rounded to the plain model's dtype."""
+    for name, parameter in plain.named_parameters():
+        main = full_tensor(dict(model.named_parameters())[f"module.{name}"])
+        assert torch.equal(main.to(parameter.dtype), parameter), f"{what}: {name}"
+    x = batch(1, 0, 0).to(parameter.dtype)
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x)), what
+
+
+def plain_copy(model: MegatronFSDP, dtype: torch.dtype) -> Resettable:
+    """Return a plain model with the weights that the sharded one computes with."""
+    plain = build(dtype)
+    plain.load_state_dict(
+        {name: full_tensor(each).to(dtype) for name, each in model.module.state_dict().items()}
+    )
+    return plain
+
+
+def write(level: int, dtype: torch.dtype, mesh: str) -> None:
+    """Call each method on the wrapper and on the module, after a step and after a forward."""
+    model, optimizer = shard(dtype, level, Meshes(), mesh)
+    calls = [(method, whose) for method in METHODS for whose in ("wrapper", "module")]
+    if dtype == torch.float32:  # it rounds main weights of float32 otherwise
+        calls.append(("beside_listed_parameters", "wrapper"))
+    for method, whose in calls:
+        for before in ("step", "forward"):
+            train(model, optimizer, dtype)  # goes on from weights that were written
+            if before == "forward":
+                with torch.no_grad():
+                    model(batch(2, 0, 0).to(dtype))
+            plain = plain_copy(model, dtype)
+            call(plain, method)
+            call(model if whose == "wrapper" else model.module, method)
+            compare_with_plain(model, plain, f"{method} of the {whose} after a {before}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_methods_and_code_outside_of_forwards_write_to_weights(
+    ranks: Ranks, level: int, dtype: torch.dtype
+) -> None:
+    ranks(2, write, level, dtype, "flat")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_writes_reach_the_shards_of_an_outer_axis(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks(4, write, 3, dtype, "outer2")
