@@ -285,9 +285,10 @@ def _collect_garbage(everything: bool) -> None:
 
 def _forget_meshes() -> None:
     """Clear torch's caches of DTensors, which refer to the meshes of a world that is gone."""
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.distributed.tensor import debug
 
-    _clear_sharding_prop_cache()
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
     for name, module in list(sys.modules.items()):
         if name.startswith("torch.distributed.") and module is not None:
             for value in list(vars(module).values()):

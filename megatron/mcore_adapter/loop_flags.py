@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
 FSDP = "--use-megatron-fsdp"
 EVERY_RUN_HAS = "--micro-batch-size"
 """A flag that the loop requires; other programs may have it too."""
@@ -35,6 +37,22 @@ FSDP_REFUSED = {
     "--yaml-cfg": "the loop would take the flags from that file only",
 }
 """Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
+
+LAYOUT = "--pipeline-model-parallel-layout"
+VIRTUAL_STAGES = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+)
+WEIGHTS_ALONE = {
+    "--save": ("--no-save-optim",),
+    "--load": ("--no-load-optim", "--finetune", "--skip-train"),
+    "--pretrained-checkpoint": ("--pretrained-checkpoint",),  # as --finetune
+}
+"""Flag -> flags with which the loop saves or loads weights without the optimizer's state.
+
+With virtual stages it stops with KeyError: 'model' then: it asks for the entry of a single stage,
+and the optimizer's function that joins the stages is not called.
+"""
 
 CPU_VALUES = {
     "--distributed-backend": ("gloo", "NCCL needs CUDA"),
@@ -125,10 +143,32 @@ class LoopCommandLine:
             self.problems.append(
                 f"{interval} with {FSDP}: sharded weights have no replicas; leave it out"
             )
+        self._check_virtual_stages()
         if self.environment.get(CONNECTIONS) == "1":
             # Scripts set it for tensor parallelism, and the loop refuses it here: with a single
             # queue, communication and compute could not overlap.
             self.unset.append(CONNECTIONS)
+
+    def _check_virtual_stages(self) -> None:
+        alone = []
+        for path, flags in WEIGHTS_ALONE.items():
+            alone += [flag for flag in flags if self._has(path) and self._has(flag)]
+        stages = self._virtual_stages() if alone else None
+        if stages is not None:
+            self.problems += [
+                f"{flag} with {FSDP} and {stages}: the loop cannot save or load weights of virtual"
+                " stages without the optimizer's state; leave one of them out"
+                for flag in alone
+            ]
+
+    def _virtual_stages(self) -> str | None:
+        """Return the flag that divides pipeline stages into virtual ones, or None."""
+        layout = self._value(LAYOUT)
+        if layout is None:
+            return next((flag for flag in VIRTUAL_STAGES if self._has(flag)), None)
+        ranks = int(self._value("--pipeline-model-parallel-size") or 1)
+        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+        return LAYOUT if stages > ranks else None
 
     def _complete_for_cpu(self) -> None:
         self._set_values(CPU_VALUES, "without CUDA")

@@ -20,6 +20,7 @@ from megatron.checkpoint.core.listing import some
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.mcore_adapter.checkpoint_entries import Settings, settings_of_group
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel
+from megatron.mcore_adapter.loop_state_dicts import join_virtual_stages
 from megatron.mcore_adapter.optimizer_state import make_optimizer_state
 
 
@@ -29,7 +30,7 @@ def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(original)
     def sharded_state_dict(
         optimizer: DistributedOptimizer,
-        model_sharded_state_dict: Mapping[str, Any] = {},
+        model_sharded_state_dict: dict[str, Any] | None = None,
         is_loading: bool = False,
         sharding_type: str | None = None,
         metadata: dict[str, Any] | None = None,
@@ -37,13 +38,16 @@ def replace_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., An
         """Return Megatron-Core's state dict with all state and the loss scaler.
 
         It includes the state of parameters of which this rank owns nothing. No weight is changed.
+        ``model_sharded_state_dict`` is the loop's state dict, in which virtual stages are joined.
         """
         is_ours = _is_over_our_models(optimizer)
+        whole = {} if model_sharded_state_dict is None else model_sharded_state_dict
         if is_ours:
+            join_virtual_stages(whole, optimizer.model_chunks)
             make_optimizer_state(optimizer)
             # Megatron-Core would take a step to create state, but all state exists already.
             is_loading = False
-        content = original(optimizer, model_sharded_state_dict, is_loading, sharding_type, metadata)
+        content = original(optimizer, whole, is_loading, sharding_type, metadata)
         return _for_checkpoint(optimizer, content) if is_ours else content
 
     return sharded_state_dict
@@ -107,6 +111,10 @@ def _load(optimizer: DistributedOptimizer, state_dict: dict[str, Any]) -> None:
         group.update(settings_of_file)
     if optimizer.grad_scaler is not None and "grad_scaler" in state_dict:
         optimizer.grad_scaler.load_state_dict(state_dict["grad_scaler"])
+    for chunk in optimizer.model_chunks:
+        # The weights of virtual stages were read in place, and the loop then loads no model.
+        for group in chunk.module.groups:
+            group.install_main_weights()
 
 
 def _settings(

@@ -9,7 +9,7 @@ arguments of the Megatron-Core functions that they replace.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,8 +26,43 @@ from megatron.mcore_adapter.file_differences import FileDifferences
 _EXPERT = re.compile(r"\.mlp\.experts\.(?:local_experts\.|linear_fc\d\.(?:weight|bias))(\d+)")
 
 
+_VIRTUAL_STAGE = re.compile(r"model\d+")
+
+
 class ModelEntries(dict[str, Any]):
     """The model's part of a state dict that is ready for torch.distributed.checkpoint."""
+
+
+class StageEntries(dict[str, Any]):
+    """The model's part of a state dict, of all virtual stages on this rank.
+
+    Attributes:
+        chunks: the wrapped chunks that the entries are of.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: list[nn.Module] = []
+
+
+def join_virtual_stages(state_dict: dict[str, Any], chunks: Iterable[nn.Module]) -> None:
+    """Move the entries of virtual stages, ``model0`` and so on, to one entry ``model``, in place.
+
+    The loop makes one for each stage, but reads ``model`` when it saves and loads in this format.
+    Names count layers over all stages, so the file is the same as without virtual stages.
+
+    Args:
+        state_dict: of the loop; left as it is without virtual stages.
+        chunks: some of the wrapped chunks; successive calls for one state dict name all of them.
+    """
+    stages = [key for key in state_dict if _VIRTUAL_STAGE.fullmatch(key)]
+    if stages:
+        joined = StageEntries()
+        for key in stages:
+            joined.update(state_dict.pop(key))
+        state_dict["model"] = joined
+    if isinstance(state_dict.get("model"), StageEntries):
+        state_dict["model"].chunks.extend(chunks)
 
 
 def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +71,8 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
     Args:
         state_dict: of the loop, or any nested dicts; changed in place and returned.
     """
+    if isinstance(state_dict.get("optimizer"), Mapping):
+        state_dict["optimizer"] = _of_all_stages(state_dict["optimizer"])
     optimizer = state_dict.get("optimizer")
     if isinstance(optimizer, Mapping) and "grad_scaler" in optimizer:
         state_dict["grad_scaler"] = optimizer["grad_scaler"]
@@ -62,21 +99,48 @@ def handle_swiglu_in_state_dict(
     """Return two entries, ``_w`` and ``_v``, for every gated weight and its optimizer state.
 
     Args:
-        model: the wrapper, the engine inside it, or the chunks of a pipeline stage.
+        model: the wrapper, the engine inside it, or the chunks of a pipeline stage. The loop passes
+            the first virtual stage only; entries of :func:`join_virtual_stages` know the others.
         model_state_dict: values by key; tensors of the result share storage with them.
-        optimizer_state_dict: with ``state`` and ``param_to_group_meta``, which keeps its names.
+        optimizer_state_dict: with ``state`` and ``param_to_group_meta``, which keeps its names, or
+            several of these by number.
 
     Raises:
         ValueError: for a gated weight that the model does not have.
     """
-    sharded = sharded_params([model] if isinstance(model, nn.Module) else model)
+    chunks = [model] if isinstance(model, nn.Module) else model
+    if isinstance(model_state_dict, StageEntries):
+        chunks = model_state_dict.chunks
+    sharded = sharded_params(chunks)
     entries: dict[str, Any] = {}
     for key, value in model_state_dict.items():
         entries.update(entries_of(key, value, sharded.get(plain_name(key))))
     if not optimizer_state_dict:
         return entries, None
+    optimizer_state_dict = _of_all_stages(optimizer_state_dict)
     state = state_entries(optimizer_state_dict["state"], sharded)
     return entries, {**optimizer_state_dict, "state": state}
+
+
+def _of_all_stages(content: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Join the state dicts of optimizers that Megatron-Core has chained, one a virtual stage.
+
+    A single optimizer's is returned as it is. Containers of settings are shared with ``content``,
+    into which a load writes.
+    """
+    if not content or not all(isinstance(key, int) for key in content):
+        return content
+    joined: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+    first, *others = content.values()
+    for part in (first, *others):
+        for key, values in joined.items():
+            values.update(part[key])
+    if "grad_scaler" in first:
+        # The loss is scaled by the first optimizer's scaler, so a load gives its state to all.
+        for part in others:
+            part["grad_scaler"] = first["grad_scaler"]
+        joined["grad_scaler"] = first["grad_scaler"]
+    return joined
 
 
 def handle_experts_in_state_dict(

@@ -204,7 +204,9 @@ def test_the_engine_works_with_megatron_core_beside_it_and_without(ranks: Ranks)
         timeout=120,
         check=False,
     )
-    assert done.stdout == "trained\n", done.stderr
+    # gloo of some releases of torch prints its connections there too.
+    own = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert own == ["trained"], done.stderr
 
 
 def two_models(level: int) -> None:

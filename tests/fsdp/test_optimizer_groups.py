@@ -78,8 +78,23 @@ def test_a_parameter_may_move_to_the_next_group(ranks: Ranks) -> None:
     ranks(1, move_to_the_next_group)
 
 
+def takes_new_groups(name: str) -> bool:
+    """Return False for torch 2.10's Adagrad, which makes no state for parameters added later."""
+    first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizer = OPTIMIZERS[name]([first])
+    optimizer.add_param_group({"params": [second]})
+    second.sum().backward()
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("name", "named"), [("adamw", True), ("adamw", False), ("adagrad", False)])
 def test_param_groups_may_be_added_after_sharding(ranks: Ranks, name: str, named: bool) -> None:
+    if not takes_new_groups(name):
+        pytest.skip(f"torch {torch.__version__} cannot step {name} after add_param_group")
     ranks(2, grow_by_a_group, name, named)
 
 

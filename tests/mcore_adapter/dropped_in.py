@@ -31,6 +31,10 @@ class LoopRun:
     def train(self, steps: int) -> list[float]:
         return self.loop.train(self.args, self.model, self.optimizer, self.scheduler, steps)
 
+    def evaluate(self) -> None:
+        with torch.no_grad():
+            self.loop.run_schedule(self.args, self.model, forward_only=True)
+
     def save(self, path: Path) -> None:
         self.loop.save_checkpoint(self.args, self.model, self.optimizer, self.scheduler, path)
 
@@ -40,7 +44,8 @@ class LoopRun:
     @property
     def scaler(self) -> dict[str, float]:
         """The loss scale and what it remembers; empty without one."""
-        scaler = self.optimizer.grad_scaler
+        first, *_ = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        scaler = first.grad_scaler
         return (
             {name: float(value) for name, value in scaler.state_dict().items()}
             if scaler is not None

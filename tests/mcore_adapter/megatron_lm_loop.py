@@ -93,6 +93,8 @@ def arguments(**changes: Any) -> argparse.Namespace:
         data_parallel_sharding_strategy="optim_grads_params",
         seed=1234,
         tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        virtual_pipeline_model_parallel_size=None,
         expert_model_parallel_size=1,
         overlap_grad_reduce=True,
         strict_fsdp_dtensor_load=True,
@@ -132,21 +134,17 @@ def get_model(args: argparse.Namespace) -> list[torch.nn.Module]:
         pipeline_dtype=dtype,
         use_cpu_initialization=True,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        batch_p2p_comm=False,
         expert_model_parallel_size=args.expert_model_parallel_size,
         moe_token_dispatcher_type="allgather",
     )
-    model: torch.nn.Module = GPTModel(
-        config,
-        get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization),
-        vocab_size=args.vocab_size,
-        max_sequence_length=args.seq_length,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-    )
-    for parameter in model.parameters():
-        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    if args.bf16 or args.fp16:
-        model = Float16Module(config, model)
+    num_chunks = args.virtual_pipeline_model_parallel_size
+    chunks = [
+        build_chunk(args, config, stage)
+        for stage in (range(num_chunks) if num_chunks is not None else [None])
+    ]
     ddp_config = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -158,9 +156,31 @@ def get_model(args: argparse.Namespace) -> list[torch.nn.Module]:
     with torch.cuda.stream(torch.cuda.Stream()):
         return [
             megatron_FSDP(
-                config=config, ddp_config=ddp_config, module=model, disable_bucketing=False
+                config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=number > 0
             )
+            for number, chunk in enumerate(chunks)
         ]
+
+
+def build_chunk(
+    args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None
+) -> torch.nn.Module:
+    """Build the layers of one (virtual) pipeline stage."""
+    stage = {"ignore_virtual": False, "vp_stage": vp_stage}
+    model: torch.nn.Module = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=args.num_experts, normalization=args.normalization),
+        vocab_size=args.vocab_size,
+        max_sequence_length=args.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(**stage),
+        post_process=parallel_state.is_pipeline_last_stage(**stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        vp_stage=vp_stage,
+    )
+    for parameter in model.parameters():
+        set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    return Float16Module(config, model) if args.bf16 or args.fp16 else model
 
 
 def setup(args: argparse.Namespace) -> tuple[list[torch.nn.Module], Any, OptimizerParamScheduler]:
@@ -208,7 +228,8 @@ def connect(args: argparse.Namespace, model: list[torch.nn.Module], optimizer: A
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     if isinstance(model[0], megatron_FSDP) and args.overlap_grad_reduce:
-        config.no_sync_func = model[0].no_sync
+        functions = [chunk.no_sync for chunk in model]
+        config.no_sync_func = functions if len(model) > 1 else functions[0]
     config.finalize_model_grads_func = finalize_model_grads
 
 
@@ -247,32 +268,36 @@ def train(
 ) -> list[float]:
     """Train and return the mean loss of every step."""
     losses = []
-    num_microbatches = (
-        args.global_batch_size
-        // args.micro_batch_size
-        // parallel_state.get_data_parallel_world_size()
-    )
     for _ in range(steps):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        seen = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=microbatches(args, args.iteration),
-            model=model,
-            num_microbatches=num_microbatches,
-            seq_length=args.seq_length,
-            micro_batch_size=args.micro_batch_size,
-            forward_only=False,
-        )
+        seen = run_schedule(args, model, forward_only=False)
         updated, _, _ = optimizer.step()
         if updated:
             scheduler.step(increment=args.global_batch_size)
         args.iteration += 1
-        mean = torch.stack([each["lm loss"] for each in seen]).mean()
+        # Only the last stage computes losses.
+        mean = torch.stack([each["lm loss"] for each in seen] or [torch.zeros(())]).mean()
         dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
+        losses.append(mean.item() * args.pipeline_model_parallel_size / dist.get_world_size())
     return losses
+
+
+def run_schedule(
+    args: argparse.Namespace, model: list[torch.nn.Module], forward_only: bool
+) -> list[dict[str, torch.Tensor]]:
+    """Run all microbatches of a step."""
+    ranks = parallel_state.get_data_parallel_world_size()
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[microbatches(args, args.iteration) for _ in model],
+        model=model,
+        num_microbatches=args.global_batch_size // args.micro_batch_size // ranks,
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
 
 
 def generate_state_dict(
@@ -286,9 +311,11 @@ def generate_state_dict(
         "args": args,
         "checkpoint_version": 3.0,
         "iteration": args.iteration,
-        "model": unwrap_model(model)[0].state_dict_for_save_checkpoint(),
         "opt_param_scheduler": scheduler.state_dict(),
     }
+    for number, chunk in enumerate(unwrap_model(model)):
+        key = f"model{number}" if len(model) > 1 else "model"
+        state[key] = chunk.state_dict_for_save_checkpoint()
     if not (is_loading and args.no_load_optim):
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"}
@@ -357,7 +384,10 @@ def load_checkpoint(
     planner = dcp.DefaultLoadPlanner(allow_partial_load=not args.strict_fsdp_dtensor_load)
     dcp.load(state, storage_reader=reader, planner=planner)
     state.update(kept)
-    load_model_state_dict(model[0], state["model"])
+    for number, chunk in enumerate(model):
+        key = f"model{number}" if len(model) > 1 else "model"
+        if len(model) == 1 or key in state:
+            load_model_state_dict(chunk, state[key])
     if "optimizer" in state:
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["opt_param_scheduler"])

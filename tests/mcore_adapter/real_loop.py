@@ -92,6 +92,9 @@ ROWS = {
     "resume-hybrid-optim": Row(4, fsdp=HYBRID_OPTIM, resumed_at=2),
     "resume-ep": Row(4, f"{MOE} --expert-model-parallel-size 2", resumed_at=2),
     "resume-vpp": Row(4, VPP, resumed_at=2),
+    "resume-vpp-bf16": Row(
+        4, f"{VPP} --bf16", f"{OVERLAP} --data-parallel-sharding-strategy optim", resumed_at=2
+    ),
     "resume-tp-pp": Row(
         4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", resumed_at=2
     ),

@@ -31,11 +31,13 @@ def load_train(path: Path, changes: dict[str, Any]) -> tuple[list[float], dict[s
     """Job: the losses after a load into a new run, and the loss scaler before."""
     with dropped_in() as loop:
         run = LoopRun(loop, **changes)
+        run.evaluate()  # with weights that the load has to replace wherever they are
         run.load(path)
         scaler = run.scaler
         return run.train(3), scaler
 
 
+VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
 
 
@@ -56,6 +58,12 @@ MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
         *only_in_full([((2, {"tensor_model_parallel_size": 2}), (2, {}), {})]),
         ((1, {}), (4, {"tensor_model_parallel_size": 2}), {"swiglu": False}),
         ((2, MOE), (1, {"num_experts": 4}), {}),
+        *only_in_full([((2, VIRTUAL), (1, {}), {"num_layers": 4, "fp16": True})]),
+        (
+            (1, {}),
+            (2, VIRTUAL | {"data_parallel_sharding_strategy": "optim"}),
+            {"num_layers": 4, "swiglu": False, "bf16": True},
+        ),
     ],
     ids=[
         "bf16_on_one_rank",
@@ -64,6 +72,8 @@ MOE = {"num_experts": 4, "expert_model_parallel_size": 2}
         "tensor_parallel_off",
         "tensor_parallel_on",
         "experts",
+        "virtual_stages_off",
+        "virtual_stages_on",
     ],
 )
 def test_a_run_resumes_in_another_layout(

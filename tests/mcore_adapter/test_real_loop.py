@@ -29,9 +29,12 @@ def test_one_flag_trains_with_the_newest_release_like_its_ddp() -> None:
 @pytest.mark.parametrize(
     "release, rows",
     [
-        ("0.17.1", ["zero0", "vpp", "ep", "resume-tp-pp"]),
+        ("0.17.1", ["zero0", "resume-vpp", "ep", "resume-tp-pp"]),
         ("0.18.2", ["zero0", "hybrid-optim", "cp", "bf16", "resume"]),
-        ("0.19.0", ["zero0", "double-buffer", "evaluation", "vpp", "cp", "bf16", "resume-ep"]),
+        (
+            "0.19.0",
+            ["zero0", "double-buffer", "evaluation", "vpp", "cp", "resume-ep", "resume-vpp-bf16"],
+        ),
     ],
 )
 def test_every_release_trains_and_resumes_like_its_ddp(release: str, rows: list[str]) -> None:
