@@ -1,50 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/hugging_face.md and its examples: commands run, figures fall, whole models load."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-import torch
 
+from tests.examples.conftest import Shell, repository_in
+from tests.examples.documents import DocumentRun, check_block, command_blocks, run_document
 from tests.warm_programs import ROOT
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytest.importorskip("accelerate", reason="needs the package accelerate")
 
-DOCUMENT = (ROOT / "docs" / "hugging_face.md").read_text()
+PAGE = ROOT / "docs" / "hugging_face.md"
+DOCUMENT = PAGE.read_text()
+BLOCKS = [block for block in command_blocks(PAGE) if "torchrun" in block.commands]
 
 
-def run_example(name: str, folder: Path, *more: str) -> str:
-    """Run an example on two ranks; return what it prints."""
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launcher, str(ROOT / "examples" / name), "--output-dir"]
-    run = subprocess.run(
-        [*command, str(folder), *more],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
-    return run.stdout
+@pytest.fixture(scope="module")
+def run(commands: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> DocumentRun:
+    """Run the commands of the page, in its order: Trainer, loop, LoRA."""
+    pytest.importorskip("peft", reason="needs the package peft")
+    shell = Shell(repository_in(tmp_path_factory.mktemp("hugging_face")), commands)
+    done = run_document(BLOCKS, shell, timeout=300)
+    for block, output, code in zip(BLOCKS, done.outputs, done.codes):
+        check_block(block, output, code)
+    return done
 
 
 def numbers(pattern: str, output: str) -> list[float]:
     return list(map(float, re.findall(pattern, output)))
 
 
-def test_every_example_of_the_document_exists_and_is_short() -> None:
-    names = set(re.findall(r"examples/(hugging_face\w*\.py)", DOCUMENT))
+def test_every_example_is_in_the_document() -> None:
+    names = set(re.findall(r"examples/(hugging_face\w*\.py) --output-dir", DOCUMENT))
     assert names == {path.name for path in (ROOT / "examples").glob("hugging_face*.py")}
-    for name in names:
-        lines = (ROOT / "examples" / name).read_text().splitlines()
-        assert len(lines) <= 120 and f"examples/{name} --output-dir" in DOCUMENT
+    assert len(BLOCKS) == len(names)
 
 
 def test_what_the_document_says_is_refused_has_a_test() -> None:
@@ -55,48 +46,32 @@ def test_what_the_document_says_is_refused_has_a_test() -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_loop_learns_and_saves_a_model(tmp_path: Path) -> None:
-    output = run_example("hugging_face_loop.py", tmp_path)
-    losses = numbers(r"loss (\d+\.\d+)", output)
-    assert len(losses) == 7 and losses[-1] < losses[0] / 2, output
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-
-
-@pytest.mark.exhaustive
-def test_the_trainer_learns_generates_and_goes_on(tmp_path: Path) -> None:
-    output = run_example("hugging_face_trainer.py", tmp_path)
+def test_the_trainer_learns_generates_and_goes_on(
+    run: DocumentRun, commands: dict[str, str]
+) -> None:
+    output = run.outputs[0]
     losses = numbers(r"'eval_loss': '?(\d+\.\d+)", output)
     assert len(losses) == 3 and losses[-1] < losses[0] / 2, output
     assert re.search(r"rank 0: \[2, 5, 8, 11\] goes on \[14, 17, ", output), output
     assert re.search(r"rank 1: \[3, 4, 5, 6\] goes on \[7, 8, ", output), output
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    load_as_documented(tmp_path)
-    more = run_example("hugging_face_trainer.py", tmp_path, "--max-steps", "80")
-    again = numbers(r"'eval_loss': '?(\d+\.\d+)", more)
-    assert len(again) == 1 and again[0] < losses[0] / 2, more
-
-
-def load_as_documented(folder: Path) -> None:
-    """Run the document's code for the weights of a checkpoint; compare with the saved model."""
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    snippets = re.findall(r"^```python\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
-    code = next(each for each in snippets if "load_weights_of_shards" in each)
-    for name in ("out/", "final"):
-        code = code.replace(f'"{name}', f'"{folder}/{name.removeprefix("out/")}')
-    names = {
-        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
-        "config": expected.config,
-    }
-    exec(code, names)
-    for name, value in names["model"].state_dict().items():
-        torch.testing.assert_close(value, expected.state_dict()[name], rtol=0, atol=0)
-    assert (folder / "final" / "model.safetensors").exists()
+    transformers.AutoModelForCausalLM.from_pretrained(run.directory / "out")
+    again = Shell(run.directory, commands).run(
+        "bash", "-c", f"{BLOCKS[0].commands.strip()} --max-steps 80"
+    )
+    more = numbers(r"'eval_loss': '?(\d+\.\d+)", again.stdout)
+    assert len(more) == 1 and more[0] < losses[0] / 2, again.stdout
 
 
 @pytest.mark.exhaustive
-def test_lora_learns_and_its_adapters_load(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason="needs the package peft")
-    output = run_example("hugging_face_lora.py", tmp_path)
+def test_the_loop_learns_and_saves_a_model(run: DocumentRun) -> None:
+    losses = numbers(r"loss (\d+\.\d+)", run.outputs[1])
+    assert len(losses) == 7 and losses[-1] < losses[0] / 2, run.outputs[1]
+    transformers.AutoModelForCausalLM.from_pretrained(run.directory / "loop" / "model")
+
+
+@pytest.mark.exhaustive
+def test_lora_learns_and_its_adapters_load(run: DocumentRun) -> None:
+    output = run.outputs[2]
     losses = numbers(r"'loss': '?(\d+\.\d+)", output)
     found = re.search(r"evaluation (\S+), with the adapters loaded by PEFT (\S+)", output)
     assert found is not None and losses[-1] < losses[0] / 2, output

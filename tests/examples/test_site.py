@@ -2,6 +2,7 @@
 """Pages of the documentation site: their code runs, and their table is that of the code."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -10,53 +11,51 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.examples.conftest import Shell, repository_in
-from tests.examples.documents import check_block, command_blocks, run_document
+from tests.examples.blocks import DOCS, Block, blocks_of, python_of
+from tests.examples.conftest import Shell
+from tests.examples.documents import command_blocks
+from tests.huggingface.tiny_runs import fresh_accelerate
 from tests.rank_pool import run_ranks
-from tests.warm_programs import ROOT
+from tests.warm_programs import ROOT, free_port
 from tools.argument_table import PAGE, WAYS, with_table
 
-DOCS = ROOT / "docs"
-BLOCK = re.compile(r'^```python title="(Both|FSDP2|Here)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
-SIDE_BY_SIDE = ["coming_from_fsdp2.md"]
+SIDE_BY_SIDE = {"docs/coming_from_fsdp2.md": "FSDP2", "docs/hugging_face.md": "Hugging Face"}
+"""Pages with code of another package and of this one, and the title of the other's blocks."""
 
 
-def losses_of_side(blocks: list[tuple[str, str]], side: str) -> list[float]:
-    """Run the blocks of one side, and those of both, as one program."""
+def losses_of_side(blocks: list[Block], side: str, folder: str) -> list[float]:
+    """Job: run the blocks of one side, and those of both, as one program."""
+    os.chdir(folder)
     names = {"__name__": "page"}
-    for title, code in blocks:
-        if title in ("Both", side):
-            exec(compile(code, f"<block for {title}>", "exec"), names)
+    with fresh_accelerate():
+        for block in blocks:
+            if block.title in ("Both", side):
+                exec(compile(block.code, f"<block for {block.title}>", "exec"), names)
     return names["losses"]
 
 
-@pytest.mark.parametrize("page", SIDE_BY_SIDE)
-def test_both_sides_of_a_page_have_the_same_losses(page: str) -> None:
-    blocks = BLOCK.findall((DOCS / page).read_text())
-    theirs, ours = (run_ranks(2, losses_of_side, blocks, side) for side in ("FSDP2", "Here"))
-    assert len(ours[0]) >= 10 and ours[0] != ours[1]
+@pytest.mark.parametrize("page", SIDE_BY_SIDE, ids=lambda page: Path(page).stem)
+def test_both_sides_of_a_page_have_the_same_losses(page: str, tmp_path: Path) -> None:
+    results = []
+    for side in (SIDE_BY_SIDE[page], "Here"):
+        (tmp_path / side).mkdir()
+        folder = str(tmp_path / side)
+        results.append(run_ranks(2, losses_of_side, list(blocks_of(page)), side, folder))
+    theirs, ours = results
+    assert len(ours[0]) >= 20 and ours[0] != ours[1]
     for expected, got in zip(theirs, ours):
         assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_the_program_of_the_start_page_learns(shell: Shell) -> None:
-    (program,) = re.findall(
-        r"^```python\n(.*?)^```$", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL
-    )
-    (shell.directory / "train.py").write_text(program)
-    done = shell.run("torchrun", "--standalone", "--nproc_per_node", "2", "train.py")
+    (program,) = python_of("docs/index.md")
+    (shell.directory / "train.py").write_text(program.code)
+    make, start = command_blocks(DOCS / "index.md")
+    assert make.commands in {block.commands for block in command_blocks(ROOT / "README.md")}
+    done = shell.run("bash", "-c", start.commands, MASTER_PORT=str(free_port()))
     losses = dict(re.findall(r"rank (\d) of 2: (\d\.\d\d)", done.stdout))
     assert set(losses) == {"0", "1"}, done.stdout
     assert all(float(loss) < 4.0 for loss in losses.values())  # 4.6 without training
-
-
-def test_the_commands_for_megatron_lm_print_what_is_quoted(
-    commands: dict[str, str], tmp_path: Path
-) -> None:
-    blocks = command_blocks(DOCS / "coming_from_megatron_lm.md")
-    run = run_document(blocks, Shell(repository_in(tmp_path), commands), timeout=120)
-    for block, output, code in zip(blocks, run.outputs, run.codes):
-        check_block(block, output, code)
 
 
 def test_the_table_of_arguments_is_that_of_the_docstring() -> None:

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every block and every command of the pages is run, or named here with the reason why not."""
+
+import ast
+import re
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from fsspec.registry import known_implementations
+
+from tests.examples import (
+    test_data_document,
+    test_hugging_face,
+    test_migration_guide,
+    test_readme,
+    test_site,
+)
+from tests.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
+from tests.examples.conftest import Shell
+from tests.examples.documents import check_block, command_blocks, run_document
+from tests.examples.operations_table import rows_of, wrong_rows
+from tests.examples.page_programs import PROGRAMS, run_page
+from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
+from tests.warm_programs import ROOT
+
+PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
+
+
+@pytest.mark.parametrize("page", PROGRAMS, ids=lambda page: Path(page).stem)
+def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Path) -> None:
+    blocks = [block.code for block in python_of(page)]
+    assert len(blocks) == len(PROGRAMS[page].checks), "give every block a check"
+    run_ranks(2, run_page, page, blocks, str(tmp_path))
+
+
+def test_operations_on_parameters_do_what_the_table_says() -> None:
+    rows = rows_of((DOCS / "working_with_a_sharded_model.md").read_text())
+    assert len(rows) == 7 and all(operations for operations, _, _ in rows)
+    for found in run_ranks(2, wrong_rows, rows):
+        assert not found, "\n".join(found)
+
+
+# ---- commands
+
+
+@dataclass(frozen=True)
+class CommandPage:
+    """A page whose commands run as one shell script, in the order of the page.
+
+    Attributes:
+        tolerance: relative, of quoted numbers with a decimal point.
+        replaced: parts of commands, and what stands there in the test: `{folder}` is its folder.
+    """
+
+    tolerance: float = 0.0
+    replaced: tuple[tuple[str, str], ...] = ()
+
+
+SMALL_MODEL = (
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --micro-batch-size 1"
+    " --global-batch-size 4 --mock-data --vocab-size 64 --eval-iters 0"
+)
+LLAMA = (
+    f"--use-megatron-fsdp {SMALL_MODEL} --lr 1e-3 --train-iters 2 --position-embedding-type rope"
+    " --normalization RMSNorm --swiglu --disable-bias-linear"
+)
+COMMAND_PAGES = {
+    "docs/coming_from_megatron_lm.md": CommandPage(),
+    "docs/command_line.md": CommandPage(),
+    # Other processors round bfloat16 in other places.
+    "docs/examples.md": CommandPage(tolerance=0.15),
+    "docs/checkpoints_at_urls.md": CommandPage(
+        replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
+    ),
+    "docs/local_checkpoints.md": CommandPage(
+        replaced=(
+            (
+                "--non-persistent-local-ckpt-dir /dev/shm",
+                f"{SMALL_MODEL} --non-persistent-local-ckpt-dir {{folder}}",
+            ),
+        )
+    ),
+}
+ELSEWHERE = {
+    "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
+    "docs/index.md: torchrun --nproc_per_node 2 train.py": "tests/examples/test_site.py",
+    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'    # transformers and"
+    " accelerate; LoRA needs peft": "would change the environment; below the extra is looked up",
+    "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
+    " names the package that is missing": "would change the environment; below fsspec is asked",
+    "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
+    " tests/mcore_adapter/real_loop.py starts the loops of three in this way",
+    "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 pretrain_gpt.py --log-dir"
+    " logs ...": "shows what follows a defect; tests/tools/test_launch.py causes some",
+}
+"""Blocks of commands that do not run as a part of their page: page and first line, and why not."""
+
+
+def is_elsewhere(page: str, commands: str) -> bool:
+    return f"{page}: {commands.splitlines()[0]}" in ELSEWHERE
+
+
+@pytest.mark.parametrize(
+    "page",
+    mostly_in_full(list(COMMAND_PAGES), ["docs/coming_from_megatron_lm.md"]),
+    ids=lambda page: Path(page).stem,
+)
+def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) -> None:
+    settings = COMMAND_PAGES[page]
+    blocks = [each for each in command_blocks(ROOT / page) if not is_elsewhere(page, each.commands)]
+    for old, new in settings.replaced:
+        assert any(old in block.commands for block in blocks), f"{page} has no {old}"
+        new = new.replace("{folder}", str(shell.directory))
+        blocks = [replace(each, commands=each.commands.replace(old, new)) for each in blocks]
+    path = f"{shell.environment['PATH']}:{Path(sys.executable).parent}"  # checkpoint-inspector
+    run = run_document(
+        blocks, Shell(shell.directory, {**shell.environment, "PATH": path}), timeout=300
+    )
+    for block, output, code in zip(blocks, run.outputs, run.codes):
+        check_block(block, output, code, settings.tolerance)
+
+
+# ---- nothing escapes
+
+
+def runners_of(block: Block) -> list[str]:
+    """Return what runs a block or compares it with something that runs."""
+    page = block.page
+    if block.title:
+        sides = ("Both", "Here", test_site.SIDE_BY_SIDE.get(page))
+        return ["side by side"] * (page in test_site.SIDE_BY_SIDE and block.title in sides)
+    if block.language == "python":
+        return [
+            name
+            for name, pages in (
+                ("program", PROGRAMS),
+                ("start page", ("docs/index.md",)),
+                ("readme", ("README.md",)),
+            )
+            if page in pages
+        ]
+    with_commands = {
+        "page": COMMAND_PAGES,
+        "readme": [test_readme.README],
+        "guide": [test_migration_guide.GUIDE],
+        "data": [test_data_document.DOCUMENT],
+        "hugging face": [test_hugging_face.PAGE],
+    }
+    commands = [
+        name for name, pages in with_commands.items() if page in pages or ROOT / page in pages
+    ]
+    if block.language in ("bash", "bash fails"):
+        return ["elsewhere"] if block.name in ELSEWHERE else commands
+    if block.language == "text":  # the output of the commands before it
+        return commands if is_output(block) else []
+    return ["log"] if block.language == "log" else []
+
+
+def is_output(block: Block) -> bool:
+    """Return whether the block before it has commands that are run."""
+    blocks = blocks_of(block.page)
+    before = blocks[blocks.index(block) - 1]
+    return before.language.startswith("bash") and before.name not in ELSEWHERE
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_page_is_taken_by_one_runner(page: str) -> None:
+    taken = {block.name: runners_of(block) for block in blocks_of(page)}
+    fences = len(re.findall(r"^ *```", (ROOT / page).read_text(), re.MULTILINE))
+    assert fences == 2 * len(blocks_of(page)), "a block that is not closed, or not understood"
+    wrong = {name: runners for name, runners in taken.items() if len(runners) != 1}
+    assert not wrong, wrong
+
+
+def test_blocks_that_run_elsewhere_exist_and_name_files_that_do() -> None:
+    names = {block.name for block in chain.from_iterable(map(blocks_of, PAGES))}
+    assert names >= ELSEWHERE.keys(), ELSEWHERE.keys() - names
+    files = re.findall(r"tests/[\w/]+\.py", " ".join(ELSEWHERE.values()))
+    assert all((ROOT / file).is_file() for file in files)
+
+
+VALUES = re.compile(r"__\w+__|[^A-Za-z -]+|\b[A-Z]+\b|\b(?:NaN|Inf|vm|cpu|all-gather)\b")
+"""What programs insert into messages: numbers, names, paths; the rest are phrases."""
+
+
+@cache
+def messages() -> str:
+    """Return all string literals of the sources, and of what Megatron-Core says in runs."""
+    (core,) = find_spec("megatron.core").submodule_search_locations
+    sources = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tools").glob("*.py")]
+    sources += [Path(core, "timers.py"), Path(core, "rerun_state_machine.py")]
+    sources += Path(core, "pipeline_parallel").glob("*.py")
+    sources += chain(*(Path(core, name).glob("*.py") for name in ("optimizer", "distributed")))
+    texts = chain.from_iterable(
+        test_site.literals_of(ast.parse(source.read_text())) for source in sources
+    )
+    return "\n".join(" ".join(text.split()) for text in texts)
+
+
+def is_said(phrase: str) -> bool:
+    """Return whether a phrase, or each of two parts of it, is in a message."""
+    words = phrase.split()
+    parts = [(" ".join(words[:cut]), " ".join(words[cut:])) for cut in range(len(words))]
+    return any(all(part in messages() for part in pair) for pair in parts)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```log" in (ROOT / page).read_text()])
+def test_every_phrase_of_a_log_is_one_of_the_sources(page: str) -> None:
+    code = "\n".join(block.code for block in blocks_of(page) if block.language == "log")
+    phrases = [phrase.strip(" -") for line in code.splitlines() for phrase in VALUES.split(line)]
+    long = [phrase for phrase in phrases if len(phrase) >= 5]
+    assert len(long) >= 3
+    missing = [phrase for phrase in long if not is_said(phrase)]
+    assert not missing, missing
+
+
+def test_packages_to_install_are_known() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    extras = set(re.findall(r"open-megatron-fsdp\[(\w+)\]", text))
+    declared = set(
+        re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    )
+    assert extras and extras <= declared, extras - declared
+    for package, scheme in (("s3fs", "s3"), ("gcsfs", "gs"), ("adlfs", "abfs")):
+        assert package in text and known_implementations[scheme]["class"].startswith(package)
+
+
+# ---- commands in sentences
+
+
+def problems_of(command: str) -> list[str]:
+    """Return what a command names that does not exist: files, modules, targets, flags."""
+    words = [word for word in command.split() if not re.match(r"[A-Z_]+=", word)]
+    program, rest = words[0], words[1:]
+    if program == "make":
+        rules = (ROOT / "Makefile").read_text()
+        return [word for word in rest if not re.search(rf"^{word}:", rules, re.MULTILINE)]
+    if program not in ("python", "torchrun"):
+        return []
+    if "-m" in rest:
+        module = rest[rest.index("-m") + 1]
+        if module == "pytest":
+            return [word for word in rest[2:] if not (ROOT / word).exists()]
+        path = ROOT / module.replace(".", "/")
+        files = [file for file in (path.with_suffix(".py"), path / "__main__.py") if file.exists()]
+    else:
+        files = [ROOT / word for word in rest if word.endswith(".py")]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing or not files:
+        return missing if "--max-restarts" not in rest else []
+    source = files[0].read_text()
+    flags = [word.split("=")[0] for word in rest if word.startswith("--")]
+    own = [flag for flag in flags if not (program == "torchrun" and flag == "--nproc_per_node")]
+    return [flag for flag in own if f'"{flag}"' not in source]
+
+
+def test_commands_in_sentences_name_what_exists() -> None:
+    commands = list(chain.from_iterable(map(inline_commands, PAGES)))
+    wrong = {command: problems_of(command) for command in commands}
+    assert len(commands) >= 20 and not any(wrong.values()), wrong
+
+
+# ---- examples
+
+
+def test_every_example_is_short_and_on_the_page_of_examples() -> None:
+    page = (DOCS / "examples.md").read_text()
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    assert len(examples) >= 6
+    for path in examples:
+        assert len(path.read_text().splitlines()) <= 120, path.name
+        assert f"[`{path.name}`](../examples/{path.name})" in page
+        commands = page + (DOCS / "hugging_face.md").read_text()
+        assert re.search(rf"^torchrun .*examples/{path.name}", commands, re.MULTILINE), path.name
