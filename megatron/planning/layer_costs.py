@@ -86,14 +86,13 @@ class GptCosts:
     def of(self, module: nn.Module) -> Cost:
         """Return the cost of a module of the model that has no unit inside."""
         if isinstance(module, TransformerLayer):
-            return self._of_layer(isinstance(module.mlp, MoELayer))
+            return self.of_layer(isinstance(module.mlp, MoELayer))
         if isinstance(module, LanguageModelEmbedding) or not _is_output_layer(module):
             return NO_COST
-        return self._of_output()
+        return self.of_output()
 
-    # ---- parts
-
-    def _of_layer(self, has_experts: bool) -> Cost:
+    def of_layer(self, has_experts: bool) -> Cost:
+        """Return the cost of a transformer layer."""
         forward = self._seconds_of(self._multiply_adds(has_experts))
         communication = self._communication(has_experts)
         kept = self._layer_bytes(has_experts)
@@ -103,12 +102,15 @@ class GptCosts:
             return Cost(forward, backward, kept)
         return Cost(forward, backward + forward, self._input_bytes, kept)
 
-    def _of_output(self) -> Cost:
+    def of_output(self) -> Cost:
+        """Return the cost of the output layer, with the loss."""
         args = self._args
         forward = self._seconds_of(args.hidden_size * args.padded_vocab_size)
         logits = self._num_tokens * args.padded_vocab_size // self._tensor
         kept = 2 * self._input_bytes + logits * (self._size + BYTES_OF_LOGITS)
         return Cost(forward, 2 * forward, kept)
+
+    # ---- computation
 
     def _multiply_adds(self, has_experts: bool) -> float:
         args = self._args
