@@ -173,6 +173,8 @@ class ShardingSettings:
         return initialiser
 
     def _parse_device(self, mesh: FSDPDistributedIndex | None) -> torch.device | None:
+        if mesh is not None and mesh.device.type == "meta":
+            return mesh.device  # a simulated run
         device = parse_device(self.device)
         if mesh is not None and (device is None or self.init_model_with_meta_device):
             return mesh.device

@@ -79,7 +79,7 @@ class Sharder:
 
         The values of a parameter move into the buffer as soon as the buffer exists, so a module on
         the device of the shards never needs twice its memory. Parameters on the meta device are
-        filled by :meth:`initialise`.
+        filled by :meth:`initialise`, unless the shards are there too: then a run is simulated.
 
         Args:
             parameters_of: the parameters of each unit, by name.
@@ -97,7 +97,7 @@ class Sharder:
                 parameter_mesh = self._parameter_mesh(key.is_expert)
                 for index, parameter in enumerate(group.parameters):
                     sharded_params[parameter] = ShardedParam(group, index, parameter_mesh)
-                    if not parameter.is_meta:
+                    if not parameter.is_meta or self._settings.device.type == "meta":
                         group.shard_parameter(index)
         return sharded_params
 

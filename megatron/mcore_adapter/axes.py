@@ -117,7 +117,14 @@ def _ranks(groups: list[dist.ProcessGroup], device_type: str) -> torch.Tensor:
     # Example of four ranks in a grid of two groups, tensor {0, 1} and {2, 3}, inner {0, 2} and
     # {1, 3}, on rank 0: 0, then [0, 2] over its inner group, then [[0, 2], [1, 3]] over its tensor
     # group, in which rank 1 has [1, 3].
-    ranks = torch.tensor(dist.get_rank(), dtype=torch.int64, device=device_type)
+    own = dist.get_rank()
+    if device_type == "meta":  # a simulated run has no other rank, but regular groups
+        offsets = torch.tensor(own)
+        for group in reversed(groups):
+            steps = torch.tensor(dist.get_process_group_ranks(group)) - own
+            offsets = steps.view(-1, *[1] * offsets.dim()) + offsets
+        return offsets
+    ranks = torch.tensor(own, dtype=torch.int64, device=device_type)
     for group in reversed(groups):
         rows = [torch.empty_like(ranks) for _ in range(group.size())]
         dist.all_gather(rows, ranks.contiguous(), group=group)

@@ -186,21 +186,28 @@ def activation_bytes(args: argparse.Namespace, num_layers: int, stage: int) -> i
 @contextmanager
 def pretending(args: argparse.Namespace, stage: int) -> Iterator[None]:
     """Pretend to be the first rank of a pipeline stage in the process groups of the run."""
-    # torch has no public process group that pretends. Only a dry run needs this one.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     cpu.install()
     per_stage = args.world_size // args.pipeline_model_parallel_size
     if args.use_tp_pp_dp_mapping:
         per_stage = args.tensor_model_parallel_size * args.context_parallel_size
     no_gloo = argparse.Namespace(**vars(args) | {"enable_gloo_process_groups": False})
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=stage * per_stage, world_size=args.world_size
-    )
+    with pretended_ranks(args.world_size, stage * per_stage):
+        try:
+            ranks.initialize_model_parallel(no_gloo)
+            ranks.seed(args.seed, False, False)
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@contextmanager
+def pretended_ranks(num_ranks: int, rank: int = 0) -> Iterator[None]:
+    """Pretend to be one of many ranks: collectives return at once, and communicate nothing."""
+    # torch has no public process group that pretends. Only plans and dry runs need this one.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
-        ranks.initialize_model_parallel(no_gloo)
-        ranks.seed(args.seed, False, False)
         yield
     finally:
-        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

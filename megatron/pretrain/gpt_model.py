@@ -105,6 +105,7 @@ def wrap(
     config: TransformerConfig,
     model: MegatronModule,
     disable_bucketing: bool = False,
+    device: str | None = None,
 ) -> MegatronModule:
     """Wrap a chunk: fully sharded with --use-megatron-fsdp, else Megatron-Core's data parallelism.
 
@@ -114,6 +115,7 @@ def wrap(
         model: the chunk.
         disable_bucketing: for Megatron-Core's data parallelism, where gradients of later chunks are
             complete too early to gain from buckets.
+        device: of a fully sharded model; None: the accelerator if there is one, otherwise the CPU.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     num_parameters = sum(parameter.numel() for parameter in trainable)
@@ -122,7 +124,9 @@ def wrap(
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
     if validates(args):
         settings.check_for_nan_in_grad = False  # the rerun machine looks for them
-    return FullyShardedDataParallel(config=config, ddp_config=settings, module=model)
+    return FullyShardedDataParallel(
+        config=config, ddp_config=settings, module=model, device=device
+    )
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:

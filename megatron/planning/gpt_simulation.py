@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulated training step of a command line of ``pretrain_gpt.py``, for one pipeline stage."""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import nn
+
+from megatron.fsdp.engine.recorder import TraceEntry
+from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.machine import Machine
+from megatron.planning.simulation import Simulator, StepResult, attach, simulating
+from megatron.planning.skeleton import make_skeleton
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.dry_run import pretending
+from megatron.pretrain.gpt_model import build_chunk, unwrap, wrap
+
+UPDATE_BYTES = 28
+"""Bytes that AdamW reads and writes for each fp32 weight: the gradient is read, the weight and both
+moments are read and written."""
+
+
+@dataclass(frozen=True)
+class StagePrediction:
+    """The predicted step of the first rank of a pipeline stage.
+
+    Attributes:
+        stage: number of the pipeline stage.
+        step: simulated, of the first ``num_simulated`` microbatches and the last.
+        num_microbatches: of the step.
+        num_simulated: microbatches that were simulated; those left out repeat one of them.
+        microbatch_seconds: of one that is neither the first nor the last.
+        optimizer_bytes: of optimizer state.
+        optimizer_seconds: of the update.
+    """
+
+    stage: int
+    step: StepResult
+    num_microbatches: int
+    num_simulated: int
+    microbatch_seconds: float
+    optimizer_bytes: int
+    optimizer_seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of weights, gradients, optimizer state, flat buffers and activations."""
+        return self.step.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step, without those in which the stage waits for others."""
+        repeated = (self.num_microbatches - self.num_simulated) * self.microbatch_seconds
+        return self.step.seconds + repeated
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which compute waits for the communication of shards."""
+        is_repeated = self.num_microbatches / self.num_simulated
+        return (self.step.seconds - self.step.compute_seconds) * is_repeated
+
+
+def simulate_stage(
+    args: argparse.Namespace,
+    machine: Machine,
+    stage: int = 0,
+    max_microbatches: int | None = 3,
+) -> StagePrediction:
+    """Simulate two steps of a pipeline stage's first rank, and return the second.
+
+    Args:
+        args: the completed arguments, with ``padded_vocab_size``.
+        machine: on which the model is trained.
+        stage: the pipeline stage.
+        max_microbatches: simulate so many beside those that a pipeline begins first; None: all.
+    """
+    num_stages = args.pipeline_model_parallel_size
+    num_microbatches = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
+    num_ahead = min(num_stages - stage - 1, num_microbatches)
+    num_simulated = num_microbatches
+    if max_microbatches is not None:
+        num_simulated = min(num_microbatches, num_ahead + max_microbatches)
+
+    def seconds_of(entry: TraceEntry) -> float:
+        return machine.collective_seconds(entry.name, entry.num_bytes, entry.ranks)
+
+    with pretending(args, stage), simulating(seconds_of) as simulator:
+        model = sharded_skeleton(args, machine, simulator)
+        shards = [each.main_shard for each in model.module.groups if each.requires_grad]
+        num_owned = sum(each.numel() for each in shards)
+        states = 1 if args.optimizer == "sgd" else 2
+        optimizer_bytes = states * sum(each.numel() * each.element_size() for each in shards)
+        update = num_owned * UPDATE_BYTES / machine.memory_bytes_per_second
+        simulator.change_memory(optimizer_bytes)
+        step = StepResult()
+        for order in (one_after_another(1, 0), one_after_another(num_simulated, num_ahead)):
+            simulator.begin_simulated_step()
+            run_step(model, simulator, list(order), is_first_stage=stage == 0, update=update)
+            step = simulator.end_simulated_step()
+    ends = step.backward_ends
+    of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
+    return StagePrediction(
+        stage, step, num_microbatches, num_simulated, of_one, optimizer_bytes, update
+    )
+
+
+def sharded_skeleton(
+    args: argparse.Namespace, machine: Machine, simulator: Simulator
+) -> FullyShardedDataParallel:
+    """Build the model of a stage on the meta device, shard it, and make it a skeleton."""
+    on_meta = argparse.Namespace(**vars(args))
+    # Parameters of Transformer Engine's layers have the same sizes, but are made on a GPU only.
+    on_meta.transformer_impl, on_meta.moe_grouped_gemm = "local", False
+    config = transformer_config(on_meta)
+    on_meta.init_model_with_meta_device = True
+    chunk = build_chunk(on_meta, config, args.padded_vocab_size, torch.device("meta"), None)
+    config.init_model_with_meta_device = False  # the engine has no values to make
+    model = wrap(on_meta, config, chunk, device="meta")
+    assert isinstance(model, FullyShardedDataParallel)
+    engine = model.module
+    attach(simulator, engine)
+    units = [each.module for each in engine._units if each.module is not None]
+    costs = GptCosts(args, machine, model_ranks())
+    make_skeleton(engine.module, units, simulator, costs.of, passed_weights(chunk))
+    return model
+
+
+def model_ranks() -> ModelRanks:
+    """Return the ranks between which a layer is divided, from Megatron-Core's process groups."""
+    groups = (
+        parallel_state.get_tensor_model_parallel_group(),
+        parallel_state.get_context_parallel_group(),
+        parallel_state.get_expert_model_parallel_group(),
+        parallel_state.get_expert_tensor_parallel_group(),
+    )
+    return ModelRanks(*map(dist.get_process_group_ranks, groups))
+
+
+def passed_weights(chunk: nn.Module) -> dict[nn.Module, tuple[nn.Module, str]]:
+    """Return the module whose weight the output layer gets as an argument, if it has none."""
+    gpt = unwrap(chunk)
+    is_tied = gpt.share_embeddings_and_output_weights and gpt.post_process and gpt.pre_process
+    return {gpt.output_layer: (gpt.embedding.word_embeddings, "weight")} if is_tied else {}
+
+
+def one_after_another(num_microbatches: int, num_ahead: int) -> Iterator[bool]:
+    """Yield True for a forward and False for a backward, as a pipeline stage runs them.
+
+    Args:
+        num_microbatches: of a step.
+        num_ahead: forwards that come before the first backward, beside its own.
+    """
+    for number in range(num_microbatches):
+        yield True
+        if number >= num_ahead:
+            yield False
+    for _ in range(min(num_ahead, num_microbatches)):
+        yield False
+
+
+def run_step(
+    model: FullyShardedDataParallel,
+    simulator: Simulator,
+    order: list[bool],
+    is_first_stage: bool,
+    update: float,
+) -> None:
+    """Run the forwards and backwards of a step, and what follows them.
+
+    Args:
+        model: a skeleton.
+        simulator: the clock and the memory.
+        order: see :func:`one_after_another`.
+        is_first_stage: its input is tokens, which need no gradient.
+        update: seconds of the optimizer's update.
+    """
+    model.zero_grad_buffer()
+    outputs: deque[torch.Tensor] = deque()
+    num_left = order.count(False)
+    for is_forward in order:
+        if is_forward:
+            activation = torch.empty(1, device="meta", requires_grad=not is_first_stage)
+            outputs.append(model(activation))
+            continue
+        num_left -= 1
+        with model.no_sync() if num_left else nullcontext():
+            outputs.popleft().backward()
+        simulator.step.backward_ends.append(simulator.compute)
+    model.finish_grad_sync()
+    simulator.spend(update, "step", "")
+    model.param_and_grad_buffer.copy_main_weights_to_model_weights()

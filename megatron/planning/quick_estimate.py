@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Quick estimates of candidates, by which a search chooses those that it simulates.
+
+Layers of a model are alike, so one layer of each kind is built on the meta device and estimated by
+the function of ``megatron/fsdp/memory_estimate.py``, with the shards of the candidate. Of time,
+only the largest of computing, gathering and reducing a layer counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from megatron.fsdp import ShardingStrategy
+from megatron.fsdp.memory_estimate import MemoryEstimate, estimate_memory
+from megatron.planning.candidates import Candidate
+from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.machine import Machine
+from megatron.planning.skeleton import Cost
+from megatron.pretrain.arguments.configs import transformer_config
+from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
+from megatron.pretrain.flops import layers_with_experts
+from megatron.pretrain.gpt_model import build_chunk, unwrap
+
+DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedding", "output"
+
+
+@dataclass(frozen=True)
+class QuickEstimate:
+    """The estimated memory and time of a candidate."""
+
+    candidate: Candidate
+    num_bytes: float
+    seconds: float
+
+
+def arguments_of(
+    args: argparse.Namespace, candidate: Candidate, num_gpus: int
+) -> argparse.Namespace:
+    """Return the arguments of a candidate, without the rules' check.
+
+    Args:
+        args: the completed arguments of the model on one rank.
+        candidate: the settings.
+        num_gpus: of the run.
+    """
+    changed = {
+        "world_size": num_gpus,
+        "tensor_model_parallel_size": candidate.tensor,
+        "pipeline_model_parallel_size": candidate.pipeline,
+        "context_parallel_size": candidate.context,
+        "expert_model_parallel_size": candidate.expert,
+        "expert_tensor_parallel_size": 1 if args.num_experts else candidate.tensor,
+        "sequence_parallel": candidate.tensor > 1,
+        "data_parallel_size": candidate.num_data_ranks(num_gpus),
+        "num_distributed_optimizer_instances": candidate.outer,
+        "data_parallel_sharding_strategy": ShardingStrategy(candidate.level).name.lower(),
+        "recompute_granularity": "full" if candidate.recomputes else None,
+        "micro_batch_size": candidate.micro_batch,
+    }
+    return argparse.Namespace(**vars(args) | changed)
+
+
+class QuickEstimates:
+    """Estimates of the candidates of one model on one machine.
+
+    Args:
+        args: the completed arguments of the model on one rank, with ``padded_vocab_size``.
+        num_gpus: of the run.
+        machine: on which the model is trained.
+    """
+
+    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Machine):
+        self._args = args
+        self._num_gpus = num_gpus
+        self._machine = machine
+        self._has_experts = layers_with_experts(
+            args.num_layers, args.num_experts, args.moe_layer_freq
+        )
+        self._built: dict[tuple[int, int], dict[str, nn.Module]] = {}
+        self._memory: dict[tuple[object, ...], dict[str, MemoryEstimate]] = {}
+
+    def of(self, candidate: Candidate) -> QuickEstimate:
+        """Return the estimate of a candidate."""
+        args = arguments_of(self._args, candidate, self._num_gpus)
+        costs = GptCosts(args, self._machine, _ranks_of(candidate, args))
+        cost_of = {
+            DENSE: costs.of_layer(False),
+            EXPERTS: costs.of_layer(True) if args.num_experts else Cost(),
+            EMBEDDING: Cost(),
+            OUTPUT: costs.of_output(),
+        }
+        memory_of = self._memory_of(candidate, args)
+        num_microbatches = args.global_batch_size // (
+            args.micro_batch_size * args.data_parallel_size
+        )
+        stages = {0, candidate.pipeline - 1}
+        num_bytes = seconds = 0.0
+        for stage in stages:
+            parts = self._parts_of(candidate, stage)
+            under_way = min(candidate.pipeline - stage, num_microbatches)
+            num_bytes = max(num_bytes, _bytes_of(parts, memory_of, cost_of, under_way, candidate))
+            of_one = self._microbatch_seconds(parts, memory_of, cost_of, candidate)
+            seconds = max(seconds, of_one * (num_microbatches + candidate.pipeline - 1))
+        return QuickEstimate(candidate, num_bytes, seconds)
+
+    def _parts_of(self, candidate: Candidate, stage: int) -> list[str]:
+        """Return the parts of the model in a pipeline stage."""
+        first, last = (
+            candidate.layers_of_ends or (len(self._has_experts) // candidate.pipeline,) * 2
+        )
+        is_last = stage == candidate.pipeline - 1
+        layers = self._has_experts[-last:] if is_last else self._has_experts[:first]
+        parts = [EXPERTS if has_experts else DENSE for has_experts in layers]
+        parts += [EMBEDDING] if stage == 0 else []
+        return parts + ([OUTPUT] if is_last else [])
+
+    def _microbatch_seconds(
+        self,
+        parts: list[str],
+        memory_of: dict[str, MemoryEstimate],
+        cost_of: dict[str, Cost],
+        candidate: Candidate,
+    ) -> float:
+        """Return the seconds of a microbatch in a pipeline stage."""
+        num_sharding = candidate.num_data_ranks(self._num_gpus) * candidate.context
+        stride = candidate.tensor
+        ranks = range(0, num_sharding * stride, stride)
+        seconds = 0.0
+        for part in parts:
+            # Experts are sharded over fewer ranks than this, which is as fast between nodes.
+            gathered = memory_of[part].gathered
+            gather = self._machine.collective_seconds("all_gather", gathered, ranks)
+            reduced = memory_of[part].local_gradients if candidate.level >= 2 else 0
+            reduce = self._machine.collective_seconds("reduce_scatter", reduced, ranks)
+            seconds += max(cost_of[part].forward, gather)
+            seconds += max(cost_of[part].backward, gather, reduce)
+        return seconds
+
+    def _memory_of(
+        self, candidate: Candidate, args: argparse.Namespace
+    ) -> dict[str, MemoryEstimate]:
+        """Return the memory of each part, with the shards of a candidate."""
+        data_ranks = args.data_parallel_size * candidate.context
+        key = (candidate.tensor, candidate.pipeline, candidate.expert, data_ranks)
+        key = (*key, candidate.level, candidate.outer)
+        if key not in self._memory:
+            self._memory[key] = {
+                part: estimate_memory(module, replace(memory_plan(args, module), unit_modules=[]))
+                for part, module in self._modules(candidate).items()
+            }
+        return self._memory[key]
+
+    def _modules(self, candidate: Candidate) -> dict[str, nn.Module]:
+        """Return the parts of the model as one rank has them, on the meta device."""
+        key = (candidate.tensor, candidate.expert)
+        if key not in self._built:
+            kinds = sorted(set(self._has_experts))
+            alone = replace(candidate, pipeline=1, context=1, outer=1, layers_of_ends=None)
+            args = arguments_of(self._args, alone, candidate.tensor * candidate.expert)
+            args.num_layers = len(kinds)
+            args.moe_layer_freq = [int(has_experts) for has_experts in kinds]
+            args.transformer_impl, args.moe_grouped_gemm = "local", False
+            args.init_model_with_meta_device = True
+            with pretending(args, 0):
+                config, rows = transformer_config(args), args.padded_vocab_size
+                gpt = unwrap(build_chunk(args, config, rows, torch.device("meta"), None))
+            modules = {EMBEDDING: gpt.embedding, OUTPUT: nn.ModuleList([gpt.output_layer])}
+            if not any(True for _ in gpt.output_layer.parameters()):  # tied to the embedding
+                modules[OUTPUT] = gpt.decoder.final_layernorm
+            for has_experts, layer in zip(kinds, layers_of(gpt)):
+                modules[EXPERTS if has_experts else DENSE] = layer
+            self._built[key] = modules
+        return self._built[key]
+
+
+def _bytes_of(
+    parts: list[str],
+    memory_of: dict[str, MemoryEstimate],
+    cost_of: dict[str, Cost],
+    under_way: int,
+    candidate: Candidate,
+) -> float:
+    """Return the bytes of a pipeline stage whose first microbatches are under way."""
+    memory = [memory_of[part] for part in parts]
+    lasting = sum(each.weights + each.gradients + each.optimizer_state for each in memory)
+    local = sorted(each.local_gradients for each in memory)
+    waiting = sum(local[-2:]) if candidate.level >= 2 else sum(local)
+    gathered = sum(sorted(each.gathered for each in memory)[-2:])
+    kept = under_way * sum(cost_of[part].kept_bytes for part in parts)
+    return (
+        lasting + waiting + gathered + kept + max(cost_of[part].recomputed_bytes for part in parts)
+    )
+
+
+def _ranks_of(candidate: Candidate, args: argparse.Namespace) -> ModelRanks:
+    """Return the ranks of the first one's groups, in Megatron-Core's order of axes."""
+    expert_tensor = args.expert_tensor_parallel_size
+    return ModelRanks(
+        range(candidate.tensor),
+        range(0, candidate.tensor * candidate.context, candidate.tensor),
+        range(0, expert_tensor * candidate.expert, expert_tensor),
+        range(expert_tensor),
+    )

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search for settings with which a model fits the memory of a machine and trains fastest."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from megatron.planning.candidates import Candidate, Choices, candidates
+from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
+from megatron.planning.machine import Machine
+from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates
+from megatron.pretrain.arguments import CommandLineError, parse_arguments
+from megatron.pretrain.flops import training_flops
+from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+
+CHOSEN = {
+    "--tensor-model-parallel-size": "--tensor",
+    "--pipeline-model-parallel-size": "--pipeline",
+    "--context-parallel-size": "--context",
+    "--expert-model-parallel-size": "--expert",
+    "--data-parallel-sharding-strategy": "--level",
+    "--micro-batch-size": "--micro-batch",
+}
+"""Flags that the search chooses, and the option of the planner that limits them."""
+
+NOT_SIMULATED = {
+    "--num-layers-per-virtual-pipeline-stage": "interleaved stages",
+    "--pipeline-model-parallel-layout": "layouts of stages",
+    "--megatron-fsdp-enable-fine-grained-param-gather": "units inside of layers",
+    "--fsdp-double-buffer": "memory slots",
+    "--nccl-ub": "memory slots",
+    "--fp8-format": "fp8",
+    "--mtp-num-layers": "layers that predict further tokens",
+}
+"""Flags that are refused, and what they ask for."""
+
+MORE_TRIES = 4
+"""Candidates that are simulated at most, for each that is wanted: some turn out not to fit."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated candidate.
+
+    Attributes:
+        candidate: the settings.
+        flags: of ``pretrain_gpt.py``.
+        args: the completed arguments.
+        machine: on which the model is trained.
+        stages: the first pipeline stage, and the last one if there are several.
+    """
+
+    candidate: Candidate
+    flags: list[str]
+    args: argparse.Namespace
+    machine: Machine
+    stages: list[StagePrediction]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The most bytes of a rank."""
+        return max(stage.peak_bytes for stage in self.stages)
+
+    @cached_property
+    def microbatch_seconds(self) -> float:
+        """Seconds of a microbatch in the slowest stage, with the messages to its neighbours."""
+        seconds = max(stage.microbatch_seconds for stage in self.stages)
+        return seconds + self.message_seconds
+
+    @cached_property
+    def message_seconds(self) -> float:
+        """Seconds of the messages between stages for one microbatch."""
+        args = self.args
+        if args.pipeline_model_parallel_size == 1:
+            return 0.0
+        tokens = args.micro_batch_size * args.seq_length // args.context_parallel_size
+        tokens //= args.tensor_model_parallel_size if args.sequence_parallel else 1
+        num_bytes = tokens * args.hidden_size * (2 if args.bf16 or args.fp16 else 4)
+        distance = args.world_size // args.pipeline_model_parallel_size
+        return 2 * self.machine.message_seconds(num_bytes, distance)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        slowest = max(self.stages, key=lambda stage: stage.seconds)
+        messages = slowest.num_microbatches * self.message_seconds
+        return slowest.seconds + messages + self.bubble_seconds
+
+    @cached_property
+    def bubble_seconds(self) -> float:
+        """Seconds in which a stage waits for the others, at the begin and the end of a step."""
+        return (self.args.pipeline_model_parallel_size - 1) * self.microbatch_seconds
+
+    @cached_property
+    def exposed_seconds(self) -> float:
+        """Seconds in which compute waits for the communication of shards."""
+        return max(stage.exposed_seconds for stage in self.stages)
+
+    @cached_property
+    def utilization(self) -> float:
+        """Model FLOPs utilization: the part of the machine's FLOP/s that the model's need."""
+        flops = training_flops(self.args, self.args.global_batch_size)
+        return flops / (self.seconds * self.args.world_size * self.machine.flops)
+
+
+def model_arguments(words: Sequence[str], problems: list[str]) -> argparse.Namespace | None:
+    """Return the completed arguments of a model on one rank, with ``padded_vocab_size``.
+
+    Args:
+        words: flags of ``pretrain_gpt.py``, without those that a search chooses.
+        problems: gets everything that is wrong with them; then None is returned.
+    """
+    given = [word.split("=")[0] for word in words]
+    for flag, option in CHOSEN.items():
+        if flag in given:
+            problems.append(f"{flag} is chosen by the search: limit it by {option}")
+    for flag, subject in NOT_SIMULATED.items():
+        if flag in given:
+            problems.append(f"{flag}: {subject} cannot be planned; leave it out")
+    words = [*words, "--micro-batch-size", "1"]
+    try:
+        args = arguments_on(words, 1)
+    except CommandLineError as error:
+        problems += error.problems
+        return None
+    return None if problems else args
+
+
+def arguments_on(words: Sequence[str], num_gpus: int) -> argparse.Namespace:
+    """Return completed and checked arguments, with ``padded_vocab_size``.
+
+    Raises:
+        CommandLineError: lists everything that is wrong with them.
+    """
+    args, _ = parse_arguments(
+        [*words, "--use-megatron-fsdp"],
+        world_size=num_gpus,
+        cuda=torch.cuda.is_available(),
+        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+    )
+    try:
+        rows = embedding_rows(args, build_tokenizer(TokenizerChoice.of(args)))
+    except (ValueError, OSError) as error:
+        raise CommandLineError([str(error)]) from None
+    return argparse.Namespace(**vars(args) | {"padded_vocab_size": rows})
+
+
+def search(
+    words: Sequence[str],
+    args: argparse.Namespace,
+    num_gpus: int,
+    machine: Machine,
+    memory_limit: float,
+    choices: Choices,
+    num_wanted: int,
+    say: Callable[[str], object],
+) -> list[Prediction]:
+    """Return the fastest settings that fit, the fastest first.
+
+    Args:
+        words: flags of ``pretrain_gpt.py`` for the model.
+        args: the completed arguments of the model on one rank.
+        num_gpus: of the run.
+        machine: on which the model is trained.
+        memory_limit: bytes of a GPU.
+        choices: what may be chosen.
+        num_wanted: number of settings.
+        say: is called with lines about the search.
+    """
+    estimates = QuickEstimates(args, num_gpus, machine)
+    found = candidates(args, num_gpus, machine.gpus_per_node, choices)
+    every = [estimates.of(candidate) for candidate in found]
+    fitting = [each for each in every if each.num_bytes <= memory_limit]
+    say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
+    fitting.sort(key=lambda each: each.seconds)
+    return _simulated(words, fitting, args, num_gpus, machine, memory_limit, num_wanted)
+
+
+def _simulated(
+    words: Sequence[str],
+    estimates: Iterable[QuickEstimate],
+    model: argparse.Namespace,
+    num_gpus: int,
+    machine: Machine,
+    memory_limit: float,
+    num_wanted: int,
+) -> list[Prediction]:
+    """Simulate candidates until enough of them fit."""
+    fitting: list[Prediction] = []
+    for number, estimate in enumerate(estimates):
+        if len(fitting) == num_wanted or number == MORE_TRIES * num_wanted:
+            break
+        flags = estimate.candidate.flags(bool(model.num_experts))
+        try:
+            args = arguments_on([*words, *flags], num_gpus)
+        except CommandLineError:  # the program would refuse them
+            continue
+        prediction = predict(estimate.candidate, [*words, *flags], args, machine)
+        if prediction.peak_bytes <= memory_limit:
+            fitting.append(prediction)
+    return sorted(fitting, key=lambda each: each.seconds)
+
+
+def predict(
+    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Machine
+) -> Prediction:
+    """Simulate the first and the last pipeline stage of a candidate."""
+    stages = sorted({0, args.pipeline_model_parallel_size - 1})
+    predictions = [simulate_stage(args, machine, stage) for stage in stages]
+    return Prediction(candidate, flags, args, machine, predictions)

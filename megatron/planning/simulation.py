@@ -1,0 +1,220 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The simulation of a training step of one rank, driven by the engine itself.
+
+[Note: the simulation] The model is on the meta device, and its process groups pretend: both exist
+in torch. The engine shards it as it shards any model, so its units, layouts, schedule, prefetching
+and recorder are those of a run. Only two things are replaced. The forward of a unit's module uses
+all of its parameters and computes nothing (``skeleton.py``), but the clock of the compute stream
+advances by its seconds. And a collective, which a stream of the engine would run, occupies the
+stream of that name for its seconds: it begins when the stream is free and compute has reached it,
+and compute waits for its end where the engine waits.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp import MegatronFSDP
+from megatron.fsdp.engine import recorder
+from megatron.fsdp.engine.device import Collective, Pending
+from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.recorder import COMPUTE, OTHER, STORAGE, Recorder, TraceEntry
+
+CollectiveSeconds = Callable[[TraceEntry], float]
+"""Returns the seconds of a recorded collective."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Work on a stream.
+
+    Attributes:
+        stream: ``compute``, ``gather`` or ``reduce``.
+        name: of the work.
+        unit: name of its unit.
+        begin: in seconds.
+        end: in seconds.
+    """
+
+    stream: str
+    name: str
+    unit: str
+    begin: float
+    end: float
+
+
+@dataclass
+class StepResult:
+    """A simulated step, between two steps of the optimizer.
+
+    Attributes:
+        entries: everything that the engine's recorder has recorded.
+        intervals: what the streams have done.
+        memory: (seconds, bytes) after every change.
+        backward_ends: seconds at which the backward passes have ended.
+        seconds: from the first forward to the end of the last wait.
+    """
+
+    entries: list[TraceEntry] = field(default_factory=list)
+    intervals: list[Interval] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    backward_ends: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def collectives(self) -> list[TraceEntry]:
+        """The collectives, in the order in which they were started."""
+        return [entry for entry in self.entries if entry.is_collective]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes at any time."""
+        return max(num_bytes for _, num_bytes in self.memory)
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds in which compute was busy."""
+        return sum(each.end - each.begin for each in self.intervals if each.stream == COMPUTE)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds in which compute waited for communication."""
+        return self.seconds - self.compute_seconds
+
+
+class Simulator(Recorder):
+    """The recorder of a simulated rank, and the clocks of its streams.
+
+    Args:
+        collective_seconds: the duration of collectives; None: they take none.
+
+    Attributes:
+        compute: the clock of the compute stream, in seconds.
+        num_bytes: allocated now.
+        step: the step that is simulated.
+    """
+
+    def __init__(self, collective_seconds: CollectiveSeconds | None = None):
+        super().__init__()
+        self.compute = 0.0
+        self.num_bytes = 0
+        self.step = StepResult()
+        self._collective_seconds = collective_seconds or (lambda entry: 0.0)
+        self._streams: dict[str, float] = {}
+
+    def now(self) -> float:
+        """Return the clock of the compute stream."""
+        return self.compute
+
+    # ---- the engine's calls
+
+    def begin(self, track: str, name: str, unit: str, operand: torch.Tensor | None) -> TraceEntry:
+        """Record, and count the bytes of flat storage."""
+        entry = super().begin(track, name, unit, operand)
+        if track == STORAGE:
+            self.change_memory(entry.num_bytes if name == "allocate" else -entry.num_bytes)
+        return entry
+
+    def begin_collective(
+        self,
+        track: str,
+        name: str,
+        unit: str,
+        operand: torch.Tensor | None,
+        group: dist.ProcessGroup | None,
+    ) -> TraceEntry:
+        """Record; compute waits for what is not on a stream of its own."""
+        entry = super().begin_collective(track, name, unit, operand, group)
+        if track == OTHER:
+            self.compute += self._collective_seconds(entry)
+        return entry
+
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+        """Run collectives one after another on a stream, as the engine's streams do."""
+        end = max(self._streams.get(stream_name, 0.0), self.compute)
+        for collective in collectives:
+            collective(False)
+            entry = self.entries[-1]
+            entry.begin, end = end, end + self._collective_seconds(entry)
+            entry.end = end
+            self._add(stream_name, entry.name, entry.unit, entry.begin, end)
+        self._streams[stream_name] = end
+
+        def wait() -> None:
+            self.compute = max(self.compute, end)
+
+        return Pending(wait)
+
+    # ---- the model's calls
+
+    def spend(self, seconds: float, name: str, unit: str) -> None:
+        """Let compute work for some seconds."""
+        self._add(COMPUTE, name, unit, self.compute, self.compute + seconds)
+        self.compute += seconds
+
+    def change_memory(self, num_bytes: int) -> None:
+        """Count bytes that are allocated, or released if negative."""
+        self.num_bytes += num_bytes
+        self.step.memory.append((self.compute, self.num_bytes))
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count the bytes of a tensor until it is gone."""
+        num_bytes = tensor.numel() * tensor.element_size()
+        self.change_memory(num_bytes)
+        weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
+
+    def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
+        self.step.intervals.append(Interval(stream, name, unit, begin, end))
+
+    # ---- steps
+
+    def begin_simulated_step(self) -> None:
+        """Begin another step at 0 seconds."""
+        self.entries.clear()
+        self.compute = 0.0
+        self._streams.clear()
+        self.step = StepResult(memory=[(0.0, self.num_bytes)])
+
+    def end_simulated_step(self) -> StepResult:
+        """Return the step."""
+        self.step.entries = list(self.entries)
+        self.step.seconds = self.compute
+        return self.step
+
+
+@contextmanager
+def simulating(collective_seconds: CollectiveSeconds | None = None) -> Iterator[Simulator]:
+    """Record by a simulator inside the context, in which models are sharded and trained."""
+    simulator = Simulator(collective_seconds)
+    recorder.start(simulator)
+    try:
+        yield simulator
+    finally:
+        recorder.stop()
+
+
+def attach(simulator: Simulator, model: MegatronFSDP) -> None:
+    """Let the streams of a sharded model be those of a simulator, and count its weights.
+
+    The recorder was started before the model was sharded, so flat buffers are counted already.
+    """
+    for group in model.groups:
+        group._communicator.streams = simulator
+        simulator.change_memory(shard_bytes(group))
+    # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
+    model._gradients._find_nonfinite = list
+
+
+def shard_bytes(group: ParamGroup) -> int:
+    """Return the bytes of the shards of weights that are not in the flat buffer of a group."""
+    storages = {}
+    for shard in (group.main_shard, group.compute_shard):
+        storages[shard.untyped_storage()._cdata] = shard.numel() * shard.element_size()
+    storages.pop(group.compute.flat.untyped_storage()._cdata, None)
+    return sum(storages.values())

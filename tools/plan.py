@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Find the settings with which a model fits the memory of GPUs, and trains fastest.
+
+    python tools/plan.py --model llama-3-70b --machine h100
+    python tools/plan.py --gpus 16 --picture step.png --num-layers 24 --hidden-size 2048 ...
+
+The model is a published one, or given by the flags of pretrain_gpt.py; flags beside --model replace
+the model's own. Sizes of the mesh, the ZeRO level, recomputation and microbatches are searched. The
+best settings are simulated by the engine itself on the meta device: no GPU is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # see pretrain_gpt.py
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+from megatron.pretrain.logging_setup import set_up_logging
+
+set_up_logging()
+
+from megatron.planning.candidates import Choices  # noqa: E402
+from megatron.planning.machine import MACHINES, Machine, find_machine  # noqa: E402
+from megatron.planning.picture import draw_plan  # noqa: E402
+from megatron.planning.presets import PRESETS  # noqa: E402
+from megatron.planning.search import Prediction, model_arguments, search  # noqa: E402
+
+GIB = 2**30
+USABLE = 0.9
+"""Part of a GPU's memory that a plan may use: the rest is for CUDA, NCCL and fragments."""
+
+NEEDED_TO_RUN = {"--lr": "1e-4", "--train-iters": "1000", "--mock-data": None}
+"""Flags that a run needs and that change no plan, with values if none are given."""
+
+HEADER = "    TP  PP  CP  EP  ZeRO  copies  recompute  micro    GiB  step s  exposed  bubble    MFU"
+
+
+class Numbers(click.ParamType):
+    """Numbers above a lowest one, separated by commas."""
+
+    name = "numbers"
+
+    def __init__(self, lowest: int = 1):
+        self._lowest = lowest
+
+    def convert(
+        self, value: str | tuple[int, ...], param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...] | str:
+        """Return the numbers, or the text if it is none: all problems are told at once."""
+        if isinstance(value, tuple):
+            return value
+        words = value.split(",")
+        if all(word.strip().isdigit() and int(word) >= self._lowest for word in words):
+            return tuple(int(word) for word in words)
+        return value
+
+
+@click.command(
+    help=__doc__.split("\n\n")[0] if __doc__ else None,
+    epilog="Other flags are those of pretrain_gpt.py.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+@click.option("--model", metavar="NAME", help=f"a published model: {', '.join(PRESETS)}")
+@click.option("--gpus", type=int, help="number of GPUs")
+@click.option("--machine", default="h100", help=f"{', '.join(MACHINES)}, or a JSON file")
+@click.option("--memory-limit", type=float, help=f"GiB of a GPU; default {USABLE:.0%} of them")
+@click.option("--tensor", type=Numbers(), default=(), help="tensor-parallel ranks, as 1,2,4")
+@click.option("--pipeline", type=Numbers(), default=(), help="pipeline stages")
+@click.option("--context", type=Numbers(), default=(), help="context-parallel ranks")
+@click.option("--expert", type=Numbers(), default=(), help="expert-parallel ranks")
+@click.option("--level", type=Numbers(0), default=(), help="ZeRO levels, 0 to 3")
+@click.option("--micro-batch", type=Numbers(), default=(), help="sequences of a microbatch")
+@click.option("--show", type=int, default=4, show_default=True, help="settings to show")
+@click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
+@click.pass_context
+def main(
+    call: click.Context,
+    model: str | None,
+    gpus: int | None,
+    machine: str,
+    memory_limit: float | None,
+    show: int,
+    picture: Path | None,
+    **limits: tuple[int, ...] | str,
+) -> None:
+    """Print the settings, the fastest first."""
+    problems: list[str] = []
+    if model is not None and model not in PRESETS:
+        problems.append(f"--model {model} is none of {', '.join(PRESETS)}")
+    if model is None and not call.args:
+        problems.append("no model: give --model, or flags of pretrain_gpt.py")
+    preset = PRESETS.get(model or "")
+    num_gpus = gpus if gpus is not None else preset.num_gpus if preset else 0
+    if num_gpus < 1:
+        problems.append("--gpus expects the number of GPUs, at least 1")
+    if show < 1:
+        problems.append(f"--show expects at least 1 but got {show}")
+    if memory_limit is not None and memory_limit <= 0:
+        problems.append(f"--memory-limit expects GiB above 0 but got {memory_limit:g}")
+    if picture is not None and not picture.absolute().parent.is_dir():
+        problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")
+    problems += problems_of_limits(limits)
+    described: Machine | None = None
+    try:
+        described = find_machine(machine)
+    except ValueError as error:
+        problems.append(str(error))
+    words = words_of(preset.flags if preset else "", call.args)
+    args = model_arguments(words, problems) if preset or call.args else None
+    if problems or args is None or described is None:
+        lines = [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+        raise click.UsageError("\n".join(["these have to be changed:", *lines]))
+
+    limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
+    choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
+    click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
+    found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
+    if not found:
+        raise click.ClickException(
+            "nothing fits: give more GPUs, another --machine or a larger --memory-limit"
+        )
+    for line in (*table(found), *commands(found, described)):
+        click.echo(line)
+    if picture is not None:
+        draw_plan(found[0], limit, picture)
+        click.echo(f"the first one is drawn in {picture}")
+
+
+def problems_of_limits(limits: dict[str, tuple[int, ...] | str]) -> Iterator[str]:
+    """Yield a problem for every option that does not list numbers."""
+    for name, numbers in limits.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(numbers, str):
+            yield f"{flag} expects numbers such as 1,2,4 but got {numbers}"
+        elif name == "level" and any(number > 3 for number in numbers):
+            yield f"{flag} expects levels from 0 to 3 but got {','.join(map(str, numbers))}"
+
+
+def words_of(of_model: str, given: list[str]) -> list[str]:
+    """Return the flags of a model, those that were given, and what every run needs."""
+    words = [*shlex.split(of_model), *given]
+    names = {word.split("=")[0] for word in words}
+    needed: list[str] = []
+    for flag, value in NEEDED_TO_RUN.items():
+        has_data = flag == "--mock-data" and names & {"--data-path", "--data-args-path"}
+        has_length = flag == "--train-iters" and "--train-samples" in names
+        if flag not in names and not has_data and not has_length:
+            needed += [flag] if value is None else [flag, value]
+    return [*words, *needed]
+
+
+def table(found: list[Prediction]) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield HEADER
+    for number, each in enumerate(found, 1):
+        chosen = each.candidate
+        recompute = "full" if chosen.recomputes else "none"
+        yield (
+            f"{number:>2}. {chosen.tensor:>2}  {chosen.pipeline:>2}  {chosen.context:>2}"
+            f"  {chosen.expert:>2}  {chosen.level:>4}  {chosen.outer:>6}  {recompute:>9}"
+            f"  {chosen.micro_batch:>5}  {each.peak_bytes / GIB:>5.1f}  {each.seconds:>6.2f}"
+            f"  {each.exposed_seconds / each.seconds:>7.1%}"
+            f"  {each.bubble_seconds / each.seconds:>6.1%}  {each.utilization:>5.1%}"
+        )
+
+
+def commands(found: list[Prediction], machine: Machine) -> Iterator[str]:
+    """Yield the command line of each settings."""
+    for number, each in enumerate(found, 1):
+        per_node = min(machine.gpus_per_node, each.args.world_size)
+        nodes = -(-each.args.world_size // per_node)
+        words = [
+            f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py",
+            *(shlex.quote(word) for word in each.flags),
+            "--use-megatron-fsdp",
+        ]
+        text = " ".join(words)
+        lines = textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False)
+        yield ""
+        yield f"# {number}."
+        yield " \\\n    ".join(lines)
+
+
+if __name__ == "__main__":
+    main()
