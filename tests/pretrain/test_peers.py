@@ -170,7 +170,7 @@ class Watcher:
 
         def look() -> None:
             self.arrived.wait()
-            time.sleep(0.1)
+            time.sleep(0.3)  # until it waits in `acquire`
             found.append(position.current())
             self.looked.release()
 
@@ -223,8 +223,13 @@ METHODS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("collective", METHODS)
 def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
     watcher = Watcher()
-    group = waiting(watcher.wait)
-    found = watcher.position_while(lambda: METHODS[collective](group))
+    group = waiting(watcher.looked.acquire)
+
+    def wait_in_the_engine() -> None:
+        watcher.arrived.set()
+        METHODS[collective](group)
+
+    found = watcher.position_while(wait_in_the_engine)
     assert found.collective == f"the {collective} of unit 'head'"
 
 
