@@ -34,6 +34,8 @@ START_TIMEOUT = 120.0
 """Seconds a new group may take to answer; the first one imports torch and Megatron-Core."""
 GRACE = 0.5
 """Seconds that other ranks have to report after a failure: often all fail, with telling stacks."""
+STACK_TIMEOUT = 5.0
+"""Seconds that ranks have to write their stacks."""
 MAX_GROUPS = 200
 """Process groups that may pile up in a world before it is built anew.
 
@@ -273,12 +275,18 @@ class RankGroup:
 
     def _dump_stacks(self, ranks: list[int]) -> dict[int, str]:
         """Return the Python stacks of running ranks, written by their signal handlers."""
+        sizes: dict[Path, int] = {}
         for rank in ranks:
-            if self._stack_files[
-                rank
-            ].exists():  # else the handler is not there yet, and the signal would only kill
+            path = self._stack_files[rank]
+            if path.exists():  # else the handler is not there yet, and the signal would only kill
+                sizes[path] = path.stat().st_size
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(0.1 if ranks else 0.0)
+        deadline = time.monotonic() + STACK_TIMEOUT
+        while time.monotonic() < deadline and any(
+            path.stat().st_size == size for path, size in sizes.items()
+        ):
+            time.sleep(0.02)
+        time.sleep(0.1 if ranks else 0.0)  # the rest of the stacks
         return {
             rank: (
                 path.read_text()

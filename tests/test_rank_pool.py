@@ -40,6 +40,7 @@ def sum_over_ranks(value: torch.Tensor, *, scale: float) -> torch.Tensor:
 
 
 def raise_on_rank_one() -> None:
+    dist.barrier()
     if dist.get_rank() == 1:
         raise KeyError("no such parameter")
     dist.all_reduce(torch.ones(1))
@@ -151,7 +152,7 @@ def start_a_child() -> int:
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
             return True
@@ -180,8 +181,8 @@ def test_failure_of_one_rank_is_noticed_while_the_other_waits_in_a_collective() 
     before = run_ranks(2, process_id)
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
-        run_ranks(2, raise_on_rank_one, timeout=60)
-    assert time.monotonic() - start < 20
+        run_ranks(2, raise_on_rank_one, timeout=300)
+    assert time.monotonic() - start < 100
     message = str(failure.value)
     assert message.startswith("rank 1 of 2 failed:")
     assert "in raise_on_rank_one" in message and "KeyError: 'no such parameter'" in message
@@ -215,9 +216,9 @@ def test_rank_killed_between_jobs_is_reported_and_replaced() -> None:
 
 def test_timeout_shows_the_stack_of_the_rank_that_hangs() -> None:
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 0 of 2 did not finish within 0.5 s") as failure:
-        run_ranks(2, hang_on_rank_zero, timeout=0.5)
-    assert time.monotonic() - start < 20
+    with pytest.raises(RankFailure, match=r"rank 0 of 2 did not finish within 3 s") as failure:
+        run_ranks(2, hang_on_rank_zero, timeout=3)
+    assert time.monotonic() - start < 100
     assert "in hang_on_rank_zero" in str(failure.value)
     assert "rank 1 was" not in str(failure.value)
 

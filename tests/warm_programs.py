@@ -7,9 +7,11 @@ process. Words of torchrun are read by its own parser.
 """
 
 import atexit
+import contextlib
 import importlib
 import json
 import os
+import secrets
 import select
 import signal
 import socket
@@ -122,9 +124,12 @@ def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, st
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that nothing uses, and that the system gives to no other socket meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)  # Linux takes those from 32768 on by itself
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(

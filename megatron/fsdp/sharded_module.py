@@ -36,6 +36,7 @@ from megatron.fsdp.settings import ShardingSettings
 from megatron.fsdp.sharded_copy import copied_module, copy_main_weights
 from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
 from megatron.fsdp.warnings_once import (
+    warn_of_clipped_embeddings,
     warn_of_no_optimizer,
     warn_of_unmatched_units,
     watch_optimizers,
@@ -89,6 +90,7 @@ class ShardedModule(WrappedAttributes):
         )
         if self._gives_advice:
             warn_of_unmatched_units(module, resolved.unit_modules)
+            warn_of_clipped_embeddings(module)
         self.module = _move(module, resolved.device)
         parameters_of = assign_parameters(self._units)
         if not resolved.fine_grained:

@@ -83,6 +83,7 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for average, group in zip(self._averages, self._model.groups):
+            group.writes.take()
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.engine.collectives import agree
 
 SHARDS_FOLDER = "sharded_state"
 """Folder inside a checkpoint of the Trainer or of `save_state`."""
@@ -54,6 +55,35 @@ def shards_folder(checkpoint: Path) -> str | None:
     return folder
 
 
+def shared_shards_folder(checkpoint: Path) -> str | None:
+    """Return what :func:`shards_folder` does, the same on every rank; a collective.
+
+    Raises:
+        ValueError: on every rank, if the folder is incomplete, if some ranks do not see it, or if
+            they look at different checkpoints. They would wait for each other in a load.
+    """
+    if not dist.is_initialized():
+        return shards_folder(checkpoint)
+    names = agree([os.fspath(checkpoint)])
+    if len(names) > 1:
+        raise ValueError(f"ranks want to load different checkpoints: {', '.join(names[:5])}")
+    folder, problems = None, []
+    try:
+        folder = shards_folder(checkpoint)
+    except ValueError as error:
+        problems.append(str(error))
+    problems = agree(problems)
+    if problems:
+        raise ValueError(problems[0])
+    blind = agree([] if folder else [f"rank {dist.get_rank()}"])
+    if 0 < len(blind) < dist.get_world_size():
+        raise ValueError(
+            f"{os.path.join(checkpoint, SHARDS_FOLDER)} is not seen by {', '.join(blind[:5])}"
+            f" ({len(blind)} of {dist.get_world_size()} ranks): all ranks must share a file system"
+        )
+    return folder
+
+
 def save_shards(
     checkpoint: Path, models: Sequence[MegatronFSDP], optimizers: Sequence[torch.optim.Optimizer]
 ) -> None:
@@ -78,7 +108,7 @@ def load_shards(
     Raises:
         ValueError: if the checkpoint has no complete folder of shards.
     """
-    folder = shards_folder(checkpoint)
+    folder = shared_shards_folder(checkpoint)
     if folder is None:
         raise ValueError(f"{checkpoint} has no folder {SHARDS_FOLDER}")
     state = _state(models, optimizers)

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from megatron.fsdp import MegatronFSDP
 from megatron.huggingface import states
@@ -90,6 +92,23 @@ class ShardedTrainer(Trainer):
 
     # ---- checkpoints
 
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *others: Any, **named: Any
+    ) -> TrainOutput:
+        """Train as transformers does; the first rank chooses the last checkpoint for all.
+
+        Ranks that looked for themselves could find different ones, while old ones are deleted.
+        """
+        if resume_from_checkpoint is True and dist.is_initialized():
+            folder = self.args.output_dir
+            looks = dist.get_rank() == 0 and os.path.isdir(folder)
+            found = [get_last_checkpoint(folder) if looks else None]
+            dist.broadcast_object_list(found, device=self.args.device)
+            if found[0] is None:
+                raise ValueError(f"{folder} has no checkpoint to resume from")
+            resume_from_checkpoint = found[0]
+        return super().train(resume_from_checkpoint, *others, **named)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model as transformers does, or PEFT its adapters; a collective.
 
@@ -128,12 +147,12 @@ class ShardedTrainer(Trainer):
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
         # Shards are loaded into the sharded model, together with the optimizer's.
-        if states.shards_folder(resume_from_checkpoint) is None:
+        if states.shared_shards_folder(resume_from_checkpoint) is None:
             own = self.model_wrapped if model is None else model
             super()._load_from_checkpoint(resume_from_checkpoint, own)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or states.shards_folder(checkpoint) is None:
+        if checkpoint is None or states.shared_shards_folder(checkpoint) is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         states.load_shards(checkpoint, [self.model_wrapped], [self.optimizer.optimizer])

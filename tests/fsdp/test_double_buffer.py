@@ -360,7 +360,7 @@ def test_ranks_that_leave_out_different_groups_assign_the_same_slots(
 ) -> None:
     settings = {"zero_dp_strategy": level, "overlap_grad_reduce": False}
     for weights, expected in zip(
-        ranks(2, leave_a_group_out_on_rank_1, timeout=30, **settings, **SLOTS),
+        ranks(2, leave_a_group_out_on_rank_1, **settings, **SLOTS),
         ranks(2, leave_a_group_out_on_rank_1, **settings),
     ):
         assert all(map(torch.equal, weights, expected))

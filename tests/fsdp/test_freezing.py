@@ -11,7 +11,7 @@ from torch import nn
 from megatron.fsdp import MegatronFSDP
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards
+from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
 from tests.fsdp.side_by_side import (
     mean_gradients,
     plain_backward,
@@ -138,6 +138,30 @@ def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(
     ranks: Ranks, level: int
 ) -> None:
     ranks(2, freeze_and_thaw_in_every_way, level)
+
+
+def freeze_between_forward_and_backward(level: int) -> None:
+    """Evaluate with frozen parameters in between, as for the reference of a preference loss."""
+    torch.manual_seed(7)
+    reference = build_stack()
+    torch.manual_seed(7)
+    model, _ = shard(build_stack(), level)
+    expected = mean_gradients(reference, plain_backward, 0)
+    loss = loss_of(model(batch(0, dist.get_rank(), 0)))
+    model.module.blocks[1].requires_grad_(False)
+    with torch.no_grad():
+        model(batch(1, 0, 0))
+    model.module.blocks[1].requires_grad_(True)
+    loss.backward()
+    actual = {name: parameter.grad for name, parameter in model.named_parameters()}
+    compare_shards(model, actual, expected, "gradient")
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_what_is_frozen_only_between_forward_and_backward_is_trained(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, freeze_between_forward_and_backward, level)
 
 
 def thaw_everything() -> str:

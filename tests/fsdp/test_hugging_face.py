@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
+from tests.huggingface import tiny_runs
+from tests.huggingface.tiny_runs import VOCABULARY
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 
 
-VOCABULARY, LENGTH = 41, 9
+LENGTH = 9
 
 
 LLAMA_LAYER = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
@@ -26,22 +28,7 @@ GPT2_LAYER = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
 
 
 def build_llama(tied: bool = False) -> nn.Module:
-    """Build two layers with grouped queries; sizes are odd where the architecture allows it."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=12,
-        intermediate_size=21,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    torch.manual_seed(7)
-    return transformers.LlamaForCausalLM(config).double()
+    return tiny_runs.build_llama(tied, torch.float64, end=None)
 
 
 def build_gpt2() -> nn.Module:

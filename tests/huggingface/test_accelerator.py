@@ -213,3 +213,21 @@ def test_objects_are_prepared_one_by_one_and_wrong_ones_refused(ranks: Ranks) ->
     strangers, placement, joined, matrices = ranks(2, prepare_one_by_one)[0]
     assert "hand both to prepare()" in strangers and "device_placement" in placement
     assert "the same number of batches" in joined and "Adafactor" in matrices
+
+
+def load_different_checkpoints(folder: Path) -> str:
+    from megatron_fsdp.huggingface import ShardedAccelerator
+
+    with fresh_accelerate():
+        accelerator = ShardedAccelerator(cpu=True)
+        prepare(accelerator)
+        for name in ("0", "1"):
+            accelerator.save_state(str(folder / name))
+        with pytest.raises(ValueError) as error:
+            accelerator.load_state(str(folder / str(dist.get_rank())))
+    return str(error.value)
+
+
+def test_ranks_that_would_load_different_checkpoints_are_told(ranks: Ranks, tmp_path: Path) -> None:
+    for message in ranks(2, load_different_checkpoints, tmp_path, timeout=60):
+        assert message.endswith(f"different checkpoints: {tmp_path}/0, {tmp_path}/1")

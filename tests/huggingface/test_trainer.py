@@ -232,6 +232,40 @@ def test_all_ranks_find_the_folder_of_the_best_checkpoint(ranks: Ranks, tmp_path
     assert ranks(2, look_for_folders, tmp_path) == [[True] * 3] * 2
 
 
+def resume_where_ranks_find_different_checkpoints(folder: Path) -> tuple[int, str]:
+    """Resume where rank 1 sees a later checkpoint; then load one that it does not see."""
+    from megatron.huggingface import states
+    from megatron.huggingface import trainer as ours
+    from megatron_fsdp.huggingface import ShardedTrainer
+
+    is_late = dist.get_rank() == 1
+    with fresh_accelerate(), pytest.MonkeyPatch.context() as patches:
+        settings = {"save_strategy": "steps", "save_steps": 3}
+        args = training_arguments(folder, **settings)
+        ShardedTrainer(build_llama(), args, train_dataset=Sequences()).train()
+        earlier, later = (str(folder / f"checkpoint-{step}") for step in (3, 6))
+        last = later if is_late else earlier
+        for module in (ours, transformers.trainer):
+            patches.setattr(module, "get_last_checkpoint", lambda directory: last)
+        trainer = ShardedTrainer(build_llama(), args, train_dataset=Sequences())
+        trainer.train(resume_from_checkpoint=True)
+        steps = len(values(trainer, "loss"))
+        if is_late:
+            patches.setattr(states, "shards_folder", lambda checkpoint: None)
+        with pytest.raises(ValueError) as error:
+            trainer.train(resume_from_checkpoint=earlier)
+    return steps, str(error.value)
+
+
+@pytest.mark.exhaustive
+def test_ranks_that_see_different_files_resume_the_same_checkpoint_or_none(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    first, second = ranks(2, resume_where_ranks_find_different_checkpoints, tmp_path, timeout=60)
+    assert first == second
+    assert first[0] == 6 and "checkpoint-3/sharded_state is not seen by rank 1" in first[1]
+
+
 def save_on(folder: Path, build: Any, settings: dict[str, Any]) -> Any:
     """Train three steps, save a checkpoint and the whole model, and return the model's outputs."""
     from megatron_fsdp.huggingface import ShardedTrainer

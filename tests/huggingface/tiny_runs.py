@@ -29,8 +29,13 @@ def fresh_accelerate() -> Iterator[None]:
         reset()
 
 
-def build_llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Build two layers with random weights, the same at every call."""
+def build_llama(
+    tied: bool = False, dtype: torch.dtype = torch.float32, end: int | None = 2
+) -> nn.Module:
+    """Build two layers with grouped queries and random weights, the same at every call.
+
+    Sizes are odd where the architecture allows it. `end` is the token that ends sequences.
+    """
     import transformers
 
     config = transformers.LlamaConfig(
@@ -44,7 +49,7 @@ def build_llama(tied: bool = False, dtype: torch.dtype = torch.float32) -> nn.Mo
         tie_word_embeddings=tied,
         pad_token_id=0,
         bos_token_id=1,
-        eos_token_id=2,
+        eos_token_id=end,
     )
     torch.manual_seed(7)
     return transformers.LlamaForCausalLM(config).to(dtype)

@@ -228,8 +228,7 @@ def run(
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(began + variant.limit + 60 - time.monotonic(), 0.1))
             seconds = time.monotonic() - began
-            time.sleep(0.2)
-            left = [" ".join(process.cmdline()) for process in marked(mark)]
+            left = left_behind(mark)
         finally:
             for process in marked(mark):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -266,6 +265,16 @@ def send_signals(variant: Variant, processes: list[subprocess.Popen[bytes]], mar
             time.sleep(1)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
+
+
+def left_behind(mark: str) -> list[str]:
+    """Return the command lines of what is left of a run that has ended, after some seconds."""
+    deadline = time.monotonic() + 5
+    while True:
+        time.sleep(0.2)
+        left = [" ".join(process.cmdline()) for process in marked(mark)]
+        if not left or time.monotonic() > deadline:
+            return left
 
 
 def marked(mark: str) -> Iterator[psutil.Process]:

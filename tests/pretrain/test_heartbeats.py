@@ -49,7 +49,7 @@ def test_ranks_whose_agents_have_counted_other_restarts_share_their_heartbeats(
     for rank, count in enumerate(("2", "0")):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
-        store.set_timeout(timedelta(seconds=5))
+        store.set_timeout(timedelta(seconds=60))
         calls.append(ShortCalls.to_default_store())
     first, second = calls
     assert first is not None and second is not None

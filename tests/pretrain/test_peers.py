@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,34 +151,53 @@ def test_a_heartbeat_survives_the_store() -> None:
     assert Heartbeat.from_json(sent.to_json()) == sent
 
 
-def positions_while(action: Callable[[], object]) -> position.Position:
-    """Return the position of the main thread while it runs `action`, from another thread."""
-    found: list[position.Position] = []
+class Watcher:
+    """Another thread that finds the position of the main one, which waits for it."""
 
-    def look() -> None:
-        time.sleep(0.1)
-        found.append(position.current())
+    def __init__(self) -> None:
+        self.arrived = threading.Event()
+        self.looked = threading.Lock()  # its `acquire` is no frame of Python
+        self.looked.acquire()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    action()
-    thread.join()
-    return found[0]
+    def wait(self) -> None:
+        """Wait on the main thread until it has been seen."""
+        self.arrived.set()
+        self.looked.acquire()
+
+    def position_while(self, action: Callable[[], object]) -> position.Position:
+        """Return the position of the main thread while it runs `action`, which waits."""
+        found: list[position.Position] = []
+
+        def look() -> None:
+            self.arrived.wait()
+            time.sleep(0.3)  # until it waits in `acquire`
+            found.append(position.current())
+            self.looked.release()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        action()
+        thread.join()
+        return found[0]
 
 
 def test_the_main_thread_is_seen_at_its_line() -> None:
-    def sleep_here() -> None:
-        time.sleep(0.3)
+    watcher = Watcher()
 
-    found = positions_while(sleep_here)
-    assert found.collective == "" and found.place.endswith(" in sleep_here")
+    def wait_here() -> None:
+        watcher.arrived.set()
+        watcher.looked.acquire()
+
+    found = watcher.position_while(wait_here)
+    assert found.collective == "" and found.place.endswith(" in wait_here")
     assert found.place.startswith(f"pretrain/{os.path.basename(__file__)}:")
 
 
 def test_the_last_work_of_the_engine_is_known() -> None:
     with recorder.named("decoder.layers.0", "unshard"):
         pass
-    found = positions_while(lambda: time.sleep(0.3))
+    watcher = Watcher()
+    found = watcher.position_while(watcher.wait)
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
 
 
@@ -204,8 +222,14 @@ METHODS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("collective", METHODS)
 def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
-    group = waiting(partial(time.sleep, 0.3))
-    found = positions_while(lambda: METHODS[collective](group))
+    watcher = Watcher()
+    group = waiting(watcher.looked.acquire)
+
+    def wait_in_the_engine() -> None:
+        watcher.arrived.set()
+        METHODS[collective](group)
+
+    found = watcher.position_while(wait_in_the_engine)
     assert found.collective == f"the {collective} of unit 'head'"
 
 

@@ -374,7 +374,7 @@ def test_under_torchrun_an_error_is_told_once_and_ends_all_ranks(
         f"{LINE} --num-layers 3 --load {checkpoint}", checkpoint, ("torchrun",), commands
     )
     began = time.monotonic()
-    _, errors = process.communicate(timeout=180)
-    assert process.returncode != 0 and time.monotonic() - began < 60
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode != 0 and time.monotonic() - began < 150
     assert errors.count("is a checkpoint of another model") == 1
     assert 'pretrain_gpt.py", line' not in errors  # torchrun adds its own report, we no traceback

@@ -93,9 +93,9 @@ from megatron.pretrain.save_lock import locked
 with locked(Path(sys.argv[1]), print):
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(600)
     print(child, flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 

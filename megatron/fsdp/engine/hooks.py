@@ -72,7 +72,7 @@ class UnitHooks:
             self.handles |= {before.id, after.id}
 
         def arrived(parameter: nn.Parameter) -> None:
-            self._schedule.enter_backward(_queue_callback)
+            self._enter_backward()
             self._schedule.grad_arrived(unit, parameter)
 
         for group in unit.trainable_groups:
@@ -189,7 +189,7 @@ class UnitHooks:
             self._pre_backward(call)
 
         def enter_backward(gradient: torch.Tensor) -> None:
-            self._schedule.enter_backward(_queue_callback)
+            self._enter_backward()
 
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):
@@ -211,8 +211,12 @@ class UnitHooks:
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
                 base.grad_fn.register_prehook(pre_backward)
 
+    def _enter_backward(self) -> None:
+        if self._schedule.enter_backward(_queue_callback):
+            self.shown.follow_freezing()
+
     def _pre_backward(self, call: UnitCall) -> None:
-        self._schedule.enter_backward(_queue_callback)
+        self._enter_backward()
         if call.unit is self._outside:
             self._unshard(call)
         elif call.state is CallState.FORWARD:

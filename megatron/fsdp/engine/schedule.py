@@ -136,17 +136,19 @@ class Schedule:
 
     # ---- gradients
 
-    def enter_backward(self, queue_callback: Callable[[Callable[[], None]], None]) -> None:
-        """Note that a backward pass has reached the model.
+    def enter_backward(self, queue_callback: Callable[[Callable[[], None]], None]) -> bool:
+        """Note that a backward pass has reached the model, and return True if it had not before.
 
         Args:
             queue_callback: has autograd call a function when the pass is over.
         """
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            self._keeps_graph = torch.is_grad_enabled()
-            self._on_backward_begin()
-            queue_callback(self._finish_backward)
+        if self._is_in_backward:
+            return False
+        self._is_in_backward = True
+        self._keeps_graph = torch.is_grad_enabled()
+        self._on_backward_begin()
+        queue_callback(self._finish_backward)
+        return True
 
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""

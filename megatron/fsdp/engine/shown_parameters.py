@@ -82,9 +82,13 @@ class ShownParameters:
         Args:
             goes_on: code may write more to the compute weights that it has got.
         """
-        self._trainability.follow()
+        self.follow_freezing()
         for group in self._given:
             group.writes.take(goes_on)
+
+    def follow_freezing(self) -> None:
+        """Take over which parameters are frozen now."""
+        self._trainability.follow()
 
     def _give(self, unit: Unit) -> None:
         """Note that code outside of forwards gets the compute weights of a unit."""

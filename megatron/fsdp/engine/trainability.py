@@ -3,7 +3,7 @@
 
 Code reads a parameter as the compute parameter or as the sharded one, and may set the
 ``requires_grad`` of either. Autograd looks at the compute parameter, the optimizer at the sharded
-one, so both are set alike before the next forward.
+one, so both are set alike before the next forward or backward.
 """
 
 from __future__ import annotations

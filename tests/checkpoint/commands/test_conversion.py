@@ -345,7 +345,7 @@ def test_a_process_that_is_killed_is_taken_up(
         finally:
             os._exit(1)
     try:
-        limit = time.monotonic() + 100
+        limit = time.monotonic() + 300
         while len(list(journal.glob("0*[0-9]"))) < 3:
             assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < limit
             time.sleep(0.02)

@@ -39,4 +39,4 @@ def test_results_are_in_order_and_the_first_error_is_raised(
 def test_threads_work_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading_threads, "number_of_threads", lambda: 3)
     together = threading.Barrier(3)
-    in_threads(lambda each: together.wait(timeout=20), range(3))
+    in_threads(lambda each: together.wait(timeout=120), range(3))

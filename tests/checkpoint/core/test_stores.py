@@ -292,7 +292,7 @@ import sys, time
 from megatron.checkpoint.core.url_staging import staged_directory
 print(staged_directory("memory://run"), flush=True)
 if len(sys.argv) > 1:
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
