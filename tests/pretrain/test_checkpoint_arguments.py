@@ -279,7 +279,9 @@ CHANGES_NO_OUTPUT = """account_for_embedding_in_pipeline_split account_for_loss_
     decoupled_weight_decay distribute_saved_activations flash_attention_version
     fused_residual_rmsnorm fused_single_qkv_rope memory_efficient_layer_norm
     microbatch_group_size_per_vp_stage mla_down_proj_fusion mlp_chunks_for_training
-    moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_layer_recompute
+    moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+    moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute
     moe_ncclep_static_shape moe_ncclep_zero_copy moe_permute_fusion_into_hybridep
     overlap_p2p_comm_warmup_flush param_name_patterns_for_fp32_local_accumulation
     perform_initialization use_fused_weighted_squared_relu use_te_activation_func
