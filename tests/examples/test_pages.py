@@ -90,8 +90,9 @@ COMMAND_PAGES = {
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
     "docs/index.md: torchrun --nproc_per_node 2 train.py": "tests/examples/test_site.py",
-    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'    # transformers and"
-    " accelerate; LoRA needs peft": "would change the environment; below the extra is looked up",
+    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'": (
+        "would change the environment; below the extra is looked up"
+    ),
     "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
@@ -176,6 +177,12 @@ def test_every_block_of_a_page_is_taken_by_one_runner(page: str) -> None:
     assert fences == 2 * len(blocks_of(page)), "a block that is not closed, or not understood"
     wrong = {name: runners for name, runners in taken.items() if len(runners) != 1}
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("language", ["python", "bash", "text", "console", ""])
+def test_a_block_of_a_new_page_has_no_runner(language: str) -> None:
+    assert not runners_of(Block("docs/new.md", language, "", "a line\n"))
+    assert not runners_of(Block("docs/coming_from_fsdp2.md", "python", "Theirs", "a line\n"))
 
 
 def test_blocks_that_run_elsewhere_exist_and_name_files_that_do() -> None:
@@ -270,11 +277,11 @@ def test_commands_in_sentences_name_what_exists() -> None:
 
 
 def test_every_example_is_short_and_on_the_page_of_examples() -> None:
-    page = (DOCS / "examples.md").read_text()
+    text = (DOCS / "examples.md").read_text()
+    commands = text + (DOCS / "hugging_face.md").read_text()
     examples = sorted((ROOT / "examples").glob("*.py"))
     assert len(examples) >= 6
     for path in examples:
         assert len(path.read_text().splitlines()) <= 120, path.name
-        assert f"[`{path.name}`](../examples/{path.name})" in page
-        commands = page + (DOCS / "hugging_face.md").read_text()
-        assert re.search(rf"^torchrun .*examples/{path.name}", commands, re.MULTILINE), path.name
+        assert f"](../examples/{path.name}) |" in text, path.name
+        assert re.search(rf"^(torchrun| {{4}}).*\bexamples/{path.name}", commands, re.MULTILINE)
