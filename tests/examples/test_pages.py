@@ -56,10 +56,12 @@ class CommandPage:
     Attributes:
         tolerance: relative, of quoted numbers with a decimal point.
         replaced: parts of commands, and what stands there in the test: `{folder}` is its folder.
+        agreeing: pairs of blocks; the first prints only steps that the second prints too.
     """
 
     tolerance: float = 0.0
     replaced: tuple[tuple[str, str], ...] = ()
+    agreeing: tuple[tuple[int, int], ...] = ()
 
 
 SMALL_MODEL = (
@@ -74,7 +76,7 @@ COMMAND_PAGES = {
     "docs/coming_from_megatron_lm.md": CommandPage(),
     "docs/command_line.md": CommandPage(),
     # Other processors round bfloat16 in other places.
-    "docs/examples.md": CommandPage(tolerance=0.15),
+    "docs/examples.md": CommandPage(tolerance=0.15, agreeing=((3, 2), (5, 4))),
     "docs/checkpoints_at_urls.md": CommandPage(
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
@@ -125,6 +127,9 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
     )
     for block, output, code in zip(blocks, run.outputs, run.codes):
         check_block(block, output, code, settings.tolerance)
+    steps = [set(re.findall("^step .*", output, re.MULTILINE)) for output in run.outputs]
+    for fewer, more in settings.agreeing:
+        assert steps[fewer] and steps[fewer] <= steps[more], (steps[fewer], steps[more])
 
 
 # ---- nothing escapes
