@@ -8,6 +8,7 @@ Only the class of the trainer differs from a program for one device. Run it agai
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--output-dir", default="trainer_output")
     parser.add_argument("--max-steps", type=int, default=60)
     options = parser.parse_args()
+    os.makedirs(options.output_dir, exist_ok=True)  # on every rank, before it looks for checkpoints
 
     args = TrainingArguments(
         output_dir=options.output_dir,

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 2 examples/megatron_core_loop.py
 
 The parts are those of Megatron-Core's own example (`run_simple_mcore_train_loop.py`): process
-groups, a GPTModel, a schedule of microbatches, and here its mixed-precision optimizer too. Only the
-wrapper differs: `FullyShardedDataParallel` instead of `DistributedDataParallel` (`--ddp`).
+groups, a GPTModel, a schedule of microbatches; and its distributed optimizer. Only the wrapper
+differs: `FullyShardedDataParallel` instead of `DistributedDataParallel` (`--ddp`).
 """
 
 import argparse

@@ -18,7 +18,7 @@ class WeightAverage:
     """An exponential moving average of the main weights of a sharded model.
 
     Every rank averages the weights that it owns, without communication, in the dtype of the main
-    weights::
+    weights:
 
         average = WeightAverage(model, decay=0.999)
         for batch in batches:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pages assume before their Python blocks, and what must be true after each of them.
+"""Programs made of the Python blocks of pages: the names they assume, and a check of each block.
 
 The blocks of a page run in order, as one program, on two ranks of the pool.
 """

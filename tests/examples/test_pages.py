@@ -56,10 +56,12 @@ class CommandPage:
     Attributes:
         tolerance: relative, of quoted numbers with a decimal point.
         replaced: parts of commands, and what stands there in the test: `{folder}` is its folder.
+        agreeing: pairs of blocks; the first prints only steps that the second prints too.
     """
 
     tolerance: float = 0.0
     replaced: tuple[tuple[str, str], ...] = ()
+    agreeing: tuple[tuple[int, int], ...] = ()
 
 
 SMALL_MODEL = (
@@ -74,7 +76,7 @@ COMMAND_PAGES = {
     "docs/coming_from_megatron_lm.md": CommandPage(),
     "docs/command_line.md": CommandPage(),
     # Other processors round bfloat16 in other places.
-    "docs/examples.md": CommandPage(tolerance=0.15),
+    "docs/examples.md": CommandPage(tolerance=0.15, agreeing=((3, 2), (5, 4))),
     "docs/checkpoints_at_urls.md": CommandPage(
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
@@ -90,8 +92,9 @@ COMMAND_PAGES = {
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",
     "docs/index.md: torchrun --nproc_per_node 2 train.py": "tests/examples/test_site.py",
-    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'    # transformers and"
-    " accelerate; LoRA needs peft": "would change the environment; below the extra is looked up",
+    "docs/hugging_face.md: pip install 'open-megatron-fsdp[huggingface]'": (
+        "would change the environment; below the extra is looked up"
+    ),
     "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
@@ -124,6 +127,9 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
     )
     for block, output, code in zip(blocks, run.outputs, run.codes):
         check_block(block, output, code, settings.tolerance)
+    steps = [set(re.findall("^step .*", output, re.MULTILINE)) for output in run.outputs]
+    for fewer, more in settings.agreeing:
+        assert steps[fewer] and steps[fewer] <= steps[more], (steps[fewer], steps[more])
 
 
 # ---- nothing escapes
@@ -178,6 +184,12 @@ def test_every_block_of_a_page_is_taken_by_one_runner(page: str) -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("language", ["python", "bash", "text", "console", ""])
+def test_a_block_of_a_new_page_has_no_runner(language: str) -> None:
+    assert not runners_of(Block("docs/new.md", language, "", "a line\n"))
+    assert not runners_of(Block("docs/coming_from_fsdp2.md", "python", "Theirs", "a line\n"))
+
+
 def test_blocks_that_run_elsewhere_exist_and_name_files_that_do() -> None:
     names = {block.name for block in chain.from_iterable(map(blocks_of, PAGES))}
     assert names >= ELSEWHERE.keys(), ELSEWHERE.keys() - names
@@ -213,7 +225,7 @@ def is_said(phrase: str) -> bool:
 @pytest.mark.parametrize("page", [page for page in PAGES if "```log" in (ROOT / page).read_text()])
 def test_every_phrase_of_a_log_is_one_of_the_sources(page: str) -> None:
     code = "\n".join(block.code for block in blocks_of(page) if block.language == "log")
-    phrases = [phrase.strip(" -") for line in code.splitlines() for phrase in VALUES.split(line)]
+    phrases = [phrase.strip(" -") for phrase in VALUES.split(code)]
     long = [phrase for phrase in phrases if len(phrase) >= 5]
     assert len(long) >= 3
     missing = [phrase for phrase in long if not is_said(phrase)]
@@ -270,11 +282,11 @@ def test_commands_in_sentences_name_what_exists() -> None:
 
 
 def test_every_example_is_short_and_on_the_page_of_examples() -> None:
-    page = (DOCS / "examples.md").read_text()
+    text = (DOCS / "examples.md").read_text()
+    commands = text + (DOCS / "hugging_face.md").read_text()
     examples = sorted((ROOT / "examples").glob("*.py"))
     assert len(examples) >= 6
     for path in examples:
         assert len(path.read_text().splitlines()) <= 120, path.name
-        assert f"[`{path.name}`](../examples/{path.name})" in page
-        commands = page + (DOCS / "hugging_face.md").read_text()
-        assert re.search(rf"^torchrun .*examples/{path.name}", commands, re.MULTILINE), path.name
+        assert f"](../examples/{path.name}) |" in text, path.name
+        assert re.search(rf"^(torchrun| {{4}}).*\bexamples/{path.name}", commands, re.MULTILINE)
