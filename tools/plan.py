@@ -41,6 +41,9 @@ USABLE = 0.9
 NEEDED_TO_RUN = {"--lr": "1e-4", "--train-iters": "1000", "--mock-data": None}
 """Flags that a run needs and that change no plan, with values if none are given."""
 
+GLUE = "\0"
+"""Stands for the blank between a flag and its value, where no line is broken."""
+
 HEADER = "    TP  PP  CP  EP  ZeRO  copies  recompute  micro    GiB  step s  exposed  bubble    MFU"
 
 
@@ -178,16 +181,14 @@ def commands(found: list[Prediction], machine: Machine) -> Iterator[str]:
     for number, each in enumerate(found, 1):
         per_node = min(machine.gpus_per_node, each.args.world_size)
         nodes = -(-each.args.world_size // per_node)
-        words = [
-            f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py",
-            *(shlex.quote(word) for word in each.flags),
-            "--use-megatron-fsdp",
-        ]
-        text = " ".join(words)
+        text = f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py"
+        for word in [*each.flags, "--use-megatron-fsdp"]:
+            is_value = not word.startswith("--")
+            text += (GLUE if is_value else " ") + shlex.quote(word)
         lines = textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False)
         yield ""
         yield f"# {number}."
-        yield " \\\n    ".join(lines)
+        yield " \\\n    ".join(lines).replace(GLUE, " ")
 
 
 if __name__ == "__main__":
