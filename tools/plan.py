@@ -29,7 +29,7 @@ from megatron.pretrain.logging_setup import set_up_logging
 set_up_logging()
 
 from megatron.planning.candidates import Choices  # noqa: E402
-from megatron.planning.machine import MACHINES, Machine, find_machine  # noqa: E402
+from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
 from megatron.planning.search import Prediction, model_arguments, search  # noqa: E402
@@ -47,7 +47,7 @@ GLUE = "\0"
 HEADER = "    TP  PP  CP  EP  ZeRO  copies  recompute  micro    GiB  step s  exposed  bubble    MFU"
 
 
-class Numbers(click.ParamType):
+class NumberList(click.ParamType):
     """Numbers above a lowest one, separated by commas."""
 
     name = "numbers"
@@ -76,12 +76,12 @@ class Numbers(click.ParamType):
 @click.option("--gpus", type=int, help="number of GPUs")
 @click.option("--machine", default="h100", help=f"{', '.join(MACHINES)}, or a JSON file")
 @click.option("--memory-limit", type=float, help=f"GiB of a GPU; default {USABLE:.0%} of them")
-@click.option("--tensor", type=Numbers(), default=(), help="tensor-parallel ranks, as 1,2,4")
-@click.option("--pipeline", type=Numbers(), default=(), help="pipeline stages")
-@click.option("--context", type=Numbers(), default=(), help="context-parallel ranks")
-@click.option("--expert", type=Numbers(), default=(), help="expert-parallel ranks")
-@click.option("--level", type=Numbers(0), default=(), help="ZeRO levels, 0 to 3")
-@click.option("--micro-batch", type=Numbers(), default=(), help="sequences of a microbatch")
+@click.option("--tensor", type=NumberList(), default=(), help="tensor-parallel ranks, as 1,2,4")
+@click.option("--pipeline", type=NumberList(), default=(), help="pipeline stages")
+@click.option("--context", type=NumberList(), default=(), help="context-parallel ranks")
+@click.option("--expert", type=NumberList(), default=(), help="expert-parallel ranks")
+@click.option("--level", type=NumberList(0), default=(), help="ZeRO levels, 0 to 3")
+@click.option("--micro-batch", type=NumberList(), default=(), help="sequences of a microbatch")
 @click.option("--show", type=int, default=4, show_default=True, help="settings to show")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
 @click.pass_context
@@ -112,7 +112,7 @@ def main(
     if picture is not None and not picture.absolute().parent.is_dir():
         problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")
     problems += problems_of_limits(limits)
-    described: Machine | None = None
+    described: Cluster | None = None
     try:
         described = find_machine(machine)
     except ValueError as error:
@@ -176,7 +176,7 @@ def table(found: list[Prediction]) -> Iterator[str]:
         )
 
 
-def commands(found: list[Prediction], machine: Machine) -> Iterator[str]:
+def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:
     """Yield the command line of each settings."""
     for number, each in enumerate(found, 1):
         per_node = min(machine.gpus_per_node, each.args.world_size)

@@ -18,7 +18,7 @@ from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
-from megatron.planning.machine import Machine
+from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
@@ -73,7 +73,7 @@ class QuickEstimates:
         machine: on which the model is trained.
     """
 
-    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Machine):
+    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Cluster):
         self._args = args
         self._num_gpus = num_gpus
         self._machine = machine

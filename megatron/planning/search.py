@@ -13,7 +13,7 @@ import torch
 
 from megatron.planning.candidates import Candidate, Choices, candidates
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
-from megatron.planning.machine import Machine
+from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates
 from megatron.pretrain.arguments import CommandLineError, parse_arguments
 from megatron.pretrain.flops import training_flops
@@ -59,7 +59,7 @@ class Prediction:
     candidate: Candidate
     flags: list[str]
     args: argparse.Namespace
-    machine: Machine
+    machine: Cluster
     stages: list[StagePrediction]
 
     @cached_property
@@ -155,7 +155,7 @@ def search(
     words: Sequence[str],
     args: argparse.Namespace,
     num_gpus: int,
-    machine: Machine,
+    machine: Cluster,
     memory_limit: float,
     choices: Choices,
     num_wanted: int,
@@ -187,7 +187,7 @@ def _simulated(
     estimates: Iterable[QuickEstimate],
     model: argparse.Namespace,
     num_gpus: int,
-    machine: Machine,
+    machine: Cluster,
     memory_limit: float,
     num_wanted: int,
 ) -> list[Prediction]:
@@ -208,7 +208,7 @@ def _simulated(
 
 
 def predict(
-    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Machine
+    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Cluster
 ) -> Prediction:
     """Simulate the first and the last pipeline stage of a candidate."""
     stages = sorted({0, args.pipeline_model_parallel_size - 1})

@@ -45,7 +45,7 @@ Step = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Operation:
-    """What one module of a skeleton does.
+    """The work of one module of a skeleton.
 
     Args:
         simulator: the clock and the memory.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.planning.machine import MACHINES, Link, Machine, find_machine
+from megatron.planning.machine import MACHINES, Cluster, Link, find_machine
 
 GB = 10**9
-PLAIN = Machine("plain", 1e15, 80 * GB, 3e12, 8, Link(400e9, 0), Link(50e9, 0), 1.0, 1.0)
+PLAIN = Cluster("plain", 1e15, 80 * GB, 3e12, 8, Link(400e9, 0), Link(50e9, 0), 1.0, 1.0)
 
 
 @pytest.mark.parametrize(
