@@ -208,7 +208,7 @@ def attach(simulator: Simulator, model: MegatronFSDP) -> None:
         group._communicator.streams = simulator
         simulator.change_memory(shard_bytes(group))
     # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
-    model._gradients._find_nonfinite = list
+    model._gradients._find_nonfinite = list  # type: ignore[method-assign]
 
 
 def shard_bytes(group: ParamGroup) -> int:

@@ -120,7 +120,7 @@ def make_skeleton(
     for name, module in root.named_modules():
         if module is root or module in inside:
             steps = [*_steps(module, inside, simulator, cost_of, passed or {}, name)]
-            module.forward = _Forward(steps)
+            module.forward = _Forward(steps)  # type: ignore[method-assign]
 
 
 class _Forward:

@@ -124,9 +124,7 @@ def wrap(
         return DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
     if validates(args):
         settings.check_for_nan_in_grad = False  # the rerun machine looks for them
-    return FullyShardedDataParallel(
-        config=config, ddp_config=settings, module=model, device=device
-    )
+    return FullyShardedDataParallel(config=config, ddp_config=settings, module=model, device=device)
 
 
 def unwrap(model: torch.nn.Module) -> GPTModel:
