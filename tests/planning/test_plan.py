@@ -91,7 +91,7 @@ def test_layers_that_no_number_of_stages_divides_are_fewer_at_the_ends() -> None
 
 
 def test_candidates_divide_what_they_must() -> None:
-    args = completed(TINY)
+    args = completed(f"{TINY} --untie-embeddings-and-output-weights")
     found = list(candidates(args, 16, 8, Choices(micro_batch=(1,))))
     assert len(set(found)) == len(found) > 20
     for each in found:
