@@ -11,6 +11,7 @@ best settings are simulated by the engine itself on the meta device: no GPU is n
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -111,6 +112,8 @@ def main(
         problems.append(f"--memory-limit expects GiB above 0 but got {memory_limit:g}")
     if picture is not None and not picture.absolute().parent.is_dir():
         problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("--picture needs matplotlib, which is not installed")
     problems += problems_of_limits(limits)
     described: Cluster | None = None
     try:
