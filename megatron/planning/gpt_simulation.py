@@ -194,7 +194,9 @@ def run_step(
         num_left -= 1
         with model.no_sync() if num_left else nullcontext():
             outputs.popleft().backward()
-        simulator.step.backward_ends.append(simulator.compute)
+        simulator.step.backward_ends.append(simulator.elapsed)
     model.finish_grad_sync()
     simulator.spend(update, "step", "")
+    # As Megatron-Core's distributed optimizer ends a step.
     model.param_and_grad_buffer.copy_main_weights_to_model_weights()
+    model.start_param_sync()
