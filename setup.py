@@ -42,7 +42,9 @@ setup(
         include=[
             *(
                 f"megatron.{part}{below}"
-                for part in ("fsdp", "huggingface", "mcore_adapter", "checkpoint", "pretrain")
+                for part in (
+                    *("fsdp", "huggingface", "mcore_adapter", "checkpoint", "pretrain", "planning"),
+                )
                 for below in ("", ".*")
             ),
             "megatron_fsdp",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point one way: tools, pretrain_gpt.py -> pretrain -> mcore_adapter -> fsdp.
+"""Imports point one way: tools -> planning -> pretrain -> mcore_adapter -> fsdp.
 
 Read from the sources with ast.
 """
@@ -86,6 +86,7 @@ OURS = (
     "megatron.huggingface",
     "megatron.mcore_adapter",
     "megatron.pretrain",
+    "megatron.planning",
     "megatron_fsdp",
     "tools",
     "tests",
@@ -99,6 +100,12 @@ MAY_IMPORT = {
         "megatron.pretrain",
         "megatron.mcore_adapter",
         "megatron.checkpoint",
+        "megatron.fsdp",
+    ),
+    "megatron/planning": (
+        "megatron.planning",
+        "megatron.pretrain",
+        "megatron.mcore_adapter",
         "megatron.fsdp",
     ),
     "megatron_fsdp": ("megatron_fsdp", "megatron.fsdp", "megatron.huggingface"),

@@ -11,6 +11,7 @@ best settings are simulated by the engine itself on the meta device: no GPU is n
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -29,7 +30,7 @@ from megatron.pretrain.logging_setup import set_up_logging
 set_up_logging()
 
 from megatron.planning.candidates import Choices  # noqa: E402
-from megatron.planning.machine import MACHINES, Machine, find_machine  # noqa: E402
+from megatron.planning.machine import MACHINES, Cluster, find_machine  # noqa: E402
 from megatron.planning.picture import draw_plan  # noqa: E402
 from megatron.planning.presets import PRESETS  # noqa: E402
 from megatron.planning.search import Prediction, model_arguments, search  # noqa: E402
@@ -41,10 +42,13 @@ USABLE = 0.9
 NEEDED_TO_RUN = {"--lr": "1e-4", "--train-iters": "1000", "--mock-data": None}
 """Flags that a run needs and that change no plan, with values if none are given."""
 
+GLUE = "\0"
+"""Stands for the blank between a flag and its value, where no line is broken."""
+
 HEADER = "    TP  PP  CP  EP  ZeRO  copies  recompute  micro    GiB  step s  exposed  bubble    MFU"
 
 
-class Numbers(click.ParamType):
+class NumberList(click.ParamType):
     """Numbers above a lowest one, separated by commas."""
 
     name = "numbers"
@@ -73,12 +77,12 @@ class Numbers(click.ParamType):
 @click.option("--gpus", type=int, help="number of GPUs")
 @click.option("--machine", default="h100", help=f"{', '.join(MACHINES)}, or a JSON file")
 @click.option("--memory-limit", type=float, help=f"GiB of a GPU; default {USABLE:.0%} of them")
-@click.option("--tensor", type=Numbers(), default=(), help="tensor-parallel ranks, as 1,2,4")
-@click.option("--pipeline", type=Numbers(), default=(), help="pipeline stages")
-@click.option("--context", type=Numbers(), default=(), help="context-parallel ranks")
-@click.option("--expert", type=Numbers(), default=(), help="expert-parallel ranks")
-@click.option("--level", type=Numbers(0), default=(), help="ZeRO levels, 0 to 3")
-@click.option("--micro-batch", type=Numbers(), default=(), help="sequences of a microbatch")
+@click.option("--tensor", type=NumberList(), default=(), help="tensor-parallel ranks, as 1,2,4")
+@click.option("--pipeline", type=NumberList(), default=(), help="pipeline stages")
+@click.option("--context", type=NumberList(), default=(), help="context-parallel ranks")
+@click.option("--expert", type=NumberList(), default=(), help="expert-parallel ranks")
+@click.option("--level", type=NumberList(0), default=(), help="ZeRO levels, 0 to 3")
+@click.option("--micro-batch", type=NumberList(), default=(), help="sequences of a microbatch")
 @click.option("--show", type=int, default=4, show_default=True, help="settings to show")
 @click.option("--picture", type=click.Path(path_type=Path), help="PNG of the best: memory, streams")
 @click.pass_context
@@ -108,8 +112,10 @@ def main(
         problems.append(f"--memory-limit expects GiB above 0 but got {memory_limit:g}")
     if picture is not None and not picture.absolute().parent.is_dir():
         problems.append(f"--picture {picture}: there is no folder {picture.absolute().parent}")
+    if picture is not None and importlib.util.find_spec("matplotlib") is None:
+        problems.append("--picture needs matplotlib, which is not installed")
     problems += problems_of_limits(limits)
-    described: Machine | None = None
+    described: Cluster | None = None
     try:
         described = find_machine(machine)
     except ValueError as error:
@@ -173,21 +179,19 @@ def table(found: list[Prediction]) -> Iterator[str]:
         )
 
 
-def commands(found: list[Prediction], machine: Machine) -> Iterator[str]:
+def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:
     """Yield the command line of each settings."""
     for number, each in enumerate(found, 1):
         per_node = min(machine.gpus_per_node, each.args.world_size)
         nodes = -(-each.args.world_size // per_node)
-        words = [
-            f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py",
-            *(shlex.quote(word) for word in each.flags),
-            "--use-megatron-fsdp",
-        ]
-        text = " ".join(words)
+        text = f"torchrun --nnodes {nodes} --nproc_per_node {per_node} pretrain_gpt.py"
+        for word in [*each.flags, "--use-megatron-fsdp"]:
+            is_value = not word.startswith("--")
+            text += (GLUE if is_value else " ") + shlex.quote(word)
         lines = textwrap.wrap(text, 94, break_long_words=False, break_on_hyphens=False)
         yield ""
         yield f"# {number}."
-        yield " \\\n    ".join(lines)
+        yield " \\\n    ".join(lines).replace(GLUE, " ")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search may choose from; empty: everything that is usual.
+    """Sizes from which a search may choose; empty: everything that is usual.
 
     Args:
         tensor: numbers of tensor-parallel ranks.
@@ -122,13 +122,20 @@ def candidates(
             and heads % tensor == 0
             and (args.num_experts or 1) % expert == 0
             and args.ffn_hidden_size % tensor == 0
+            # Experts without ranks of their own are divided like other parameters.
+            and (expert > 1 or tensor == 1 or not args.num_experts)
+            # A weight that two stages share needs values, which a simulation has not.
+            and (pipeline == 1 or args.untie_embeddings_and_output_weights)
         )
         if not is_whole or ends == (0, 0) or args.global_batch_size % data_ranks:
             continue
         for micro_batch, recomputes in product(choices.micro_batch or (1, 2, 4), (False, True)):
             if args.global_batch_size % (data_ranks * micro_batch):
                 continue
-            for level, outer in _strategies(choices, num_gpus, gpus_per_node, data_ranks * context):
+            num_copies = data_ranks * context // gpus_per_node
+            for level, outer in _strategies(choices, num_copies):
+                if num_gpus % (pipeline * expert * outer) or data_ranks * context % outer:
+                    continue
                 yield Candidate(
                     *(tensor, pipeline, context, expert, level, outer, recomputes, micro_batch),
                     None if args.num_layers % pipeline == 0 else ends,
@@ -147,15 +154,12 @@ def layers_of_ends(num_layers: int, num_stages: int) -> tuple[int, int]:
     return (-(-left // 2), left // 2) if left >= 2 else (0, 0)
 
 
-def _strategies(
-    choices: Choices, num_gpus: int, gpus_per_node: int, num_sharding: int
-) -> Iterator[tuple[int, int]]:
-    """Yield ZeRO levels, and the copies of the shards: one, and at level 3 one for each node."""
+def _strategies(choices: Choices, num_copies: int) -> Iterator[tuple[int, int]]:
+    """Yield ZeRO levels and numbers of copies of the shards: one, and at level 3 ``num_copies``."""
     for level in choices.level or range(4):
         yield level, 1
-    num_copies = num_sharding // gpus_per_node
-    if 3 in (choices.level or range(4)) and num_copies > 1 and num_sharding % num_copies == 0:
-        yield 3, num_copies
+        if level == 3 and num_copies > 1:
+            yield level, num_copies
 
 
 def _powers(most: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.fsdp.engine.recorder import TraceEntry
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.planning.layer_costs import GptCosts, ModelRanks
-from megatron.planning.machine import Machine
+from megatron.planning.machine import Cluster
 from megatron.planning.simulation import Simulator, StepResult, attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.arguments.configs import transformer_config
@@ -71,7 +71,7 @@ class StagePrediction:
 
 def simulate_stage(
     args: argparse.Namespace,
-    machine: Machine,
+    machine: Cluster,
     stage: int = 0,
     max_microbatches: int | None = 3,
 ) -> StagePrediction:
@@ -114,7 +114,7 @@ def simulate_stage(
 
 
 def sharded_skeleton(
-    args: argparse.Namespace, machine: Machine, simulator: Simulator
+    args: argparse.Namespace, machine: Cluster, simulator: Simulator
 ) -> FullyShardedDataParallel:
     """Build the model of a stage on the meta device, shard it, and make it a skeleton."""
     on_meta = argparse.Namespace(**vars(args))
@@ -194,7 +194,9 @@ def run_step(
         num_left -= 1
         with model.no_sync() if num_left else nullcontext():
             outputs.popleft().backward()
-        simulator.step.backward_ends.append(simulator.compute)
+        simulator.step.backward_ends.append(simulator.elapsed)
     model.finish_grad_sync()
     simulator.spend(update, "step", "")
+    # As Megatron-Core's distributed optimizer ends a step.
     model.param_and_grad_buffer.copy_main_weights_to_model_weights()
+    model.start_param_sync()

@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.planning.machine import Machine
+from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import NO_COST, Cost
 from megatron.pretrain.flops import (
     attention_multiply_adds,
@@ -74,7 +74,7 @@ class GptCosts:
         ranks: between which a layer is divided.
     """
 
-    def __init__(self, args: argparse.Namespace, machine: Machine, ranks: ModelRanks):
+    def __init__(self, args: argparse.Namespace, machine: Cluster, ranks: ModelRanks):
         self._args = args
         self._machine = machine
         self._ranks = ranks

@@ -33,7 +33,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cluster:
     """A cluster of equal nodes.
 
     Args:
@@ -97,7 +97,7 @@ class Machine:
         return num_bytes / (link.bytes_per_second * self.link_efficiency) + link.latency
 
 
-def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Machine:
+def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Cluster:
     """Return a node of 8 GPUs with one 400 Gb/s adapter each.
 
     Args:
@@ -106,7 +106,7 @@ def _node_of_8(gpu: str, gigabytes: int, memory: float, nvlink: float) -> Machin
         memory: TB/s of its memory.
         nvlink: GB/s of its NVLink, in one direction: half of what the data sheet calls bandwidth.
     """
-    return Machine(
+    return Cluster(
         name=gpu.lower(),
         flops=PEAK_TFLOPS[gpu] * 1e12,
         memory_bytes=gigabytes * 10**9,
@@ -129,11 +129,11 @@ MACHINES = {
 50 GB/s for each GPU and direction. Latencies and efficiencies are assumptions, not data sheets'."""
 
 
-def find_machine(name: str) -> Machine:
+def find_machine(name: str) -> Cluster:
     """Return a machine that is listed here, or described by a JSON file.
 
     Args:
-        name: of the list, or the path of a file with the fields of :class:`Machine`.
+        name: of the list, or the path of a file with the fields of :class:`Cluster`.
 
     Raises:
         ValueError: lists everything that is wrong with the file.
@@ -151,14 +151,14 @@ def find_machine(name: str) -> Machine:
         example = json.dumps(asdict(MACHINES["h100"]))
         raise ValueError(f"--machine {name}: {'; '.join(problems)}. An example: {example}")
     links = {field: Link(**values[field]) for field in ("inside", "between")}
-    return Machine(**{**values, **links})
+    return Cluster(**{**values, **links})
 
 
 def _problems_of(values: Any) -> list[str]:
     """Return the problems of the content of a machine's file."""
     if not isinstance(values, dict):
         return ["the file must hold one object"]
-    wanted = {field.name for field in fields(Machine)}
+    wanted = {field.name for field in fields(Cluster)}
     optional = {"compute_efficiency", "link_efficiency"}
     problems = [f"unknown field {name}" for name in sorted(set(values) - wanted)]
     problems += [f"no field {name}" for name in sorted(wanted - optional - set(values))]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from megatron.planning.gpt_simulation import StagePrediction
 from megatron.planning.search import Prediction
@@ -70,7 +71,7 @@ def title(prediction: Prediction, stage: StagePrediction) -> str:
     )
 
 
-def draw_memory(panel: object, stage: StagePrediction, memory_limit: float) -> None:
+def draw_memory(panel: Any, stage: StagePrediction, memory_limit: float) -> None:
     """Draw the bytes of a rank over time."""
     times = [seconds for seconds, _ in stage.step.memory]
     sizes = [num_bytes / GIB for _, num_bytes in stage.step.memory]
@@ -85,7 +86,7 @@ def draw_memory(panel: object, stage: StagePrediction, memory_limit: float) -> N
     panel.margins(x=0)
 
 
-def draw_streams(panel: object, intervals: list[Interval]) -> None:
+def draw_streams(panel: Any, intervals: list[Interval]) -> None:
     """Draw what each stream does."""
     for row, stream in enumerate(STREAMS):
         for name, colour in COLOURS.items():

@@ -18,7 +18,7 @@ from megatron.fsdp import ShardingStrategy
 from megatron.fsdp.memory_estimate import MemoryEstimate, estimate_memory
 from megatron.planning.candidates import Candidate
 from megatron.planning.layer_costs import GptCosts, ModelRanks
-from megatron.planning.machine import Machine
+from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
@@ -73,7 +73,7 @@ class QuickEstimates:
         machine: on which the model is trained.
     """
 
-    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Machine):
+    def __init__(self, args: argparse.Namespace, num_gpus: int, machine: Cluster):
         self._args = args
         self._num_gpus = num_gpus
         self._machine = machine
@@ -97,9 +97,8 @@ class QuickEstimates:
         num_microbatches = args.global_batch_size // (
             args.micro_batch_size * args.data_parallel_size
         )
-        stages = {0, candidate.pipeline - 1}
         num_bytes = seconds = 0.0
-        for stage in stages:
+        for stage in unlike_stages(candidate.pipeline):
             parts = self._parts_of(candidate, stage)
             under_way = min(candidate.pipeline - stage, num_microbatches)
             num_bytes = max(num_bytes, _bytes_of(parts, memory_of, cost_of, under_way, candidate))
@@ -149,7 +148,7 @@ class QuickEstimates:
         key = (*key, candidate.level, candidate.outer)
         if key not in self._memory:
             self._memory[key] = {
-                part: estimate_memory(module, replace(memory_plan(args, module), unit_modules=[]))
+                part: _estimate_unit(module, args)
                 for part, module in self._modules(candidate).items()
             }
         return self._memory[key]
@@ -159,7 +158,9 @@ class QuickEstimates:
         key = (candidate.tensor, candidate.expert)
         if key not in self._built:
             kinds = sorted(set(self._has_experts))
-            alone = replace(candidate, pipeline=1, context=1, outer=1, layers_of_ends=None)
+            alone = replace(
+                candidate, pipeline=1, context=1, outer=1, recomputes=False, layers_of_ends=None
+            )
             args = arguments_of(self._args, alone, candidate.tensor * candidate.expert)
             args.num_layers = len(kinds)
             args.moe_layer_freq = [int(has_experts) for has_experts in kinds]
@@ -175,6 +176,17 @@ class QuickEstimates:
                 modules[EXPERTS if has_experts else DENSE] = layer
             self._built[key] = modules
         return self._built[key]
+
+
+def unlike_stages(num_stages: int) -> list[int]:
+    """Return the first pipeline stage, one from the middle, and the last one."""
+    return sorted({0, min(1, num_stages - 1), num_stages - 1})
+
+
+def _estimate_unit(module: nn.Module, args: argparse.Namespace) -> MemoryEstimate:
+    """Return the memory of a module that is one unit."""
+    plan = replace(memory_plan(args, module), unit_modules=[module])
+    return estimate_memory(nn.ModuleList([module]), plan)
 
 
 def _bytes_of(

@@ -13,8 +13,8 @@ import torch
 
 from megatron.planning.candidates import Candidate, Choices, candidates
 from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
-from megatron.planning.machine import Machine
-from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates
+from megatron.planning.machine import Cluster
+from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
 from megatron.pretrain.arguments import CommandLineError, parse_arguments
 from megatron.pretrain.flops import training_flops
 from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
@@ -53,13 +53,13 @@ class Prediction:
         flags: of ``pretrain_gpt.py``.
         args: the completed arguments.
         machine: on which the model is trained.
-        stages: the first pipeline stage, and the last one if there are several.
+        stages: pipeline stages that may differ: the first, one from the middle, and the last.
     """
 
     candidate: Candidate
     flags: list[str]
     args: argparse.Namespace
-    machine: Machine
+    machine: Cluster
     stages: list[StagePrediction]
 
     @cached_property
@@ -155,7 +155,7 @@ def search(
     words: Sequence[str],
     args: argparse.Namespace,
     num_gpus: int,
-    machine: Machine,
+    machine: Cluster,
     memory_limit: float,
     choices: Choices,
     num_wanted: int,
@@ -187,7 +187,7 @@ def _simulated(
     estimates: Iterable[QuickEstimate],
     model: argparse.Namespace,
     num_gpus: int,
-    machine: Machine,
+    machine: Cluster,
     memory_limit: float,
     num_wanted: int,
 ) -> list[Prediction]:
@@ -208,9 +208,9 @@ def _simulated(
 
 
 def predict(
-    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Machine
+    candidate: Candidate, flags: list[str], args: argparse.Namespace, machine: Cluster
 ) -> Prediction:
-    """Simulate the first and the last pipeline stage of a candidate."""
-    stages = sorted({0, args.pipeline_model_parallel_size - 1})
+    """Simulate the first pipeline stage of a candidate, one from the middle, and the last one."""
+    stages = unlike_stages(args.pipeline_model_parallel_size)
     predictions = [simulate_stage(args, machine, stage) for stage in stages]
     return Prediction(candidate, flags, args, machine, predictions)

@@ -58,7 +58,7 @@ class StepResult:
         intervals: what the streams have done.
         memory: (seconds, bytes) after every change.
         backward_ends: seconds at which the backward passes have ended.
-        seconds: from the first forward to the end of the last wait.
+        seconds: from its begin to its end, where gathers for the next step may have started.
     """
 
     entries: list[TraceEntry] = field(default_factory=list)
@@ -105,6 +105,7 @@ class Simulator(Recorder):
         self.compute = 0.0
         self.num_bytes = 0
         self.step = StepResult()
+        self._step_began = 0.0
         self._collective_seconds = collective_seconds or (lambda entry: 0.0)
         self._streams: dict[str, float] = {}
 
@@ -161,7 +162,7 @@ class Simulator(Recorder):
     def change_memory(self, num_bytes: int) -> None:
         """Count bytes that are allocated, or released if negative."""
         self.num_bytes += num_bytes
-        self.step.memory.append((self.compute, self.num_bytes))
+        self.step.memory.append((self.elapsed, self.num_bytes))
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count the bytes of a tensor until it is gone."""
@@ -170,21 +171,26 @@ class Simulator(Recorder):
         weakref.finalize(tensor, self.change_memory, -num_bytes).atexit = False
 
     def _add(self, stream: str, name: str, unit: str, begin: float, end: float) -> None:
-        self.step.intervals.append(Interval(stream, name, unit, begin, end))
+        began = self._step_began
+        self.step.intervals.append(Interval(stream, name, unit, begin - began, end - began))
 
     # ---- steps
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds of compute since the step began."""
+        return self.compute - self._step_began
+
     def begin_simulated_step(self) -> None:
-        """Begin another step at 0 seconds."""
+        """Begin another step. Gathers for it may be under way; the streams go on."""
         self.entries.clear()
-        self.compute = 0.0
-        self._streams.clear()
+        self._step_began = self.compute
         self.step = StepResult(memory=[(0.0, self.num_bytes)])
 
     def end_simulated_step(self) -> StepResult:
         """Return the step."""
         self.step.entries = list(self.entries)
-        self.step.seconds = self.compute
+        self.step.seconds = self.elapsed
         return self.step
 
 
@@ -208,7 +214,7 @@ def attach(simulator: Simulator, model: MegatronFSDP) -> None:
         group._communicator.streams = simulator
         simulator.change_memory(shard_bytes(group))
     # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
-    model._gradients._find_nonfinite = list
+    model._gradients._find_nonfinite = list  # type: ignore[method-assign]
 
 
 def shard_bytes(group: ParamGroup) -> int:

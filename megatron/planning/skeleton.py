@@ -45,7 +45,7 @@ Step = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True)
 class Operation:
-    """What one module of a skeleton does.
+    """The work of one module of a skeleton.
 
     Args:
         simulator: the clock and the memory.
@@ -120,7 +120,7 @@ def make_skeleton(
     for name, module in root.named_modules():
         if module is root or module in inside:
             steps = [*_steps(module, inside, simulator, cost_of, passed or {}, name)]
-            module.forward = _Forward(steps)
+            module.forward = _Forward(steps)  # type: ignore[method-assign]
 
 
 class _Forward:

@@ -80,6 +80,7 @@ COMMAND_PAGES = {
     "docs/checkpoints_at_urls.md": CommandPage(
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
+    "docs/planning.md": CommandPage(),
     "docs/local_checkpoints.md": CommandPage(
         replaced=(
             (

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.engine import point_to_point
-from megatron.fsdp.engine.device import Collective, CpuStreams, CudaStreams, Pending
+from megatron.fsdp.engine.device import Collective, Pending, Streams
 from megatron.fsdp.engine.recorder import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
@@ -47,7 +47,7 @@ class Communicator:
     all_gather_group: dist.ProcessGroup
     divisor: int
     average_in_collective: bool
-    streams: CpuStreams | CudaStreams
+    streams: Streams
 
     @cached_property
     def inner_size(self) -> int:

@@ -53,6 +53,13 @@ class Pending:
                 wait()
 
 
+class Streams(Protocol):
+    """Streams on which collectives run."""
+
+    def launch(self, stream_name: str, *collectives: Collective) -> Pending:
+        """Run collectives one after another on a stream; see :meth:`CudaStreams.launch`."""
+
+
 class CpuStreams:
     """Runs collectives as asynchronous work of the process group."""
 
@@ -103,7 +110,7 @@ class CudaStreams:
         return Pending(lambda: torch.cuda.current_stream(self._device).wait_event(done))
 
 
-def streams_for(device: torch.device) -> CpuStreams | CudaStreams:
+def streams_for(device: torch.device) -> Streams:
     """Return the streams for collectives of tensors on ``device``."""
     return CudaStreams(device) if device.type == "cuda" else CpuStreams()
 

@@ -194,10 +194,13 @@ class UnitHooks:
         for tensor in tensors_in(output):
             if isinstance(tensor, nn.Parameter):
                 continue  # it computes nothing, and hooks on it would pile up
+            is_unchanged = call.is_unchanged_input(tensor)
             if call.module is self._root.module and tensor.requires_grad:
-                # Before the hooks that the user sets on the output, whose errors end the pass.
-                tensor.register_hook(enter_backward)
-            if call.is_unchanged_input(tensor):
+                # Before the hooks that the user sets on the output, whose errors end the pass, and
+                # before those of the last unit, where that one has computed the output: prefetching
+                # expects that backward begins with the root.
+                tensor.register_hook(enter_backward if is_unchanged else pre_backward)
+            if is_unchanged:
                 continue
             if tensor.grad_fn is not None:
                 # Hooks of a tensor run before those of the node that computed it. If the tensor is

@@ -192,7 +192,7 @@ class Unit:
 
     def end_backward(self, call: UnitCall) -> None:
         """Note that the gradients of the inputs of ``call`` are complete."""
-        if call.has_leaf_inputs:
+        if call.has_leaf_inputs and self._num_trained:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
             call.change_state(CallState.FORWARD)
@@ -216,10 +216,12 @@ class Unit:
 
     @property
     def has_all_grads(self) -> bool:
-        """True if every compute parameter has its gradient; never after recomputation."""
-        return (
-            len(self._arrived) == self._num_trained and self.state is not BackwardState.RECOMPUTED
-        )
+        """True if every parameter that is trained has its gradient; never after recomputation.
+
+        Never for a unit in which all are frozen: only its inputs tell when its backward is over.
+        """
+        has_all = 0 < len(self._arrived) == self._num_trained
+        return has_all and self.state is not BackwardState.RECOMPUTED
 
     @property
     def has_calls_in_backward(self) -> bool:

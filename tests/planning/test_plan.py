@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tools/plan.py: published models, its table, and what it refuses."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from click.testing import CliRunner
+
+from megatron.planning.candidates import Candidate, Choices, candidates, layers_of_ends
+from megatron.planning.layer_costs import GptCosts, ModelRanks
+from megatron.planning.machine import MACHINES
+from megatron.planning.presets import PRESETS
+from megatron.planning.search import model_arguments
+from tests.rank_pool import run_ranks
+from tools.plan import main, words_of
+
+TINY = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --bf16"
+    " --vocab-size 100 --max-position-embeddings 32 --global-batch-size 8 --swiglu"
+    " --normalization RMSNorm --disable-bias-linear --position-embedding-type rope"
+)
+ALONE = ModelRanks([0], [0], [0], [0])
+
+
+def planned(words: list[str]) -> tuple[int, str]:
+    """Return the exit code and the output; on a rank of the pool, whose group it replaces."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    done = CliRunner().invoke(main, words)
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.output
+
+
+def completed(flags: str) -> argparse.Namespace:
+    problems: list[str] = []
+    args = model_arguments(words_of(flags, []), problems)
+    assert args is not None, problems
+    return args
+
+
+def number_of_parameters(args: argparse.Namespace) -> int:
+    """Return the parameters of a model, by hand."""
+    hidden, layers = args.hidden_size, args.num_layers
+    total = 2 * args.padded_vocab_size * hidden + hidden + layers * 2 * hidden
+    heads = args.num_attention_heads
+    if args.multi_latent_attention:
+        query = args.qk_head_dim + args.qk_pos_emb_head_dim
+        attention = hidden * args.q_lora_rank + args.q_lora_rank * (1 + heads * query)
+        attention += hidden * (args.kv_lora_rank + args.qk_pos_emb_head_dim) + args.kv_lora_rank
+        attention += args.kv_lora_rank * heads * (args.qk_head_dim + args.v_head_dim)
+        attention += heads * args.v_head_dim * hidden
+    else:
+        attention = 2 * hidden * args.kv_channels * (heads + args.num_query_groups)
+    mlp = 3 * hidden * args.ffn_hidden_size
+    if not args.num_experts:
+        return total + layers * (attention + mlp)
+    one = 3 * hidden * args.moe_ffn_hidden_size
+    experts = (args.num_experts + 1) * one + args.num_experts * (hidden + 1)
+    return total + layers * attention + 3 * mlp + (layers - 3) * experts
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), [("llama-3-70b", 70.55), ("deepseek-v3", 671.03)], ids=str
+)
+def test_a_published_model_has_as_many_parameters_as_its_report_says(
+    model: str, billions: float
+) -> None:
+    number = number_of_parameters(completed(PRESETS[model].flags))
+    assert number / 1e9 == pytest.approx(billions, abs=0.01)
+
+
+def test_the_activations_of_a_layer_are_those_of_the_literature() -> None:
+    args = completed(TINY.replace("--swiglu", "--ffn-hidden-size 256"))
+    cost = GptCosts(args, MACHINES["h100"], ALONE).of_layer(has_experts=False)
+    assert cost.kept_bytes == 32 * 32 * 64  # 32 bytes for 32 tokens of 64, without dropout
+    args.recompute_granularity = "full"
+    recomputing = GptCosts(args, MACHINES["h100"], ALONE).of_layer(has_experts=False)
+    assert recomputing.kept_bytes == 2 * 32 * 64
+    assert recomputing.recomputed_bytes == cost.kept_bytes
+    assert recomputing.backward == pytest.approx(cost.backward + cost.forward)
+
+
+def test_layers_that_no_number_of_stages_divides_are_fewer_at_the_ends() -> None:
+    assert layers_of_ends(61, 8) == (7, 6)
+    assert layers_of_ends(61, 16) == (3, 2)
+    assert layers_of_ends(80, 4) == (20, 20)
+    assert layers_of_ends(5, 4) == (0, 0)
+
+
+def test_candidates_divide_what_they_must() -> None:
+    args = completed(f"{TINY} --untie-embeddings-and-output-weights")
+    found = list(candidates(args, 16, 8, Choices(micro_batch=(1,))))
+    assert len(set(found)) == len(found) > 20
+    for each in found:
+        data_ranks = each.num_data_ranks(16)
+        assert data_ranks * each.tensor * each.pipeline * each.context == 16
+        assert 8 % data_ranks == 0 and 4 % each.tensor == 0 and 4 % each.pipeline == 0
+    assert Candidate(2, 1, 1, 1, 3, 1, False, 1) in found
+
+
+def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    words = ["--gpus", "4", "--pipeline", "1", "--tensor", "1,2", "--level", "2,3", "--show", "2"]
+    words += ["--picture", str(picture), *TINY.split()]
+    ((code, output),) = run_ranks(1, planned, words)
+    assert code == 0, output
+    lines = output.splitlines()
+    assert lines[0] == "4 GPUs of h100, 67.1 GiB of each"
+    rows = [line for line in lines if line.startswith((" 1.", " 2."))]
+    assert len(rows) == 2 and max(map(len, lines)) <= 100
+    assert output.count("torchrun --nnodes 1 --nproc_per_node 4 pretrain_gpt.py") == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
+    words = "--model gpt-9 --gpus 0 --machine abacus --memory-limit -1 --show 0 --level 4"
+    words += " --tensor two --picture /nowhere/plan.png --micro-batch-size 2 --fp8-format hybrid"
+    done = CliRunner().invoke(main, words.split())
+    assert done.exit_code == 2
+    for part in (
+        "--model gpt-9 is none of llama-3-70b, deepseek-v3",
+        "--gpus expects",
+        "--machine abacus is none of",
+        "--memory-limit expects GiB above 0 but got -1",
+        "--show expects at least 1",
+        "--level expects levels from 0 to 3 but got 4",
+        "--tensor expects numbers such as 1,2,4 but got two",
+        "there is no folder /nowhere",
+        "--micro-batch-size is chosen by the search: limit it by --micro-batch",
+        "--fp8-format: fp8 cannot be planned",
+    ):
+        assert part in done.output
+
+
+def test_a_model_that_fits_nowhere_is_told() -> None:
+    words = ["--gpus", "2", "--memory-limit", "0.0001", *TINY.split()]
+    ((code, output),) = run_ranks(1, planned, words)
+    assert code == 1 and "nothing fits" in output
