@@ -226,6 +226,7 @@ class GradientSync:
         """Make gradients final if this backward pass is to be synchronised."""
         recorder.end_backward_pass()
         self._is_final = False
+        self._microbatches.end_pass()
         if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()
 

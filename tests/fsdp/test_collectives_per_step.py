@@ -26,10 +26,11 @@ NUM_LAYERS = 5
 
 
 class LanguageModel(nn.Module):
-    """A model with small modules before and after its layers."""
+    """A model with small modules before its layers, and after them if it has a head."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_head: bool = True) -> None:
         super().__init__()
+        self.has_head = has_head
         self.embedding = nn.Embedding(3, 8)
         self.positions = nn.Embedding(2, 8)
         self.layers = nn.ModuleList(TanhLayer() for _ in range(NUM_LAYERS))
@@ -40,7 +41,7 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        result: torch.Tensor = self.head(self.norm(x))
+        result: torch.Tensor = self.head(self.norm(x)) if self.has_head else x
         return result
 
 
@@ -80,16 +81,16 @@ def step_of(
     return step
 
 
-def both_counts(num_microbatches: int) -> tuple[int, int]:
+def both_counts(num_microbatches: int, has_head: bool) -> tuple[int, int]:
     """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
-    module = LanguageModel()
+    module = LanguageModel(has_head)
     ours = fully_shard(
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         shard_mesh(),
         fsdp_unit_modules=[TanhLayer],
     )
-    by_torch = LanguageModel()
+    by_torch = LanguageModel(has_head)
     for layer in by_torch.layers:
         fully_shard_by_torch(layer)
     fully_shard_by_torch(by_torch)
@@ -100,13 +101,89 @@ def both_counts(num_microbatches: int) -> tuple[int, int]:
     )
 
 
+@pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_a_step_has_fewer_collectives_than_fsdp2(ranks: Ranks, num_microbatches: int) -> None:
-    """Per microbatch: the root once and layers twice, but the last one once; a reduction each."""
-    (ours, theirs), _ = ranks(2, both_counts, num_microbatches)
+def test_a_step_has_fewer_collectives_than_fsdp2(
+    ranks: Ranks, num_microbatches: int, has_head: bool
+) -> None:
+    """Per microbatch: the root once and layers twice, but the last one once; a reduction each.
+
+    Without a head, the last layer computes the output of the model too.
+    """
+    (ours, theirs), _ = ranks(2, both_counts, num_microbatches, has_head)
     gathers = 1 + 2 * NUM_LAYERS - 1
     assert ours == num_microbatches * (gathers + 1 + NUM_LAYERS)
     assert ours < theirs
+
+
+class CrossLayer(nn.Module):
+    """A layer that reads the same memory as its neighbours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.own(x) + self.cross(memory))
+
+
+class Decoder(nn.Module):
+    """Layers over a memory that is computed once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(CrossLayer() for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor, is_trained: bool) -> torch.Tensor:
+        memory = self.encoder(x)
+        for layer in self.layers:
+            x = layer(x, memory=memory if is_trained else memory.detach())
+        return x
+
+
+def order_over_a_memory(is_trained: bool) -> list[str]:
+    """Return the collectives of the layers in a step, whose gradients are those without shards."""
+    torch.manual_seed(0)
+    module = Decoder().double()
+    plain = copy.deepcopy(module)
+    policy = MixedPrecisionPolicy(torch.float64, torch.float64, torch.float64)
+    model = fully_shard_model(
+        module, shard_mesh(), fsdp_unit_modules=[CrossLayer], mixed_precision_policy=policy
+    )
+    x = torch.randn(3, 8, dtype=torch.float64)
+    for _ in range(2):
+        model.zero_grad()
+        with trace.record() as recorder:
+            model(x, is_trained).square().sum().backward()
+    plain(x, is_trained).square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters()):
+        if other.grad is not None:
+            torch.testing.assert_close(full_tensor(parameter.grad), other.grad, msg=name)
+    entries = [entry for entry in recorder.collectives if entry.unit.startswith("layers")]
+    return [f"{entry.name} {entry.unit}" for entry in entries]
+
+
+def test_layers_that_share_an_input_end_their_backward_one_by_one(ranks: Ranks) -> None:
+    # The gradient of the memory is complete after the last of them.
+    shared, alone = (ranks(2, order_over_a_memory, is_trained)[0] for is_trained in (True, False))
+    assert shared == alone and shared.index("reduce_scatter layers.4") < len(shared) - NUM_LAYERS
+
+
+def gathers_of_a_frozen_root() -> int:
+    """Return how often a step gathers a root that has frozen modules before and after layers."""
+    module = LanguageModel()
+    for name, child in module.named_children():
+        child.requires_grad_(name == "layers")
+    model = fully_shard_model(module, shard_mesh(), fsdp_unit_modules=[TanhLayer])
+    for _ in range(2):
+        with trace.record() as recorder:
+            model(TOKENS).sum().backward()
+    return [entry.unit for entry in recorder.collectives].count("root")
+
+
+def test_a_frozen_root_is_gathered_once_in_a_step(ranks: Ranks) -> None:
+    assert ranks(2, gathers_of_a_frozen_root) == [1, 1]
 
 
 def reductions_before_the_step(level: int, way: str) -> list[int]:
@@ -145,6 +222,29 @@ def check_gradients(model: MegatronFSDP) -> None:
 @pytest.mark.parametrize("level", [0, 1])
 def test_nothing_is_reduced_before_the_end_of_a_step(ranks: Ranks, level: int, way: str) -> None:
     assert ranks(2, reductions_before_the_step, level, way) == [[0, 1 + NUM_LAYERS]] * 2
+
+
+def reductions_of_an_unmarked_step(level: int) -> list[int]:
+    """Train a step with ``no_sync``, and return the reductions of each pass of the next, without."""
+    model = fully_shard_model(
+        LanguageModel(),
+        shard_mesh(),
+        zero_dp_strategy=level,
+        fsdp_unit_modules=[TanhLayer],
+        sync_model_each_microbatch=False,
+    )
+    counts = []
+    for context in (model.no_sync(), nullcontext(), nullcontext(), nullcontext()):
+        with context, trace.record() as recorder:
+            model(TOKENS).sum().backward()
+        counts.append(sum(entry.track == REDUCE for entry in recorder.entries))
+    return counts
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_no_sync_counts_for_one_step(ranks: Ranks, level: int) -> None:
+    expected = [0, 1 + NUM_LAYERS, 0, 0]
+    assert ranks(2, reductions_of_an_unmarked_step, level) == [expected] * 2
 
 
 def gathers_after_a_forward_without_backward() -> list[float]:

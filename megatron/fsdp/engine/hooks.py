@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from torch import nn
@@ -34,6 +35,8 @@ from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.shown_parameters import ShownParameters
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class UnitHooks:
@@ -54,6 +57,7 @@ class UnitHooks:
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[UnitCall] = []  # forwards under way, innermost last
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
+        self._inputs: dict[int, ref[torch.Tensor]] = {}  # of calls in this forward, by id
         self.handles: set[int] = set()
         for unit in schedule.units:
             self._register(unit)
@@ -81,21 +85,26 @@ class UnitHooks:
 
     # ---- forward
 
-    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
+    def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:
         @_not_traced
-        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def pre_forward(
+            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
             recorder.begin_forward(call, unit.shown_name, module is self._root.module)
             if len(self._calls) == 1:
                 self.shown.begin_call()
+                self._inputs.clear()
             if module is self._root.module:
                 self._schedule.begin_forward()
             self._schedule.install_edits()
             self._unshard(call)
             if torch.is_grad_enabled():
+                args, kwargs = self._own_inputs(args, kwargs)
                 self._watch_inputs(call, (args, kwargs))
+            return args, kwargs
 
         return pre_forward
 
@@ -229,6 +238,30 @@ class UnitHooks:
                 recorder.begin_backward(call.unit.shown_name)
             self._unshard(call)
 
+    def _own_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Replace inputs that an earlier call has had by views of them.
+
+        The gradient of a tensor that several units take (the result of an encoder, a bias of
+        positions) is complete after the last of them. That of a view is complete when this call's
+        part of it is, so that the unit ends its backward then.
+        """
+        views: dict[int, torch.Tensor] = {}
+        for value in (*args, *kwargs.values()):
+            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
+                continue
+            if value.requires_grad and id(value) not in views:
+                known = self._inputs.get(id(value))
+                if known is not None and known() is value:
+                    views[id(value)] = value.view_as(value)
+                else:
+                    self._inputs[id(value)] = ref(value)
+        if not views:
+            return args, kwargs
+        own = {name: views.get(id(value), value) for name, value in kwargs.items()}
+        return tuple(views.get(id(value), value) for value in args), own
+
     def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:
         leaves: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
@@ -285,9 +318,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
+def _not_traced(hook: Hook) -> Hook:
     """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
-    untraced: Callable[..., None] = torch.compiler.disable(hook)
+    untraced: Hook = torch.compiler.disable(hook)
     return untraced
 
 

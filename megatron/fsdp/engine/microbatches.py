@@ -35,6 +35,11 @@ class Microbatches:
         """True if gradients of the pass under way are reduced completely."""
         return self._is_last and (self.sync_each or self._are_marked)
 
+    def end_pass(self) -> None:
+        """Note that a backward pass is over: marks count until the last pass of their step."""
+        if self._is_last:
+            self._are_marked = False
+
     def set_sync_each(self, sync_each: bool) -> None:
         """Choose whether every pass ends with final gradients, and forget earlier marks."""
         self.sync_each = sync_each
