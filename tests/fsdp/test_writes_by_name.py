@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code writes to weights that it reads by name, in methods and outside, stays written."""
+"""Writes to weights that code reads by name, in methods of the model and outside of them, last."""
 
 import itertools
 
@@ -122,7 +122,7 @@ def plain_copy(model: MegatronFSDP, dtype: torch.dtype) -> Resettable:
 def write(level: int, dtype: torch.dtype, mesh: str) -> None:
     """Call each method on the wrapper and on the module, after a step and after a forward."""
     model, optimizer = shard(dtype, level, Meshes(), mesh)
-    calls = [(method, whose) for method in METHODS for whose in ("wrapper", "module")]
+    calls = list(itertools.product(METHODS, ("wrapper", "module")))
     if dtype == torch.float32:  # it rounds main weights of float32 otherwise
         calls.append(("beside_listed_parameters", "wrapper"))
     for method, whose in calls:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -43,7 +43,7 @@ class ShownParameters:
         self,
         schedule: Schedule,
         sharded: dict[nn.Parameter, nn.Parameter],
-        unit_of: Mapping[nn.Parameter, Unit],
+        unit_of: dict[nn.Parameter, Unit],
         calls: list[UnitCall],
     ):
         self._schedule = schedule
