@@ -165,7 +165,7 @@ def runners_of(block: Block) -> list[str]:
     if block.language in ("bash", "bash fails"):
         return ["elsewhere"] if block.name in ELSEWHERE else commands
     if block.language == "text":  # the output of the commands before it
-        return commands if is_output(block) else []
+        return commands if commands and is_output(block) else []
     return ["log"] if block.language == "log" else []
 
 
