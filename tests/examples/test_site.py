@@ -61,7 +61,7 @@ def test_the_commands_for_megatron_lm_print_what_is_quoted(
 
 def test_the_page_of_plans_prints_what_it_quotes(commands: dict[str, str], tmp_path: Path) -> None:
     blocks = command_blocks(DOCS / "planning.md")
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     run = run_document(blocks, Shell(repository_in(tmp_path), commands), timeout=600)
     for block, output, code in zip(blocks, run.outputs, run.codes):
         check_block(block, output, code)
