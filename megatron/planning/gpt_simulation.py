@@ -65,8 +65,9 @@ class StagePrediction:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which compute waits for the communication of shards."""
-        is_repeated = self.num_microbatches / self.num_simulated
-        return (self.step.seconds - self.step.compute_seconds) * is_repeated
+        computed = self.step.compute_seconds - self.optimizer_seconds
+        computed *= self.num_microbatches / self.num_simulated
+        return self.seconds - computed - self.optimizer_seconds
 
 
 def simulate_stage(
