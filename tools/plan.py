@@ -88,6 +88,7 @@ class NumberList(click.ParamType):
 @click.pass_context
 def main(
     call: click.Context,
+    /,
     model: str | None,
     gpus: int | None,
     machine: str,

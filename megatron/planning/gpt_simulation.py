@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -65,8 +65,9 @@ class StagePrediction:
     @property
     def exposed_seconds(self) -> float:
         """Seconds in which compute waits for the communication of shards."""
-        is_repeated = self.num_microbatches / self.num_simulated
-        return (self.step.seconds - self.step.compute_seconds) * is_repeated
+        computed = self.step.compute_seconds - self.optimizer_seconds
+        computed *= self.num_microbatches / self.num_simulated
+        return self.seconds - computed - self.optimizer_seconds
 
 
 def simulate_stage(
@@ -104,7 +105,7 @@ def simulate_stage(
         step = StepResult()
         for order in (one_after_another(1, 0), one_after_another(num_simulated, num_ahead)):
             simulator.begin_simulated_step()
-            run_step(model, simulator, list(order), is_first_stage=stage == 0, update=update)
+            run_step(model, simulator, args, list(order), is_first_stage=stage == 0, update=update)
             step = simulator.end_simulated_step()
     ends = step.backward_ends
     of_one = ends[1] - ends[0] if len(ends) > 1 else ends[0]
@@ -131,7 +132,14 @@ def sharded_skeleton(
     units = [each.module for each in engine._units if each.module is not None]
     costs = GptCosts(args, machine, model_ranks())
     make_skeleton(engine.module, units, simulator, costs.of, passed_weights(chunk))
+    if unwrap(chunk).post_process:
+        engine.module.forward = _with_loss(engine.module.forward)
     return model
+
+
+def _with_loss(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a forward that ends with an operation: the loss, after the last unit."""
+    return lambda *inputs: forward(*inputs).clone()
 
 
 def model_ranks() -> ModelRanks:
@@ -170,6 +178,7 @@ def one_after_another(num_microbatches: int, num_ahead: int) -> Iterator[bool]:
 def run_step(
     model: FullyShardedDataParallel,
     simulator: Simulator,
+    args: argparse.Namespace,
     order: list[bool],
     is_first_stage: bool,
     update: float,
@@ -179,6 +188,7 @@ def run_step(
     Args:
         model: a skeleton.
         simulator: the clock and the memory.
+        args: the completed arguments.
         order: see :func:`one_after_another`.
         is_first_stage: its input is tokens, which need no gradient.
         update: seconds of the optimizer's update.
@@ -192,7 +202,8 @@ def run_step(
             outputs.append(model(activation))
             continue
         num_left -= 1
-        with model.no_sync() if num_left else nullcontext():
+        # Megatron-Core's schedules mark microbatches only where reductions overlap.
+        with model.no_sync() if num_left and args.overlap_grad_reduce else nullcontext():
             outputs.popleft().backward()
         simulator.step.backward_ends.append(simulator.elapsed)
     model.finish_grad_sync()

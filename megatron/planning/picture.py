@@ -78,7 +78,7 @@ def draw_memory(panel: Any, stage: StagePrediction, memory_limit: float) -> None
     panel.fill_between(times, sizes, step="post", color="tab:grey", alpha=0.5)
     lasting = stage.step.memory[0][1] / GIB
     panel.axhline(lasting, color="black", linewidth=0.8, linestyle=":")
-    panel.text(0, lasting, f" {lasting:.1f} between steps", va="bottom", fontsize=8)
+    panel.text(0, lasting, f" {lasting:.1f} GiB when the step begins", va="bottom", fontsize=8)
     panel.axhline(memory_limit / GIB, color="tab:red", linewidth=1)
     panel.set_title("memory of a rank", loc="left", fontsize=10)
     panel.set_ylabel("GiB")

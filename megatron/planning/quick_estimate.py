@@ -144,8 +144,8 @@ class QuickEstimates:
     ) -> dict[str, MemoryEstimate]:
         """Return the memory of each part, with the shards of a candidate."""
         data_ranks = args.data_parallel_size * candidate.context
-        key = (candidate.tensor, candidate.pipeline, candidate.expert, data_ranks)
-        key = (*key, candidate.level, candidate.outer)
+        sizes = (candidate.tensor, candidate.pipeline, candidate.expert, data_ranks)
+        key = (*sizes, candidate.level, candidate.outer)
         if key not in self._memory:
             self._memory[key] = {
                 part: _estimate_unit(module, args)
@@ -202,6 +202,7 @@ def _bytes_of(
     local = sorted(each.local_gradients for each in memory)
     waiting = sum(local[-2:]) if candidate.level >= 2 else sum(local)
     gathered = sum(sorted(each.gathered for each in memory)[-2:])
+    waiting += local[-1] // 2  # what autograd leaves of the largest layer, in half precision
     kept = under_way * sum(cost_of[part].kept_bytes for part in parts)
     return (
         lasting + waiting + gathered + kept + max(cost_of[part].recomputed_bytes for part in parts)

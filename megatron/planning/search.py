@@ -193,15 +193,20 @@ def _simulated(
 ) -> list[Prediction]:
     """Simulate candidates until enough of them fit."""
     fitting: list[Prediction] = []
-    for number, estimate in enumerate(estimates):
-        if len(fitting) == num_wanted or number == MORE_TRIES * num_wanted:
+    num_tries, too_small = 0, 1.0  # the estimates, by the largest factor that was found
+    for estimate in estimates:
+        if len(fitting) == num_wanted or num_tries == MORE_TRIES * num_wanted:
             break
+        if too_small * estimate.num_bytes > memory_limit:
+            continue
         flags = estimate.candidate.flags(bool(model.num_experts))
         try:
             args = arguments_on([*words, *flags], num_gpus)
         except CommandLineError:  # the program would refuse them
             continue
+        num_tries += 1
         prediction = predict(estimate.candidate, [*words, *flags], args, machine)
+        too_small = max(too_small, prediction.peak_bytes / estimate.num_bytes)
         if prediction.peak_bytes <= memory_limit:
             fitting.append(prediction)
     return sorted(fitting, key=lambda each: each.seconds)

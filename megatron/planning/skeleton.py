@@ -79,7 +79,7 @@ class _Use(torch.autograd.Function):
     """An operation on an activation with parameters."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch's takes anything
+    def forward(
         ctx: Any, operation: Operation, activation: torch.Tensor, *parameters: torch.Tensor
     ) -> torch.Tensor:
         operation.forward()
@@ -120,7 +120,7 @@ def make_skeleton(
     for name, module in root.named_modules():
         if module is root or module in inside:
             steps = [*_steps(module, inside, simulator, cost_of, passed or {}, name)]
-            module.forward = _Forward(steps)  # type: ignore[method-assign]
+            module.forward = _Forward(steps)
 
 
 class _Forward:

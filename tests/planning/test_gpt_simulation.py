@@ -46,7 +46,10 @@ CASES = {
     "level2": (2, "--data-parallel-sharding-strategy optim_grads"),
     "level3": (2, "--data-parallel-sharding-strategy optim_grads_params"),
     "overlap": (2, "--overlap-param-gather --overlap-grad-reduce"),
-    "untied": (2, "--untie-embeddings-and-output-weights --overlap-param-gather"),
+    "untied": (
+        2,
+        "--untie-embeddings-and-output-weights --overlap-param-gather --overlap-grad-reduce",
+    ),
     "tensor": (4, "--tensor-model-parallel-size 2"),
 }
 
