@@ -22,7 +22,7 @@ from megatron.pretrain.fill_in_the_middle import (
     FillInTheMiddleDataset,
 )
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.index_cache import cache_of, check_visible
+from megatron.pretrain.index_cache import cache_of, check_visible, damage_named
 from megatron.pretrain.splits import (
     DEFAULT_SPLIT,
     Blend,
@@ -112,9 +112,10 @@ def build_datasets(
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     if args.fim_data:
         dataset_class = FillInTheMiddleDataset
-    train, valid, test = BlendedMegatronDatasetBuilder(
-        dataset_class, list(sizes), lambda: True, config
-    ).build()
+    with damage_named(source.cache):
+        train, valid, test = BlendedMegatronDatasetBuilder(
+            dataset_class, list(sizes), lambda: True, config
+        ).build()
     if args.multiple_validation_sets and valid is not None and not isinstance(valid, list):
         valid = [valid]  # Megatron-Core lists only several
     if not args.mock_data:

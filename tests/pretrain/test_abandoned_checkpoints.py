@@ -19,14 +19,14 @@ from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.training_runs import refuse, train
 from tests.rank_pool import run_ranks
+from tests.selection import mostly_in_full
 
-EXTRA = "non_persistent/7"
 GLOBAL = "--non-persistent-ckpt-type global"
-TORCH_DIST = pytest.param("--ckpt-format torch_dist", marks=pytest.mark.exhaustive)
-ASYNC = pytest.param("--async-save", marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("flags", ["", TORCH_DIST, ASYNC])
+@pytest.mark.parametrize(
+    "flags", mostly_in_full(["", "--ckpt-format torch_dist", "--async-save"], [""])
+)
 def test_checkpoints_of_an_overwritten_run_are_not_loaded_as_those_of_the_new_one(
     flags: str, tmp_path: Path
 ) -> None:
@@ -94,9 +94,7 @@ def start(save: Path) -> None:
     settle(save, [save / "non_persistent"])
 
 
-@pytest.mark.parametrize(
-    "first", ["6", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("3", EXTRA))]
-)
+@pytest.mark.parametrize("first", mostly_in_full(["3", "6", "non_persistent/7"], ["6"]))
 def test_a_kill_at_any_change_leaves_the_checkpoints_of_one_of_the_runs(
     first: str, tmp_path: Path
 ) -> None:
