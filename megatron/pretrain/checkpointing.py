@@ -32,6 +32,7 @@ from megatron.pretrain import (
     fsdp_dtensor_checkpoint,
     fsdp_torch_dist,
     integrity,
+    publication,
     rerun,
     save_directory,
     torch_dist_checkpoint,
@@ -48,7 +49,6 @@ from megatron.pretrain.checkpoint_source import (
 from megatron.pretrain.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
-from megatron.pretrain.followed_checkpoint import write_followed
 from megatron.pretrain.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
@@ -159,21 +159,13 @@ def conclude(
         if problems:
             _on_first_rank(lambda: place.discard(root, iteration), "cannot clean up")
             raise _not_written(iteration, problems)
-        if root != args.save:
-            staging = directory.staging_directory(root, iteration)
-            _on_first_rank(
-                lambda: write_followed(args.save, staging), "cannot publish the checkpoint"
-            )
-        _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
+        _on_first_rank(
+            lambda: publication.publish(args, root, iteration), "cannot publish the checkpoint"
+        )
     finally:
         if place is url_saves:
             url_saves.remove_staged(root, iteration)
-    if root != args.save:
-        _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
-    elif args.save_retain_interval:
-        _on_first_rank(
-            lambda: place.retain(root, args.save_retain_interval, iteration), "cannot clean up"
-        )
+    _on_first_rank(lambda: publication.delete_others(args, root, iteration), "cannot clean up")
     say(
         f"saved checkpoint of iteration {iteration} to"
         f" {directory.iteration_directory(root, iteration)}"

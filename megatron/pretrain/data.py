@@ -22,13 +22,19 @@ from megatron.pretrain.fill_in_the_middle import (
     FillInTheMiddleDataset,
 )
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.index_cache import cache_of, check_visible
-from megatron.pretrain.splits import SPLIT_NAMES, Blend, Bookends, DataSource, check_splits
+from megatron.pretrain.index_cache import cache_of, check_visible, damage_named
+from megatron.pretrain.splits import (
+    DEFAULT_SPLIT,
+    Blend,
+    Bookends,
+    DataSource,
+    check_splits,
+    check_weights,
+)
 from megatron.pretrain.tokenizer import Tokenizer
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.tokenizer_record import check_records, record_path
 
-DEFAULT_SPLIT = "969,30,1"
 DEFAULT_CORPUS_DIRECTORY = "data"
 Sizes = tuple[int, int | None, int]
 """Samples of the training, validation and test data; None for one epoch, each sample once."""
@@ -106,9 +112,10 @@ def build_datasets(
     dataset_class = MockGPTDataset if args.mock_data else GPTDataset
     if args.fim_data:
         dataset_class = FillInTheMiddleDataset
-    train, valid, test = BlendedMegatronDatasetBuilder(
-        dataset_class, list(sizes), lambda: True, config
-    ).build()
+    with damage_named(source.cache):
+        train, valid, test = BlendedMegatronDatasetBuilder(
+            dataset_class, list(sizes), lambda: True, config
+        ).build()
     if args.multiple_validation_sets and valid is not None and not isinstance(valid, list):
         valid = [valid]  # Megatron-Core lists only several
     if not args.mock_data:
@@ -297,13 +304,7 @@ def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
 
     For example, "80,20,0" is [(0.0, 0.8), (0.8, 1.0), None].
     """
-    weights = [_as_number(part) for part in split.split(",")]
-    valid = [weight for weight in weights if weight is not None and 0 <= weight < float("inf")]
-    if len(valid) < len(weights) or len(weights) > len(SPLIT_NAMES) or sum(valid) == 0:
-        raise ValueError(
-            f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation,"
-            f" test), but got {split}"
-        )
+    check_weights(split)
     matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     if sizes[0] and matrix[0] is None:
         raise ValueError(f"--split {split} leaves nothing to train on")

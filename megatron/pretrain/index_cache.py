@@ -11,11 +11,14 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
+from megatron.checkpoint.core.listing import some
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
 
 DATASETS = "datasets.json"
@@ -50,6 +53,33 @@ def cache_of(prefixes: Iterable[str]) -> Path:
     except OSError as error:
         raise OSError(f"{folder} cannot be written ({error}): give --data-cache-path") from error
     return folder
+
+
+@contextmanager
+def damage_named(folder: str | None) -> Iterator[None]:
+    """Name the damaged files in a folder of caches where datasets cannot be made from them.
+
+    Raises:
+        ValueError: instead of the error that the first of them causes, which may not name it.
+    """
+    try:
+        yield
+    except (ValueError, OSError, EOFError) as error:
+        damaged = [path for path in sorted(Path(folder or "").glob("*.npy")) if _is_cut(path)]
+        if folder is None or not damaged:
+            raise
+        raise ValueError(
+            f"index caches in {folder} are cut off or damaged, as a kill leaves them:"
+            f" {some([path.name for path in damaged])}; remove them ({error})"
+        ) from error
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        np.load(path, mmap_mode="r")
+    except (ValueError, OSError, EOFError):
+        return True
+    return False
 
 
 def check_visible(folder: str) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed, some
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import url_saves
+from megatron.pretrain import abandoned_checkpoints, url_saves
 from megatron.pretrain.checkpoint_source import (
+    NON_PERSISTENT,
     CheckpointSource,
     Say,
     continues,
@@ -65,6 +66,11 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
     _check_writable("--save", args.save)
     if args.skip_train:
         return
+    if (root / directory.TRACKER).is_dir():
+        raise ValueError(
+            f"--save {args.save}: {directory.TRACKER} is a directory there, and is to be the file"
+            " that names the newest checkpoint: remove it"
+        )
     with ExitStack() as failing:
         if store is None:
             failing.enter_context(locked(root, say))
@@ -77,8 +83,28 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
             failing.enter_context(locked(Path(args.non_persistent_global_ckpt_dir), say))
         if not is_own and (directory.iterations(root) or (root / directory.TRACKER).exists()):
             refuse_overwriting(args, find_source(args, lambda line: None, {}))
-        directory.tidy(root)
+        _tidy(args, root, is_own)
         stack.push(failing.pop_all())
+
+
+def _tidy(args: argparse.Namespace, root: Path, is_own: bool) -> None:
+    """Remove what killed runs have left, and note what this run gives up.
+
+    Args:
+        args: of the run.
+        root: its --save directory.
+        is_own: the run continues there.
+    """
+    others = [root / NON_PERSISTENT]
+    if args.non_persistent_global_ckpt_dir:
+        others.append(Path(args.non_persistent_global_ckpt_dir))
+    for path in (root, *others):
+        if path.is_dir():
+            directory.tidy(path)
+    abandoned_checkpoints.settle(root, others)
+    if args.overwrite and not is_own:
+        is_used = args.non_persistent_save_interval and args.non_persistent_ckpt_type != LOCAL
+        abandoned_checkpoints.give_up(root, others if is_used else others[:1])
 
 
 def _is_own(args: argparse.Namespace) -> bool:

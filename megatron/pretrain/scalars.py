@@ -36,7 +36,10 @@ class ScalarWriters:
         self._tensorboard: SummaryWriter | None = None
         self._wandb: Any = None
         if writes and args.tensorboard_dir:
-            self._tensorboard = _open_tensorboard(args.tensorboard_dir, args.tensorboard_queue_size)
+            with decorations.guard(TENSORBOARD):
+                self._tensorboard = _open_tensorboard(
+                    args.tensorboard_dir, args.tensorboard_queue_size
+                )
         if writes and args.wandb_project:
             with decorations.guard(WANDB, Exception):
                 self._wandb = _open_wandb(args)

@@ -2,6 +2,7 @@
 """The splits of the data: which documents are for training, validation and test."""
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from megatron.pretrain.dataset_files import checked_lengths
 logger = logging.getLogger(__name__)
 
 SPLIT_NAMES = ("training", "validation", "test")
+DEFAULT_SPLIT = "969,30,1"
 
 Blend = tuple[list[str], list[float] | None]
 Bookends = tuple[float, float]
@@ -46,6 +48,28 @@ class DataSource:
         for blend in self.blends():
             prefixes.update(blend[0] if blend else ())
         return sorted(prefixes)
+
+
+def check_weights(split: str) -> None:
+    """Check the weights of the splits, such as "969,30,1".
+
+    Raises:
+        ValueError: if they are not up to three numbers that say how to divide the documents.
+    """
+    weights = [_as_weight(part.strip()) for part in split.split(",")]
+    valid = [weight for weight in weights if weight is not None]
+    if len(valid) < len(weights) or len(weights) > len(SPLIT_NAMES) or sum(valid) == 0:
+        raise ValueError(
+            f"--split expects up to three weights such as {DEFAULT_SPLIT} (training, validation,"
+            f" test), but got {split}"
+        )
+
+
+def _as_weight(text: str) -> float | None:
+    """Return the number; None if it is negative, infinite or NaN, or Megatron-Core misreads it."""
+    if not re.fullmatch(r"[0-9]{1,18}\.?[0-9]*|\.[0-9]+", text):
+        return None
+    return float(text)
 
 
 def check_splits(source: DataSource, vocab_size: int, least_tokens: Sequence[int]) -> list[str]:

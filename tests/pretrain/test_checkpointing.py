@@ -194,13 +194,18 @@ def test_no_run_begins_from_scratch_beside_checkpoints_or_from_a_file(
     without_tracker = tmp_path / "without_tracker"
     (without_tracker / "iter_0000002").mkdir(parents=True)
     for load, words in (
-        (file, "is a file; a directory with checkpoints is expected"),
         (folder / "iter_0000003", "is itself the directory of one checkpoint"),
         (without_tracker / "iter_0000002", "has no .metadata: it is no complete checkpoint"),
     ):
         root = without_tracker if load.parent == without_tracker else load
         first, second = run_ranks(2, refuse, f"{LINE} --load {root}")
         assert first == second and first.startswith(f"ValueError: {load} {words}")
+    for flags, words in (
+        ("", f"--load {file}: {file} is a file, not a directory"),
+        ("--use-checkpoint-args", f"--use-checkpoint-args: {file} is a file; a directory with"),
+    ):
+        (refusal,) = run_ranks(1, refuse, f"{LINE} --load {file} {flags}")
+        assert "has 1 problem" in refusal and words in refusal
     unfinished = tmp_path / "unfinished"
     (unfinished / ".writing_iter_0000002").mkdir(parents=True)
     run = run_ranks(1, train, f"{LINE} --train-iters 1 --load {unfinished}")[0][0]

@@ -31,6 +31,20 @@ def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path)
             build_datasets(arguments, NUMBERS)
 
 
+@pytest.mark.parametrize("keep", [0, 100, -8])
+@pytest.mark.parametrize("name", ["document", "sample", "shuffle"])
+def test_an_index_cache_that_is_cut_off_is_named(name: str, keep: int, tmp_path: Path) -> None:
+    arguments = namespace(
+        data_path=[str(tmp_path / "corpus")], split="1,0,0", data_cache_path=str(tmp_path / "cache")
+    )
+    write_numbers(tmp_path / "corpus", [[1] * 20] * 30)
+    build_datasets(arguments, NUMBERS)
+    (file,) = (tmp_path / "cache").glob(f"*train-{name}_index.npy")
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match=f"{tmp_path}/cache are cut off .*{file.name}; remove"):
+        build_datasets(arguments, NUMBERS)
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_nothing_is_created_beside_the_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

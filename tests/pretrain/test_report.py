@@ -308,6 +308,17 @@ def test_what_only_decorates_may_fail_and_is_told_once(
     assert (tmp_path / PROGRESS).read_text().startswith("iteration 1\tsamples 4\toperations ")
 
 
+def test_training_goes_on_where_tensorboard_cannot_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rules refuse a file; what is put there later, or cannot be written, is told once."""
+    (tmp_path / "file").touch()
+    report, _ = steps(namespace(tensorboard_dir=str(tmp_path / "file" / "logs")), [5.0, 4.0])
+    report.end()
+    told = [line for line in capsys.readouterr().out.splitlines() if "TensorBoard" in line]
+    assert len(told) == 1 and "cannot be written, training goes on without: " in told[0]
+
+
 def test_a_run_leaves_the_settings_of_a_model_of_hugging_face_alone(tmp_path: Path) -> None:
     settings = '{"model_type": "llama"}'
     (tmp_path / "config.json").write_text(settings)

@@ -46,8 +46,16 @@ def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> N
         f"{SHORT} --save {mine} --overwrite --exit-interval 1",
     )[0]
     assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
-    assert anew.column("iteration") == [1] and (mine / TRACKER).read_text() == "1"
+    assert anew.column("iteration") == [1]
+    saved_at(mine, 1)
     saved_at(other, 2, 3)
+
+
+def test_a_tracker_file_that_is_a_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).mkdir()
+    first, second = run_ranks(2, refuse, f"{SHORT} --save {tmp_path} --load {tmp_path}")
+    assert first == second and f"--save {tmp_path}: {TRACKER} is a directory" in first
+    assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_checkpoints_at_a_url_are_not_overwritten_unasked(tmp_path: Path) -> Non
     assert first == second and "iter_0000001, iter_0000002 already" in first
     assert tree(tmp_path) == before
     run_ranks(2, train, f"{SHORT} --save {url} --overwrite --exit-interval 1")
-    assert (tmp_path / TRACKER).read_text() == "1"
+    saved_at(tmp_path, 1)
     assert not find_problems(open_checkpoint(tmp_path))
 
 

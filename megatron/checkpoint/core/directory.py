@@ -276,7 +276,7 @@ def retain(root: str | Path, interval: int, newest: int) -> None:
     Called on one rank.
     """
     for iteration in not_retained(iterations(root), interval, newest):
-        _delete(iteration_directory(root, iteration))
+        delete(root, iteration)
 
 
 def not_retained(there: Iterable[int], interval: int, newest: int) -> list[int]:
@@ -288,10 +288,12 @@ def keep_only(root: str | Path, newest: int) -> None:
     """Delete all checkpoints but that of iteration ``newest``; called on one rank."""
     for iteration in iterations(root):
         if iteration != newest:
-            _delete(iteration_directory(root, iteration))
+            delete(root, iteration)
 
 
-def _delete(path: Path) -> None:
+def delete(root: str | Path, iteration: int) -> None:
+    """Delete a checkpoint, if it is there; called on one rank."""
+    path = iteration_directory(root, iteration)
     if path.is_dir():
         # A kill must not leave a part of it under the name of a checkpoint.
         deleted = path.with_name(f".deleted_{path.name}")

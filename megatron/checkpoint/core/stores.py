@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -347,7 +347,12 @@ class Store(StoreReader):
         with _errors_of(self.url):
             there = map(directory.iteration_of, self._entries())
             found = [iteration for iteration in there if iteration is not None]
-            for iteration in directory.not_retained(found, interval, newest):
+        self.delete(directory.not_retained(found, interval, newest))
+
+    def delete(self, iterations: Iterable[int]) -> None:
+        """Delete checkpoints; called on one rank."""
+        with _errors_of(self.url):
+            for iteration in iterations:
                 name = directory.iteration_directory("", iteration).name
                 self._write(_marker(name), b"being deleted")  # a part of it is no checkpoint
                 self._remove(name)

@@ -16,7 +16,11 @@ STRICTNESS = (
 
 CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row("--save", str, "directory, or URL, to save checkpoints in"),
-    row("--overwrite", "switch", "begin anew in a --save directory that has checkpoints"),
+    row(
+        "--overwrite",
+        "switch",
+        "begin anew in a --save directory that has checkpoints: the first new one deletes them",
+    ),
     row("--load", str, "directory, or URL, to load the newest sound checkpoint from"),
     row("--no-load-fallback", "switch", "stop where the newest checkpoint of --load is damaged"),
     row("--save-interval", int, "iterations between saves; default: one save at the end"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
+from megatron.pretrain.splits import DEFAULT_SPLIT, check_weights
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.tokenizer_record import read_record
 
@@ -57,7 +58,12 @@ def check_data(check: Check) -> None:
             "--valid-data-path and --test-data-path need --train-data-path",
         )
     elif args.split is None:
-        args.split = "969,30,1"
+        args.split = DEFAULT_SPLIT
+    else:
+        try:
+            check_weights(args.split)
+        except ValueError as error:
+            check.problems.append(str(error))
     for dest in ("data_path", *SPLIT_PATHS.values()):
         check_prefixes(check, flags.get(dest, check.flag(dest)), getattr(args, dest) or [])
     check.require(args.num_dataset_builder_threads > 0, "--num-dataset-builder-threads: at least 1")

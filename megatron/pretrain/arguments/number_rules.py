@@ -2,6 +2,7 @@
 """Rules about single numbers: which must be given, their signs, and that they are finite."""
 
 import math
+from collections.abc import Callable, Iterable
 
 from megatron.pretrain.arguments.check import Check
 
@@ -14,11 +15,13 @@ POSITIVE = (
         "kv_channels",
         "num_query_groups",
         "max_position_embeddings",
+        "rotary_base",
         "rotary_seq_len_interpolation_factor",
         "global_batch_size",
         "train_iters",
         "dry_run_ranks",
         "train_samples",
+        "hysteresis",
         "save_interval",
         "save_retain_interval",
         "non_persistent_save_interval",
@@ -83,10 +86,18 @@ NOT_NEGATIVE = [
     "decoupled_lr",
     "decoupled_min_lr",
     "error_injection_rate",
+    "ckpt_step",
+    "seed",
 ]
 """Destinations whose values are at least 0, if they are given."""
+ABOVE_ZERO = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window")
+"""Destinations of real numbers that are above 0, if they are given."""
 PROBABILITIES = ("attention_dropout", "hidden_dropout")
 """Destinations whose values are from 0 to 1."""
+DECAYS = ("adam_beta1", "adam_beta2", "sgd_momentum")
+"""Destinations of the shares of an optimizer's running means that a step keeps: below 1."""
+SEEDS = 2**32
+"""Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
 
 
 def check_numbers(check: Check) -> None:
@@ -94,23 +105,23 @@ def check_numbers(check: Check) -> None:
     missing = [check.flag(dest) for dest in REQUIRED if getattr(check.args, dest) is None]
     check.require(not missing, f"required but not given: {', '.join(missing)}")
     infinite = check_finite(check)
-    for dest in PROBABILITIES:
-        value = getattr(check.args, dest)
-        check.require(
-            dest in infinite or 0 <= value <= 1,
-            f"{check.flag(dest)} must be from 0 to 1, got {value}",
-        )
-    for dest in POSITIVE:
-        value = getattr(check.args, dest)
-        check.require(
-            value is None or value > 0, f"{check.flag(dest)} must be at least 1, got {value}"
-        )
-    for dest in NOT_NEGATIVE:
-        value = getattr(check.args, dest)
-        check.require(
-            value is None or dest in infinite or value >= 0,
-            f"{check.flag(dest)} must be at least 0, got {value}",
-        )
+    demands: tuple[tuple[Iterable[str], Callable[[float], bool], str], ...] = (
+        (PROBABILITIES, lambda value: 0 <= value <= 1, "from 0 to 1"),
+        (DECAYS, lambda value: 0 <= value < 1, "at least 0 and below 1"),
+        (("rotary_percent",), lambda value: 0 < value <= 1, "above 0 and at most 1"),
+        (POSITIVE, lambda value: value > 0, "at least 1"),
+        (ABOVE_ZERO, lambda value: value > 0, "above 0"),
+        (NOT_NEGATIVE, lambda value: value >= 0, "at least 0"),
+    )
+    for dests, is_met, words in demands:
+        for dest in dests:
+            value = getattr(check.args, dest, None)  # a release may lack the flag
+            if value is not None and dest not in infinite:
+                check.require(is_met(value), f"{check.flag(dest)} must be {words}, got {value}")
+    highest = SEEDS - 100 * check.machine.world_size
+    check.require(
+        check.args.seed <= highest, f"--seed must be at most {highest}, got {check.args.seed}"
+    )
 
 
 def check_finite(check: Check) -> set[str]:

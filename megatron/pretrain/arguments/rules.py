@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megatron.checkpoint.core.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.checkpoint_rules import (
     check_saves,
@@ -28,6 +29,21 @@ from megatron.pretrain.arguments.precision_rules import choose_precision
 from megatron.pretrain.arguments.run_length_rules import complete_batch_and_length
 from megatron.pretrain.arguments.same_here import note_what_is_the_same
 from megatron.pretrain.arguments.schedule_rules import complete_schedule
+
+DIRECTORIES = (
+    "save",
+    "load",
+    "pretrained_checkpoint",
+    "non_persistent_global_ckpt_dir",
+    "non_persistent_local_ckpt_dir",
+    "data_cache_path",
+    "tensorboard_dir",
+    "wandb_save_dir",
+    "log_dir",
+)
+"""Destinations of directories, which need not exist."""
+SOURCES = ("load", "pretrained_checkpoint")
+"""Destinations of the directories that --use-checkpoint-args reads."""
 
 
 def refuse_not_built(check: Check) -> None:
@@ -54,16 +70,25 @@ def as_written(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
-def check_checkpoints_and_logging(check: Check) -> None:
-    """Check the intervals of saves, the directory of TensorBoard, and the profiler's steps."""
-    args = check.args
-    if args.tensorboard_dir:
-        target = Path(args.tensorboard_dir).absolute()
+def check_directories(check: Check) -> None:
+    """Refuse files where directories are needed."""
+    # With --use-checkpoint-args an earlier rule has looked at those with checkpoints.
+    is_read = check.args.use_checkpoint_args
+    for dest in DIRECTORIES:
+        given = getattr(check.args, dest)
+        if not given or is_staged(given) or (is_read and dest in SOURCES):
+            continue
+        target = Path(given).absolute()
         nearest = next(path for path in (target, *target.parents) if path.exists())
         check.require(
             nearest.is_dir(),
-            f"--tensorboard-dir {args.tensorboard_dir}: {nearest} is a file, not a directory",
+            f"{check.flag(dest)} {given}: {nearest} is a file, not a directory",
         )
+
+
+def check_checkpoints_and_logging(check: Check) -> None:
+    """Check the intervals of saves and the profiler's steps."""
+    args = check.args
     check.require(
         not (args.verify_integrity and args.no_verify_integrity),
         "--verify-integrity contradicts --no-verify-integrity",
@@ -116,6 +141,7 @@ RULES: tuple[Callable[[Check], None], ...] = (
     check_microbatches,
     complete_schedule,
     check_data,
+    check_directories,
     check_checkpoints_and_logging,
     check_saves,
     check_observing,

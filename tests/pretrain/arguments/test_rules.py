@@ -207,6 +207,57 @@ def test_numbers_that_are_not_finite_or_out_of_range_are_refused_together(tmp_pa
     parse(f"{MOCK} --hidden-dropout 1 --init-method-std 0 --tensorboard-dir {tmp_path}/new/logs")
 
 
+def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_together() -> None:
+    found = problems(
+        f"""{MOCK} --adam-beta1 1 --adam-beta2 -0.1 --rotary-percent 1.5 --rotary-base 0
+            --position-embedding-type rope --fp16 --loss-scale -3 --load x --ckpt-step -1 --seed -1
+            --split 1,-1"""
+    )
+    assert found[:8] == [
+        "--adam-beta1 must be at least 0 and below 1, got 1.0",
+        "--adam-beta2 must be at least 0 and below 1, got -0.1",
+        "--rotary-percent must be above 0 and at most 1, got 1.5",
+        "--rotary-base must be at least 1, got 0",
+        "--loss-scale must be above 0, got -3.0",
+        "--ckpt-step must be at least 0, got -1",
+        "--seed must be at least 0, got -1",
+        "--split expects up to three weights such as 969,30,1 (training, validation, test), but got"
+        " 1,-1",
+    ]
+    dynamic = "--fp16 --hysteresis 0 --loss-scale-window 0 --initial-loss-scale 0"
+    assert problems(f"{MOCK} {dynamic} --min-loss-scale 0") == [
+        "--hysteresis must be at least 1, got 0",
+        "--initial-loss-scale must be above 0, got 0.0",
+        "--min-loss-scale must be above 0, got 0.0",
+        "--loss-scale-window must be above 0, got 0.0",
+    ]
+    momentum = problems(f"{MOCK} --optimizer sgd --sgd-momentum 1")
+    assert "--sgd-momentum must be at least 0 and below 1, got 1.0" in momentum
+    # NumPy takes seeds below 2^32; a pipeline stage adds 100 for each before it.
+    assert problems(f"{MOCK} --seed 4294967000", world_size=4)[0].startswith(
+        "--seed must be at mos"
+    )
+    parse(f"{MOCK} --seed 0 --adam-beta1 0 --rotary-percent 1 --split 1")
+
+
+@pytest.mark.parametrize("split", ["nan,1,1", "inf", "-1,1", "1e3,1,1", "1,1,1,1", "0,0", "1;1"])
+def test_weights_of_splits_that_are_no_shares_are_refused(split: str) -> None:
+    assert any("--split expects" in found for found in problems(f"{MOCK} --split={split}"))
+
+
+FILES = "--save --load --pretrained-checkpoint --data-cache-path --log-dir --tensorboard-dir"
+
+
+@pytest.mark.parametrize("below", ["", "/below"])
+def test_files_in_the_place_of_directories_are_refused_together(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = f"{tmp_path}/file{below}"
+    line = f"{MOCK} {' '.join(f'{flag} {path}' for flag in FILES.split())}"
+    found = problems(f"{line} --wandb-project x --wandb-save-dir {path}")
+    for flag in (*FILES.split(), "--wandb-save-dir"):
+        assert f"{flag} {path}: {tmp_path}/file is a file, not a directory" in found
+
+
 def test_latent_attention_has_a_config_of_its_own() -> None:
     args, notes = parse(f"{MOCK} --multi-latent-attention --kv-channels 8 --rotary-base 500")
     config = transformer_config(args)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints that a run with --overwrite gives up, none of which is ever loaded as its own.
+
+They stay until the run has published its first checkpoint, and are deleted then. A list beside them
+names them meanwhile. The first checkpoint may have the iteration of one of them, so it has a file
+with the identifier of the list: after a kill at any moment the next start can tell whose checkpoint
+is there, and finishes the deletion, or removes the list and keeps what there is.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.core import directory, durable, stores
+
+LIST = ".abandoned.json"
+"""Name of the list in the directory of the persistent checkpoints."""
+SUCCESSOR = "began_anew.txt"
+"""Name of the file in the directory of the first checkpoint of the run that gives others up."""
+
+
+@dataclass(frozen=True)
+class Abandoned:
+    """The content of the list.
+
+    Attributes:
+        identifier: of this list, and of no other one.
+        iterations: directory -> iterations that are given up. A directory below that of the list is
+            named from there.
+    """
+
+    identifier: str
+    iterations: dict[str, list[int]]
+
+    @classmethod
+    def read(cls, save: str | Path) -> Abandoned | None:
+        """Read the list of a directory; None without one, or if it is damaged."""
+        try:
+            content = json.loads((Path(save) / LIST).read_text())
+            found = {
+                str(root): [int(number) for number in numbers]
+                for root, numbers in content["iterations"].items()
+            }
+            return cls(str(content["identifier"]), found)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def is_successor(self, checkpoint: Path) -> bool:
+        """Return True for the first checkpoint of the run that wrote the list."""
+        file = checkpoint / SUCCESSOR
+        return file.is_file() and file.read_text(errors="replace") == self.identifier
+
+
+def give_up(save: str | Path, others: Iterable[str | Path]) -> None:
+    """Write the list of all checkpoints that are there; called on one rank.
+
+    Args:
+        save: the directory of the persistent checkpoints.
+        others: those of non-persistent ones.
+    """
+    save, iterations = Path(save).absolute(), {}
+    for root in (save, *map(Path, others)):
+        path = root.absolute()
+        name = path.relative_to(save) if path.is_relative_to(save) else path
+        iterations[str(name)] = directory.iterations(path)
+    if any(iterations.values()):
+        content = {"identifier": uuid.uuid4().hex, "iterations": iterations}
+        durable.write_text(save / LIST, json.dumps(content))
+
+
+def mark(save: str | Path, checkpoint: Path) -> None:
+    """Identify a checkpoint that is about to be published, if it is to end a list."""
+    abandoned = Abandoned.read(save)
+    if abandoned is not None:
+        durable.write_text(checkpoint / SUCCESSOR, abandoned.identifier)
+
+
+def delete(save: str | Path, published: int) -> None:
+    """Delete what is given up, and the list, when a checkpoint has been published.
+
+    Called on one rank. At a URL the list is in the staged directory, and ends with the process.
+
+    Args:
+        save: the directory of the persistent checkpoints.
+        published: iteration of the new checkpoint.
+    """
+    abandoned = Abandoned.read(save)
+    if abandoned is None:
+        return
+    store = stores.store_of(save)
+    if store is None:
+        _delete(Path(save), abandoned, abandoned.iterations)
+    else:
+        store.delete(number for number in abandoned.iterations.get(".", ()) if number != published)
+        (Path(save) / LIST).unlink()
+
+
+def _delete(save: Path, abandoned: Abandoned, roots: Iterable[str]) -> None:
+    for root in roots:
+        for iteration in abandoned.iterations[root]:
+            if not abandoned.is_successor(directory.iteration_directory(save / root, iteration)):
+                directory.delete(save / root, iteration)
+    there = directory.iterations(save)
+    if not any(abandoned.is_successor(directory.iteration_directory(save, each)) for each in there):
+        # The new run has a non-persistent checkpoint only.
+        (save / directory.TRACKER).unlink(missing_ok=True)
+    (save / LIST).unlink()
+
+
+def settle(save: str | Path, others: Iterable[str | Path]) -> None:
+    """Do what a run that was killed has left to do; called on one rank, before anything is loaded.
+
+    Without a checkpoint of the run that gave up the others, they are still what there is.
+
+    Args:
+        save: the directory of the persistent checkpoints.
+        others: those of non-persistent ones that this run may use. No other one is changed.
+    """
+    save = Path(save).absolute()
+    abandoned = Abandoned.read(save)
+    if abandoned is None:
+        (save / LIST).unlink(missing_ok=True)
+        return
+    own = {path.absolute() for path in (save, *map(Path, others))}
+    roots = [root for root in abandoned.iterations if save / root in own]
+    for root in own:
+        for iteration in directory.iterations(root):
+            if abandoned.is_successor(directory.iteration_directory(root, iteration)):
+                if root == save:  # the kill may have come before the tracker file was written
+                    directory.write_tracker(save, iteration)
+                _delete(save, abandoned, roots)
+                return
+    (save / LIST).unlink()
