@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
+from megatron.planning.machine import find_machine
 from tests.examples import (
     test_data_document,
     test_hugging_face,
@@ -133,6 +134,15 @@ def test_the_commands_of_a_page_print_what_is_quoted(page: str, shell: Shell) ->
         assert steps[fewer] and steps[fewer] <= steps[more], (steps[fewer], steps[more])
 
 
+MACHINES_PAGE = "docs/planning.md"
+
+
+def test_the_file_of_a_machine_is_taken(tmp_path: Path) -> None:
+    (block,) = (each for each in blocks_of(MACHINES_PAGE) if each.language == "json")
+    (tmp_path / "mine.json").write_text(block.code)
+    assert find_machine(str(tmp_path / "mine.json")).name == "mine"
+
+
 # ---- nothing escapes
 
 
@@ -166,6 +176,8 @@ def runners_of(block: Block) -> list[str]:
         return ["elsewhere"] if block.name in ELSEWHERE else commands
     if block.language == "text":  # the output of the commands before it
         return commands if commands and is_output(block) else []
+    if block.language == "json":
+        return ["machine"] if page == MACHINES_PAGE else []
     return ["log"] if block.language == "log" else []
 
 

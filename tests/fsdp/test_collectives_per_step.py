@@ -225,7 +225,7 @@ def test_nothing_is_reduced_before_the_end_of_a_step(ranks: Ranks, level: int, w
 
 
 def reductions_of_an_unmarked_step(level: int) -> list[int]:
-    """Train a step with ``no_sync``, and return the reductions of each pass of the next, without."""
+    """Return the reductions of each pass, of which the first is in `no_sync`."""
     model = fully_shard_model(
         LanguageModel(),
         shard_mesh(),
