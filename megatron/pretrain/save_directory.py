@@ -46,6 +46,8 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
         for path in (args.save, args.load, args.pretrained_checkpoint):
             if path:
                 stack.callback(stores.drop, Path(path))
+        if is_at_url:
+            agree([])  # every rank has given the staged directory the names at the URL
         if args.save:
             on_first_rank(lambda: _reserve(args, say, stack))
             if args.non_persistent_ckpt_type == LOCAL and not args.skip_train:

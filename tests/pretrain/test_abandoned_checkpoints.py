@@ -67,9 +67,9 @@ def test_non_persistent_checkpoints_of_an_overwritten_run_are_deleted_too(tmp_pa
 
 
 def test_the_first_checkpoint_of_the_new_run_may_be_a_non_persistent_one(tmp_path: Path) -> None:
-    line = f"{LINE} {GLOBAL} --save {tmp_path}"
+    line = f"{LINE} --save {tmp_path}"
     run_ranks(2, train, f"{line} --save-interval 2")
-    anew = f"{line} --seed 7 --non-persistent-save-interval 1 --save-interval 6"
+    anew = f"{line} {GLOBAL} --seed 7 --non-persistent-save-interval 1 --save-interval 6"
     assert "broken off" in run_ranks(2, broken_off, f"{anew} --overwrite", 2)[0]
     assert not directory.iterations(tmp_path) and not (tmp_path / TRACKER).exists()
     (resumed,) = run_ranks(2, train, f"{anew} --load {tmp_path}")[0]

@@ -118,6 +118,11 @@ def check_numbers(check: Check) -> None:
             value = getattr(check.args, dest, None)  # a release may lack the flag
             if value is not None and dest not in infinite:
                 check.require(is_met(value), f"{check.flag(dest)} must be {words}, got {value}")
+    least, first = check.args.min_loss_scale, check.args.initial_loss_scale
+    check.require(
+        least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},
+        f"--min-loss-scale {least} must be at most --initial-loss-scale {first}",
+    )
     highest = SEEDS - 100 * check.machine.world_size
     check.require(
         check.args.seed <= highest, f"--seed must be at most {highest}, got {check.args.seed}"

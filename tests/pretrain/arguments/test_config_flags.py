@@ -57,6 +57,9 @@ NUMBERS = {
     "moe_router_topk": "3",
     "attention_dropout": "0.5",
     "hidden_dropout": "0.5",
+    "adam_beta1": "0.5",
+    "adam_beta2": "0.5",
+    "sgd_momentum": "0.5",
 }
 
 PIPELINE = "--pipeline-model-parallel-size 2"

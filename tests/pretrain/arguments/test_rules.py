@@ -231,6 +231,9 @@ def test_numbers_with_which_a_run_fails_later_or_trains_nonsense_are_refused_tog
         "--min-loss-scale must be above 0, got 0.0",
         "--loss-scale-window must be above 0, got 0.0",
     ]
+    assert problems(f"{MOCK} --fp16 --initial-loss-scale 2 --min-loss-scale 4") == [
+        "--min-loss-scale 4.0 must be at most --initial-loss-scale 2.0"
+    ]
     momentum = problems(f"{MOCK} --optimizer sgd --sgd-momentum 1")
     assert "--sgd-momentum must be at least 0 and below 1, got 1.0" in momentum
     # NumPy takes seeds below 2^32; a pipeline stage adds 100 for each before it.
