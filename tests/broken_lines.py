@@ -275,7 +275,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "hooks: a sharded parameter that is assigned is stored",
-        "megatron/fsdp/engine/hooks.py",
+        "megatron/fsdp/engine/shown_parameters.py",
         "value if value is None else self._compute.get(value, value)",
         "value",
         "tests/fsdp/test_public_clients.py",
