@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What --overwrite gives up is never loaded as a checkpoint of the run that gave it up."""
+"""Checkpoints that --overwrite gives up are never loaded as those of the run that does."""
 
 import json
 import shutil
@@ -115,7 +115,8 @@ def test_a_kill_at_any_change_leaves_the_checkpoints_of_one_of_the_runs(
 
         is_killed = killed_at(save, change, overwrite)
         start(save)
-        found = [(root, each) for root in (save, extra) for each in directory.iterations(root)]
+        found = [(save, each) for each in directory.iterations(save)]
+        found += [(extra, each) for each in directory.iterations(extra)]
         paths = [directory.iteration_directory(root, each) for root, each in found]
         contents = {(path / "content").read_text() for path in paths}
         assert len(contents) == 1 and not (save / LIST).exists()
