@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """CRC-32 as fast as the processor has it.
 
-zlib-ng computes it with the processor's instructions for polynomials, zlib mostly without: five
-times as fast on x86. The values are the same, so that a checkpoint does not depend on which of the
-two has written it.
+zlib-ng computes it with the processor's instructions for polynomials, zlib mostly without. The
+values are the same, so that a checkpoint does not depend on which of the two has written it.
 """
 
 from __future__ import annotations
