@@ -251,7 +251,8 @@ class UnitHooks:
         for value in (*args, *kwargs.values()):
             if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
                 continue
-            if value.requires_grad and id(value) not in views:
+            # Sparse and nested tensors have no such views.
+            if value.requires_grad and value.layout is torch.strided and id(value) not in views:
                 known = self._inputs.get(id(value))
                 if known is not None and known() is value:
                     views[id(value)] = value.view_as(value)
