@@ -170,6 +170,37 @@ def test_layers_that_share_an_input_end_their_backward_one_by_one(ranks: Ranks) 
     assert shared == alone and shared.index("reduce_scatter layers.4") < len(shared) - NUM_LAYERS
 
 
+class SideBySide(nn.Module):
+    """Layers over one input, whose results are added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(TanhLayer() for _ in range(NUM_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.encoder(x)
+        results = [layer(x) for layer in self.layers]
+        return torch.stack(results).sum(0)
+
+
+def order_side_by_side() -> list[str]:
+    """Return the collectives of the layers in a backward."""
+    model = fully_shard_model(SideBySide(), shard_mesh(), fsdp_unit_modules=[TanhLayer])
+    x = torch.randn(3, 8)
+    model(x).sum().backward()
+    output = model(x)
+    with trace.record() as recorder:
+        output.sum().backward()
+    entries = [entry for entry in recorder.collectives if entry.unit.startswith("layers")]
+    return [f"{entry.name} {entry.unit}" for entry in entries]
+
+
+def test_layers_side_by_side_end_their_backward_one_by_one(ranks: Ranks) -> None:
+    order = ranks(2, order_side_by_side)[0]
+    assert order.index("reduce_scatter layers.4") < order.index("all_gather layers.1")
+
+
 def gathers_of_a_frozen_root() -> int:
     """Return how often a step gathers a root that has frozen modules before and after layers."""
     module = LanguageModel()

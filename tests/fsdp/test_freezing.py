@@ -53,6 +53,38 @@ def test_parameters_frozen_after_sharding_are_not_updated_and_thaw_again(
     ranks(2, freeze_afterwards, level)
 
 
+def freeze_the_ways_in(model: nn.Module) -> None:
+    """Freeze what each block computes with first, and so needs last in its backward."""
+    for name, parameter in model.named_parameters():
+        if ".norm." in name or ".up." in name:
+            parameter.requires_grad_(False)
+
+
+def pass_twice(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0)))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def train_partly_frozen_blocks(level: int) -> None:
+    mesh = shard_mesh()
+    train_side_by_side(build_stack, pass_twice, level, prepare=freeze_the_ways_in, mesh=mesh)
+
+    def build_frozen() -> nn.Module:
+        model = build_stack()
+        freeze_the_ways_in(model)
+        return model
+
+    train_side_by_side(build_frozen, pass_twice, level, mesh=mesh)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_partly_frozen_units_stay_unsharded_in_a_second_backward_over_one_graph(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, train_partly_frozen_blocks, level)
+
+
 def thaw_what_was_frozen(level: int) -> str:
     module = build_stack()
     module.embed.requires_grad_(False)

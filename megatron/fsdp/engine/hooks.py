@@ -11,7 +11,8 @@
     pre-backward       at the first gradient of an output: unshard all of them again
     post-backward      at the last gradient of an input: the call's backward is over. Where inputs
                        are leaves of the graph, the gradients of the unit's parameters must be
-                       there too
+                       there too. An input that other calls have too may get its last gradient
+                       later; then the backward of a call that came before marks the end
 
 Hooks are attached to the input and output tensors themselves. An autograd function around the
 module, the usual way, would return views of them. Without one, code may edit inputs and outputs in
@@ -22,8 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
-from weakref import ref
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +35,6 @@ from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.shown_parameters import ShownParameters
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class UnitHooks:
@@ -57,7 +55,7 @@ class UnitHooks:
         self._unit_of: dict[nn.Parameter, Unit] = {}
         self._calls: list[UnitCall] = []  # forwards under way, innermost last
         self._outside = Unit("outside of forwards", None)  # of calls of other methods
-        self._inputs: dict[int, ref[torch.Tensor]] = {}  # of calls in this forward, by id
+        self._awaiting: dict[UnitCall, None] = {}  # their backward awaits gradients of inputs
         self.handles: set[int] = set()
         for unit in schedule.units:
             self._register(unit)
@@ -85,26 +83,21 @@ class UnitHooks:
 
     # ---- forward
 
-    def _pre_forward_hook(self, unit: Unit) -> Callable[..., Any]:
+    def _pre_forward_hook(self, unit: Unit) -> Callable[..., None]:
         @_not_traced
-        def pre_forward(
-            module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def pre_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
             recorder.begin_forward(call, unit.shown_name, module is self._root.module)
             if len(self._calls) == 1:
                 self.shown.begin_call()
-                self._inputs.clear()
             if module is self._root.module:
                 self._schedule.begin_forward()
             self._schedule.install_edits()
             self._unshard(call)
             if torch.is_grad_enabled():
-                args, kwargs = self._own_inputs(args, kwargs)
                 self._watch_inputs(call, (args, kwargs))
-            return args, kwargs
 
         return pre_forward
 
@@ -192,9 +185,13 @@ class UnitHooks:
     # ---- backward
 
     def _watch_outputs(self, call: UnitCall, output: Any) -> None:
-        call.note_slots()
+        call.end_forward()
 
         def pre_backward(gradients: Any) -> None:
+            self._pre_backward(call)
+
+        def pre_backward_of_node(gradients: Any) -> None:
+            self._end_later_calls(call)
             self._pre_backward(call)
 
         def enter_backward(gradient: torch.Tensor) -> None:
@@ -214,17 +211,18 @@ class UnitHooks:
             if tensor.grad_fn is not None:
                 # Hooks of a tensor run before those of the node that computed it. If the tensor is
                 # the next unit's input, the backward of that one thus ends before this one begins.
-                tensor.grad_fn.register_prehook(pre_backward)
+                tensor.grad_fn.register_prehook(pre_backward_of_node)
             elif tensor.requires_grad:
                 tensor.register_hook(pre_backward)
             # Autograd replaces the node of a view that is edited in place later, but not the node
             # of its base. Linear layers return views of inputs with more than two dims.
             base = tensor._base
             if base is not None and base.grad_fn is not None and not call.is_unchanged_input(base):
-                base.grad_fn.register_prehook(pre_backward)
+                base.grad_fn.register_prehook(pre_backward_of_node)
 
     def _enter_backward(self) -> None:
         if self._schedule.enter_backward(_queue_callback):
+            self._awaiting.clear()
             self.shown.follow_freezing()
 
     def _pre_backward(self, call: UnitCall) -> None:
@@ -234,34 +232,23 @@ class UnitHooks:
         elif call.state is CallState.FORWARD:
             call.check_slots()
             call.unit.begin_backward(call)
+            if call.awaited_inputs > 0:
+                self._awaiting[call] = None
             if call.unit.groups:
                 recorder.begin_backward(call.unit.shown_name)
             self._unshard(call)
 
-    def _own_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Replace inputs that an earlier call has had by views of them.
+    def _end_later_calls(self, call: UnitCall) -> None:
+        """End the backward of calls that began after the forward of ``call`` had ended.
 
-        The gradient of a tensor that several units take (the result of an encoder, a bias of
-        positions) is complete after the last of them. That of a view is complete when this call's
-        part of it is, so that the unit ends its backward then.
+        Autograd runs the nodes that were made last first, so those of later calls have run when it
+        reaches the node that computed an output of ``call``. The gradients of their inputs need not
+        be complete then: ``call`` and others may have the same inputs (the result of an encoder, a
+        bias of positions). In a second pass over a kept graph, no hooks tell of them any more.
         """
-        views: dict[int, torch.Tensor] = {}
-        for value in (*args, *kwargs.values()):
-            if not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter):
-                continue
-            # Sparse and nested tensors have no such views.
-            if value.requires_grad and value.layout is torch.strided and id(value) not in views:
-                known = self._inputs.get(id(value))
-                if known is not None and known() is value:
-                    views[id(value)] = value.view_as(value)
-                else:
-                    self._inputs[id(value)] = ref(value)
-        if not views:
-            return args, kwargs
-        own = {name: views.get(id(value), value) for name, value in kwargs.items()}
-        return tuple(views.get(id(value), value) for value in args), own
+        for later in list(self._awaiting):
+            if later.began > call.ended and later.has_all_grads:
+                self._post_backward(later)
 
     def _watch_inputs(self, call: UnitCall, inputs: Any) -> None:
         leaves: list[torch.Tensor] = []
@@ -271,12 +258,12 @@ class UnitHooks:
                 call.note_input(tensor)
                 if not isinstance(tensor, nn.Parameter):
                     (leaves if tensor.is_leaf else others).append(tensor)
-        call.awaited_inputs = len(leaves) + bool(others)
+        call.num_inputs = len(leaves) + bool(others)
         call.has_leaf_inputs = bool(leaves)
 
         def arrived(gradient: Any) -> None:
             call.awaited_inputs -= 1
-            if call.awaited_inputs == 0:
+            if call.awaited_inputs <= 0:  # less where the pass has not reached an output
                 self._post_backward(call)
 
         # torch's hook on several tensors knows which of them get no gradient, but it rejects leaves
@@ -291,6 +278,7 @@ class UnitHooks:
         # activations of the pass live until Python's garbage collector runs.
         for hook in call.input_hooks:
             hook.remove()
+        self._awaiting.pop(call, None)
         if call.state is CallState.FORWARD:
             return
         if not call.has_leaf_inputs:
@@ -319,9 +307,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-def _not_traced(hook: Hook) -> Hook:
+def _not_traced(hook: Callable[..., None]) -> Callable[..., None]:
     """Keep torch.compile from tracing ``hook``; unlike torch's decorator, this one is typed."""
-    untraced: Hook = torch.compiler.disable(hook)
+    untraced: Callable[..., None] = torch.compiler.disable(hook)
     return untraced
 
 

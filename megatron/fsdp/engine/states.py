@@ -67,7 +67,8 @@ class CallState(EngineState):
     FORWARD = auto()
     """Its forward is under way or over; its backward has not begun, or is over."""
     AWAITING_INPUTS = auto()
-    """Its backward has begun; the gradients of its inputs will tell when it is over."""
+    """Its backward has begun; the gradients of its inputs, or the backward of a call that came
+    before it, will tell when it is over."""
     AWAITING_PARAMETERS = auto()
     """Its backward has begun, and no gradients of inputs are outstanding: the gradients of the
     unit's parameters, or the end of the pass, will tell when it is over."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cached_property
+from itertools import count
 
 import torch
 from torch import nn
@@ -21,6 +22,8 @@ FORWARD = -1
 GRAPH = "graph"
 """A user of a unit's weights: the graph that autograd records of a backward (create_graph=True)."""
 
+_clock = count()
+
 
 class UnitCall:
     """One call of a unit's module, from the beginning of its forward to the end of its backward.
@@ -36,10 +39,13 @@ class UnitCall:
         self.module = module
         self.borrowed = borrowed
         self.state = CallState.FORWARD
+        # Positions of the begin and the end of the forward among those of all calls.
+        self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
         self.slots: list[MemorySlot | None] = []  # of the weights that the forward used
-        self.awaited_inputs = 0  # gradients of inputs that are outstanding
+        self.num_inputs = 0  # that get gradients and have hooks, of which a few count as one
+        self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
         self.input_hooks: list[RemovableHandle] = []
         # Autograd computes leaf gradients first. Gradients of leaf inputs may therefore arrive
         # before those of parameters on another path.
@@ -58,6 +64,11 @@ class UnitCall:
         """The call's own unit and the units that it borrows."""
         return [self.unit, *self.borrowed]
 
+    @property
+    def has_all_grads(self) -> bool:
+        """True if all parameters of the unit have gradients of the pass that reached the call."""
+        return self.unit.has_all_grads and self.unit.users.get(self) == current_pass()
+
     def note_input(self, tensor: torch.Tensor) -> None:
         """Note an input, and the tensor that it is a view of."""
         for each in (tensor, tensor._base):
@@ -68,8 +79,9 @@ class UnitCall:
         """Return True for an input that the forward passes on: it needs no weights in backward."""
         return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
 
-    def note_slots(self) -> None:
-        """Note the memory slots of the weights at the end of a forward that has a backward."""
+    def end_forward(self) -> None:
+        """Note the end of a forward that has a backward, and the memory slots of the weights."""
+        self.ended = next(_clock)
         self.slots = self._current_slots()
 
     def check_slots(self) -> None:
@@ -182,6 +194,7 @@ class Unit:
 
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
+        call.awaited_inputs = call.num_inputs
         if call.awaited_inputs > 0:
             call.change_state(CallState.AWAITING_INPUTS)
         else:

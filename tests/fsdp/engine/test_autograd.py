@@ -75,6 +75,28 @@ class GradientInForward(Stack):
         return torch.cat([force, energy.expand(1, WIDTH)])
 
 
+class ForceBlock(ResidualBlock):
+    """A unit that differentiates its own result and that of the unit before to their input."""
+
+    def forward(self, x: Tensor, energy: Tensor) -> Tensor:
+        y = super().forward(x)
+        (force,) = torch.autograd.grad((y * energy).sum(), x, retain_graph=True)
+        return y + force
+
+
+class ForcesOfSharedInput(Stack):
+    """Two units share an input, and the second one differentiates through the first."""
+
+    units = (ResidualBlock, ForceBlock)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forces = ForceBlock()
+
+    def body(self, x: Tensor, step: int) -> Tensor:
+        return self.forces(x, super().body(x, step))
+
+
 class PartlyDetached(Stack):
     def body(self, x: Tensor, step: int) -> Tensor:
         first, second, third = self.blocks
@@ -89,9 +111,8 @@ class SavedTensorHooks(Stack):
             return super().body(x, step)
 
 
-BUILDERS: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (FunctionsOfOthers, PartlyDetached, SavedTensorHooks)
-}
+CUSTOM = (FunctionsOfOthers, ForcesOfSharedInput, PartlyDetached, SavedTensorHooks)
+BUILDERS: dict[str, Callable[[], nn.Module]] = {each.__name__: each for each in CUSTOM}
 
 
 def train_at_all_levels(name: str) -> None:
