@@ -164,9 +164,16 @@ BROKEN_LINES = [
     BrokenLine(
         "prefetch: nothing is prefetched in backward",
         "megatron/fsdp/engine/prefetch.py",
-        "self._next_in_backward = dict(zip(order[2:], order[1:]))",
-        "self._next_in_backward = {}",
+        "self._backward_order = order[:1] + order[:0:-1]",
+        "self._backward_order = []",
         "tests/fsdp/test_communication.py",
+    ),
+    BrokenLine(
+        "prefetch: a unit that is called again at once is resharded in between",
+        "megatron/fsdp/engine/prefetch.py",
+        "is_kept = is_first_in_backward or unit in self._upcoming",
+        "is_kept = is_first_in_backward",
+        "tests/fsdp/test_collectives_per_step.py",
     ),
     BrokenLine(
         "prefetch: a prefetched unit does not make room in its memory slot",

@@ -45,6 +45,21 @@ class LanguageModel(nn.Module):
         return result
 
 
+class LayersCalledTwice(LanguageModel):
+    """Layers that are each called twice, one after the other or all of them again."""
+
+    def __init__(self, in_a_row: bool) -> None:
+        super().__init__()
+        self.in_a_row = in_a_row
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
+        for number in range(2 * NUM_LAYERS):
+            x = self.layers[number // 2 if self.in_a_row else number % NUM_LAYERS](x)
+        result: torch.Tensor = self.head(self.norm(x))
+        return result
+
+
 TOKENS = torch.tensor([[0, 2], [1, 1]])
 
 
@@ -81,16 +96,18 @@ def step_of(
     return step
 
 
-def both_counts(num_microbatches: int, has_head: bool) -> tuple[int, int]:
+def both_counts(
+    num_microbatches: int, build: Callable[[bool], LanguageModel], argument: bool
+) -> tuple[int, int]:
     """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
-    module = LanguageModel(has_head)
+    module = build(argument)
     ours = fully_shard(
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         shard_mesh(),
         fsdp_unit_modules=[TanhLayer],
     )
-    by_torch = LanguageModel(has_head)
+    by_torch = build(argument)
     for layer in by_torch.layers:
         fully_shard_by_torch(layer)
     fully_shard_by_torch(by_torch)
@@ -110,9 +127,20 @@ def test_a_step_has_fewer_collectives_than_fsdp2(
 
     Without a head, the last layer computes the output of the model too.
     """
-    (ours, theirs), _ = ranks(2, both_counts, num_microbatches, has_head)
+    (ours, theirs), _ = ranks(2, both_counts, num_microbatches, LanguageModel, has_head)
     gathers = 1 + 2 * NUM_LAYERS - 1
     assert ours == num_microbatches * (gathers + 1 + NUM_LAYERS)
+    assert ours < theirs
+
+
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_layers_called_twice_have_fewer_collectives_than_in_fsdp2(
+    ranks: Ranks, in_a_row: bool
+) -> None:
+    """Between two calls in a row, and their backwards, a layer stays unsharded."""
+    (ours, theirs), _ = ranks(2, both_counts, 1, LayersCalledTwice, in_a_row)
+    gathers = 2 * NUM_LAYERS if in_a_row else 4 * NUM_LAYERS
+    assert ours == 1 + gathers - 1 + 1 + NUM_LAYERS
     assert ours < theirs
 
 

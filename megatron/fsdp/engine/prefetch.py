@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
@@ -16,9 +16,10 @@ from megatron.fsdp.engine.unit import Unit
 class Prefetcher:
     """Unshards units before they are used, never more of them than the window allows.
 
-    The order is recorded in every forward of the root, so a model may change it from step to step.
-    Backward uses the reverse order. All ranks prefetch the same units at the same points, because
-    only calls of units, and of ``start_param_sync``, trigger prefetching.
+    The order is recorded in every forward of the root, so a model may change it from step to step,
+    and a unit may be in it several times. Backward uses the reverse order. All ranks prefetch the
+    same units at the same points, because only calls of units, and of ``start_param_sync``, trigger
+    prefetching.
 
     Args:
         units: of the model, the root first.
@@ -31,9 +32,11 @@ class Prefetcher:
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
         self._order: list[Unit] = []  # of the forward that is being recorded
-        self._next_in_forward: dict[Unit, Unit] = {}
-        self._next_in_backward: dict[Unit, Unit] = {}
+        self._forward_order: list[Unit] = []  # of the last forward that was recorded
+        self._backward_order: list[Unit] = []  # of its backward
         self._current = units[0]  # the unit that was used last
+        self._position = -1  # of that use in the order that is followed
+        self._upcoming: list[Unit] = []  # the window after it
         self._used: list[Unit] = []  # units that calls use, and some that were used just now
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
         self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
@@ -57,7 +60,8 @@ class Prefetcher:
         if not self._is_enabled or is_early or root.users or in_backward():
             return
         self._current = root
-        window = [root, *self._window(self._next_in_forward)] if self._next_in_forward else []
+        self._follow_order_from(0)
+        window = [root, *self._window()] if self._forward_order else []
         for unit in window:
             if not unit.users and not unit.is_blocked:
                 unit.unshard()
@@ -71,10 +75,16 @@ class Prefetcher:
     def start_recording(self) -> None:
         """Start to record the order of units, at the beginning of the root's forward."""
         self._order = []
+        self._follow_order_from(-1)
         if self._updates:  # none between microbatches
             self._updates_before_forward, self._updates = self._updates, 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
         self._reshard_prefetched(self._prefetched - self._of_next_forward)
+
+    def _follow_order_from(self, position: int) -> None:
+        """Set the position in the order that is followed, -1 for before its first unit."""
+        self._position = position
+        self._upcoming = []
 
     def unshard_all(self) -> None:
         """Unshard all units, where their storage is allocated anyway (levels 1 and 2)."""
@@ -90,12 +100,10 @@ class Prefetcher:
         if not torch.is_grad_enabled():
             kept.clear()
         self._reshard_prefetched(self._prefetched - kept)
-        self._next_in_forward = dict(pairwise(order))
-        # Never back to the root: it is in use until the end of backward.
-        self._next_in_backward = dict(zip(order[2:], order[1:]))
-        if order:
-            # Backward begins with the root; the last unit of the forward comes next.
-            self._next_in_backward[order[0]] = order[-1]
+        self._forward_order = list(order)
+        # Backward begins with the root, and never comes back to it: it is in use until the end.
+        self._backward_order = order[:1] + order[:0:-1]
+        self._follow_order_from(-1)
         kept_units: list[Unit] = []
         for unit in order[:0:-1] if self._is_enabled else ():
             if not self._fits([*kept_units, unit]):
@@ -105,17 +113,19 @@ class Prefetcher:
         self._first_kept = len(order) - max(1, len(kept_units))
 
     def keep(self, unit: Unit) -> bool:
-        """Keep a unit that ends its forward unsharded if its backward is among the first.
+        """Keep a unit whose call ends unsharded if it is used again at once.
 
-        These are the root, with which the backward begins, and the units that would be prefetched
-        then. They count as prefetched, so nothing more than the window is unsharded.
+        It may be called again, or its backward is among the first: that is so for the root, with
+        which backward begins, and for the units that would be prefetched then. They count as
+        prefetched, so nothing more than the window is unsharded.
         """
-        is_kept = (
+        is_first_in_backward = (
             unit in self._last_in_forward
             and len(self._order) > self._first_kept
             and torch.is_grad_enabled()
             and not in_backward()
         )
+        is_kept = is_first_in_backward or unit in self._upcoming
         if is_kept:
             self._prefetched.add(unit)
         return is_kept
@@ -125,7 +135,22 @@ class Prefetcher:
         if self._units[0].users and not in_backward():
             self._order.append(unit)
         self._current = unit
+        self._position = self._position_of(unit)
         self.prefetch()
+
+    def _position_of(self, unit: Unit) -> int:
+        """Return where the order that is followed has this use of ``unit``.
+
+        It is the next position after that of the last use, or else the first one. A unit that the
+        order does not have is at its end: nothing is prefetched after it.
+        """
+        order = self._backward_order if in_backward() else self._forward_order
+        for start in (self._position + 1, 0):
+            try:
+                return order.index(unit, start)
+            except ValueError:
+                continue
+        return len(order)
 
     def make_room(self, unit: Unit) -> None:
         """Prepare for a call that uses ``unit`` now: reshard unused units in its memory slots."""
@@ -143,30 +168,33 @@ class Prefetcher:
         """Unshard the units in the window, and reshard prefetched ones that have left it."""
         if not self._is_enabled:
             return
-        window = self._window(self._next_in_backward if in_backward() else self._next_in_forward)
-        self._reshard_prefetched(self._prefetched.difference(window))
-        for unit in window:
+        self._upcoming = self._window()
+        self._reshard_prefetched(self._prefetched.difference(self._upcoming))
+        for unit in self._upcoming:
             if not unit.users and not unit.is_blocked:
                 unit.unshard()
                 self._prefetched.add(unit)
 
     def reshard_unused(self) -> None:
         """Reshard all prefetched units that no call uses."""
+        self._upcoming = []
         self._reshard_prefetched(set(self._prefetched))
 
-    def _window(self, successor: Mapping[Unit, Unit]) -> list[Unit]:
+    def _window(self) -> list[Unit]:
         """Return the units that follow the current one, with their units of shared parameters."""
         ahead: list[Unit] = []
+        order = self._forward_order
         if in_backward():
+            order = self._backward_order
             # A unit begins before the unit above it is resharded, so that one counts too.
             others = (self._current, self._units[0])
             ahead = [unit for unit in self._used if unit.users and unit not in others]
         window: list[Unit] = []
-        unit = successor.get(self._current)
-        while unit is not None and unit not in window and self._fits([*ahead, unit]):
+        for unit in islice(order, self._position + 1, None):
+            if unit in window or not self._fits([*ahead, unit]):
+                break
             ahead.append(unit)
             window += [unit, *unit.shared]
-            unit = successor.get(unit)
         return window
 
     def _fits(self, units: Sequence[Unit]) -> bool:

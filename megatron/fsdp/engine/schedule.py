@@ -121,17 +121,17 @@ class Schedule:
     def end_use(self, unit: Unit, user: Hashable) -> None:
         """Note that ``user`` no longer needs the unit, and reshard it after its last user.
 
-        The last units of a forward stay unsharded, because their backward follows.
+        Units that are used again at once stay unsharded.
         """
         unit.users.pop(user, None)
-        if not unit.users and not self._prefetcher.keep(unit):
+        if not unit.users:
             self._reshard(unit)
 
     def _reshard(self, unit: Unit) -> None:
         if self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
-        else:
+        elif not self._prefetcher.keep(unit):
             unit.reshard()
 
     # ---- gradients
