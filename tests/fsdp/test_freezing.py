@@ -6,13 +6,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import build_stack
+from tests.fsdp.models import WIDTH, build_stack
 from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
 from tests.fsdp.side_by_side import (
+    Backward,
     mean_gradients,
     plain_backward,
     shard,
@@ -210,3 +211,95 @@ def thaw_everything() -> str:
 def test_thawing_a_model_that_was_wholly_frozen_is_refused_at_its_forward(ranks: Ranks) -> None:
     for message in ranks(2, thaw_everything):
         assert "frozen when the model was sharded" in message
+
+
+# ---- frozen weights that a backward needs after the last gradient of a parameter
+
+
+class FrozenFirst(nn.Module):
+    """A trained layer after a frozen one, with a second input between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.second = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) + prompt)
+
+
+class Prompted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(FrozenFirst() for _ in range(2))
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, prompt)
+        return x
+
+
+class Lender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH), requires_grad=False)
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+
+class Borrower(nn.Module):
+    """Reads a frozen weight of another unit first, and a trained one last."""
+
+    def __init__(self, lender: Lender) -> None:
+        super().__init__()
+        self.own = nn.Linear(WIDTH, WIDTH)
+        self.lender = [lender]
+
+    def forward(self, x: Tensor, prompt: Tensor) -> Tensor:
+        (lender,) = self.lender
+        return self.own(torch.tanh(x @ lender.table) + prompt) * lender.scale
+
+
+class Lending(Prompted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = Lender()
+        self.layers = nn.ModuleList(Borrower(self.lender) for _ in range(2))
+
+
+def backward_once(model: nn.Module, step: int, rank: int) -> None:
+    loss_of(model(batch(step, rank, 0), batch(step, rank, 1))).backward()
+
+
+def backward_three_times(model: nn.Module, step: int, rank: int) -> None:
+    loss = loss_of(model(batch(step, rank, 0), batch(step, rank, 1)))
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    (2 * loss).backward()
+
+
+def backward_to_the_prompt_first(model: nn.Module, step: int, rank: int) -> None:
+    prompt = batch(step, rank, 1).requires_grad_()
+    loss = loss_of(model(batch(step, rank, 0), prompt))
+    (gradient,) = torch.autograd.grad(loss, prompt, retain_graph=True)
+    (loss * gradient.sum().detach()).backward()
+
+
+def train_after_frozen_weights(kind: type[nn.Module], backward: Backward) -> None:
+    mesh = shard_mesh()
+    for level in (2, 3):
+        units = [FrozenFirst, Lender, Borrower] if kind is Lending else [FrozenFirst]
+        train_side_by_side(
+            lambda: kind().double(), backward, level, mesh=mesh, fsdp_unit_modules=units
+        )
+
+
+@pytest.mark.parametrize(
+    "backward", [backward_once, backward_three_times, backward_to_the_prompt_first]
+)
+@pytest.mark.parametrize("kind", [Prompted, Lending])
+def test_frozen_weights_stay_until_the_gradients_that_pass_through_them_are_there(
+    ranks: Ranks, kind: type[nn.Module], backward: Backward
+) -> None:
+    ranks(2, train_after_frozen_weights, kind, backward)

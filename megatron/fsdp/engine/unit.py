@@ -138,6 +138,7 @@ class Unit:
         # Of the trainable groups those with parameters that are not frozen now.
         self.trained_groups: list[ParamGroup] = []
         self._num_trained = 0
+        self._has_frozen = False
         self._calls_in_backward: list[UnitCall] = []
         self._arrived: set[int] = set()  # ids of the parameters that have their gradient
 
@@ -162,6 +163,7 @@ class Unit:
             if num_trained:
                 self.trained_groups.append(group)
                 self._num_trained += num_trained
+        self._has_frozen = self._num_trained < sum(len(group.parameters) for group in self.groups)
 
     # ---- weights
 
@@ -232,9 +234,14 @@ class Unit:
         """True if every parameter that is trained has its gradient; never after recomputation.
 
         Never for a unit in which all are frozen: only its inputs tell when its backward is over.
+        Nor while another unit's backward uses frozen parameters of this one.
         """
-        has_all = 0 < len(self._arrived) == self._num_trained
-        return has_all and self.state is not BackwardState.RECOMPUTED
+        if not 0 < len(self._arrived) == self._num_trained:
+            return False
+        is_lent = self._has_frozen and any(
+            isinstance(user, UnitCall) and user.unit is not self for user in self.users
+        )
+        return self.state is not BackwardState.RECOMPUTED and not is_lent
 
     @property
     def has_calls_in_backward(self) -> bool:
