@@ -173,6 +173,45 @@ def test_freezing_in_one_way_and_thawing_in_another_ends_and_begins_reductions(
     ranks(2, freeze_and_thaw_in_every_way, level)
 
 
+def thaw_one(module: nn.Module, flag: bool) -> None:
+    """Set all flags of a module, and then one the other way by name."""
+    module.requires_grad_(not flag)
+    module.head.weight.requires_grad_(flag)
+
+
+def thaw_some_in_a_loop(module: nn.Module, flag: bool) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(not flag)
+    block = module.blocks[1]
+    block.up.weight.requires_grad_(flag)
+    block.requires_grad_(flag)
+    block.down.weight.requires_grad_(not flag)
+
+
+def set_flags_one_after_the_other(level: int) -> None:
+    mesh = shard_mesh()
+    for set_flags in (thaw_one, thaw_some_in_a_loop):
+        torch.manual_seed(7)
+        reference = build_stack()
+        torch.manual_seed(7)
+        model, _ = shard(build_stack(), level, mesh)
+        for step, flag in enumerate((True, False, True)):
+            set_flags(reference, flag)
+            set_flags(model.module, flag)
+            expected = mean_gradients(reference, plain_backward, step)
+            model.zero_grad()
+            plain_backward(model, step, dist.get_rank())
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+            compare_shards(model, gradients, expected, f"{set_flags.__name__} in step {step}")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_last_of_several_flags_counts_however_the_parameter_was_read(
+    ranks: Ranks, level: int
+) -> None:
+    ranks(2, set_flags_one_after_the_other, level)
+
+
 def freeze_between_forward_and_backward(level: int) -> None:
     """Evaluate with frozen parameters in between, as for the reference of a preference loss."""
     torch.manual_seed(7)

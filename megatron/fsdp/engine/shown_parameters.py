@@ -111,6 +111,7 @@ class ShownParameters:
             return parameter
         if in_backward():  # recomputation may list what it computes with
             return self._readable(unit, parameter)
+        self._trainability.follow_one(parameter)
         for group in unit.groups:
             group.writes.take(goes_on=True)
         return self._sharded[parameter]
@@ -143,6 +144,7 @@ class ShownParameters:
                 self._borrow(unit)
             if call.module is not None:
                 return parameter
+        self._trainability.follow_one(parameter)
         if found is parameter and not (in_backward() or hasattr(parameter, PASSED_ON)):
             self._give(unit)
         return found

@@ -29,6 +29,7 @@ class Trainability:
 
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
+        self._pairs = sharded
         self._compute = list(sharded)
         self._sharded = list(sharded.values())
         self._flags = self._read(self._compute)
@@ -52,6 +53,16 @@ class Trainability:
                 self._flags[index] = not known
         for unit in self._units:
             unit.find_trained()
+
+    def follow_one(self, compute: nn.Parameter) -> None:
+        """Follow what code has set on one of the two, before it gets one of them again.
+
+        In ``module.requires_grad_(False)`` and then ``module.head.weight.requires_grad_(True)``,
+        the first sets the sharded parameter, the second may set the compute parameter.
+        """
+        first, second = self._read([compute, self._pairs[compute]])
+        if first != second:
+            self.follow()
 
     def refuse_thawed(self) -> None:
         """Refuse parameters that are trained now, and were frozen when the model was sharded.
