@@ -36,6 +36,7 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
+from megatron.fsdp.engine.trainability import Trainability
 
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
@@ -55,6 +56,7 @@ class GroupHandover:
 
     Attributes:
         attached: the gradients that the parameters have been given.
+        kept: indices of frozen parameters whose gradients count, since they came before.
     """
 
     def __init__(
@@ -63,16 +65,43 @@ class GroupHandover:
         self.sharded_params = sharded_params
         self.group: ParamGroup = sharded_params[0].group
         self.parameters: list[torch.Tensor] = [each.parameter for each in sharded_params]
-        self._computes = [each.compute for each in sharded_params]
         self._attribute = attribute
         self._family = family
         self.attached: list[ShardedGradient] = []
         self._flat: torch.Tensor | None = None
         self._gradients: list[ShardedGradient] = []
         self._references: list[int] = []  # to the gradients, by the engine itself
+        self.kept: set[int] = set()
+        # The number of backward passes that had ended when gradients were cleared, of all
+        # parameters and of single ones, or when those were thawed.
+        self._begin = 0
+        self._begins: dict[int, int] = {}
+
+    def forget(self, num_passes: int) -> None:
+        """Note that all gradients were cleared, when so many backward passes had ended."""
+        self._begin = num_passes
+        if self._begins or self.kept:
+            self._begins.clear()
+            self.kept.clear()
+
+    def forget_one(self, index: int, num_passes: int) -> None:
+        """Note that the gradient of one parameter was cleared."""
+        self._begins[index] = num_passes
+        self.kept.discard(index)
+
+    def note_change(self, index: int, is_trained: bool, num_passes: int) -> None:
+        """Note that a parameter was frozen or thawed, when so many backward passes had ended."""
+        if is_trained:
+            if index not in self.kept:
+                self._begins[index] = num_passes
+            self.kept.discard(index)
+        elif num_passes > self._begins.get(index, self._begin):
+            self.kept.add(index)
 
     def attach(self, flat: torch.Tensor, are_used: Sequence[bool] | None = None) -> None:
-        """Show the gradients in ``flat``, the gradient shard; frozen parameters show none.
+        """Show the gradients in ``flat``, the gradient shard.
+
+        Frozen parameters show none, unless they were trained earlier in the step.
 
         Args:
             flat: the gradient shard.
@@ -85,23 +114,18 @@ class GroupHandover:
         gradients: Sequence[ShardedGradient | None] = self._gradients
         self.attached = self._gradients
         with torch._C.DisableTorchFunctionSubclass():
-            trains = all(map(_requires_grad, self.parameters))
-            if not (trains and all(map(_requires_grad, self._computes))):
-                gradients = self._gradients_of_trained()
+            if not all(map(_requires_grad, self.parameters)):
+                gradients = [
+                    gradient if parameter.requires_grad or index in self.kept else None
+                    for index, (gradient, parameter) in enumerate(
+                        zip(self._gradients, self.parameters)
+                    )
+                ]
             if are_used is not None:
                 gradients = [each if used else None for each, used in zip(gradients, are_used)]
             if gradients is not self._gradients:
                 self.attached = [each for each in gradients if each is not None]
             _set_all(self.parameters, self._attribute, gradients)
-
-    def _gradients_of_trained(self) -> list[ShardedGradient | None]:
-        """Return the gradients, with None for parameters that were frozen after sharding."""
-        return [
-            gradient if parameter.requires_grad and compute.requires_grad else None
-            for gradient, parameter, compute in zip(
-                self._gradients, self.parameters, self._computes
-            )
-        ]
 
     def detach(self) -> None:
         """Show no gradients."""
@@ -175,6 +199,8 @@ class GradientSync:
         self._schedule: Schedule | None = None
         self._is_attached = False  # reduced gradients are on the parameters
         self._is_final = True  # no backward pass has ended since they were attached or cleared
+        self._num_passes = 0  # that have ended since they were all cleared
+        self._trainability: Trainability | None = None
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
@@ -196,6 +222,20 @@ class GradientSync:
         self._schedule = schedule
         schedule.reduces_late = self._groups_of_use is not None
 
+    def follow(self, trainability: Trainability) -> None:
+        """Let the gradients that a parameter has got before it is frozen count."""
+        self._trainability = trainability
+        trainability.on_change = self._note_changes
+
+    def _note_changes(self, parameters: dict[torch.Tensor, bool]) -> None:
+        for handover in self._handovers:
+            gradients = handover.shown()
+            for index, parameter in enumerate(handover.parameters):
+                if self._is_attached and gradients[index] is None:
+                    handover.forget_one(index, self._num_passes)
+                if parameter in parameters:
+                    handover.note_change(index, parameters[parameter], self._num_passes)
+
     # ---- backward passes
 
     def begin_backward(self) -> None:
@@ -210,22 +250,21 @@ class GradientSync:
             shown = handover.shown()
             if all(map(is_not, shown, repeat(None))):
                 continue
-            cleared = [
-                sharded_param
-                for sharded_param, gradient in zip(handover.sharded_params, shown)
-                if gradient is None
-            ]
+            cleared = [index for index, gradient in enumerate(shown) if gradient is None]
             if len(cleared) == len(shown):
+                handover.forget(self._num_passes)
                 handover.group.gradients.forget_reduced()
                 continue
-            for sharded_param in cleared:
-                clear_gradient_shard(sharded_param)
+            for index in cleared:
+                handover.forget_one(index, self._num_passes)
+                clear_gradient_shard(handover.sharded_params[index])
         self._is_attached = False
 
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
         recorder.end_backward_pass()
         self._is_final = False
+        self._num_passes += 1
         self._microbatches.end_pass()
         if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()
@@ -259,6 +298,8 @@ class GradientSync:
             GradientError: for a NaN or Inf gradient, if they are reported.
         """
         self.wait()
+        if self._trainability is not None:
+            self._trainability.follow()
         for handover in self._handovers:
             gradients = handover.group.gradients
             flat = gradients.final(in_main_dtype=not self._use_decoupled_grad)
@@ -304,6 +345,8 @@ class GradientSync:
             handover.group.gradients.clear()
             handover.detach()
             handover.free()
+            handover.forget(0)
+        self._num_passes = 0
         self._forget_use()
         self._is_attached = False
         self._is_final = True

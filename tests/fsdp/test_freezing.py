@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters may be frozen before and after sharding."""
 
+import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from megatron.fsdp import MegatronFSDP, fully_shard
+from tests.fsdp.meshes import Meshes, shard_mesh
+from tests.fsdp.models import WIDTH, ResidualBlock, build_stack
+from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, optimizer_over
 from tests.fsdp.side_by_side import (
     Backward,
+    inner,
     mean_gradients,
     plain_backward,
     shard,
@@ -342,3 +345,73 @@ def test_frozen_weights_stay_until_the_gradients_that_pass_through_them_are_ther
     ranks: Ranks, kind: type[nn.Module], backward: Backward
 ) -> None:
     ranks(2, train_after_frozen_weights, kind, backward)
+
+
+# ---- gradients that come before a parameter is frozen
+
+
+def freeze_between_microbatches(model: nn.Module, step: int, rank: int, when: str) -> None:
+    """Freeze a block between microbatches, or other parameters after the last one."""
+    no_sync = getattr(model, "no_sync", nullcontext)
+    module = inner(model)
+    module.requires_grad_(True)
+    module.embed.bias.requires_grad_(False)
+    module.embed.weight.requires_grad_(step == 0)
+    with no_sync():
+        loss_of(model(batch(step, rank, 0))).backward()
+        module.embed.bias.requires_grad_(True)
+        if when == "between":
+            module.blocks[1].requires_grad_(False)
+            module.head.bias.requires_grad_(False)
+        loss_of(model(batch(step, rank, 1))).backward()
+    module.blocks[2].up.requires_grad_(step == 1)
+    loss_of(model(batch(step, rank, 2))).backward()
+    if when == "after":
+        module.blocks[0].requires_grad_(False)
+    if isinstance(model, MegatronFSDP):
+        model.finish_grad_sync()
+
+
+def freeze_in_the_middle(when: str, mesh: str) -> None:
+    meshes = Meshes()
+    for level, sync in itertools.product(LEVELS, (False, True)):
+        torch.manual_seed(7)
+        reference = build_stack()
+        torch.manual_seed(7)
+        module = build_stack()
+        model, optimizer = fully_shard(
+            module,
+            optimizer_over(module),
+            **meshes.arguments(mesh),
+            zero_dp_strategy=level,
+            fsdp_unit_modules=[ResidualBlock],
+            preserve_fp32_weights=False,
+            sync_model_each_microbatch=sync,
+        )
+        for step in range(3):
+            reference.zero_grad()
+            for rank in range(dist.get_world_size()):
+                freeze_between_microbatches(reference, step, rank, when)
+            freeze_between_microbatches(model, step, dist.get_rank(), when)
+            expected = {
+                name: each.grad / dist.get_world_size()
+                for name, each in reference.named_parameters()
+                if each.grad is not None
+            }
+            assert len(expected) == len(list(reference.parameters())) - (step > 0)
+            shown = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            what = f"level {level}, synchronised: {sync}, step {step}"
+            compare_shards(model, shown, expected, what)
+            if step == 0:
+                optimizer.zero_grad()
+            else:  # as torch's zero_grad, which the next backward notices
+                for parameter in model.parameters():
+                    parameter.grad = None
+
+
+@pytest.mark.parametrize("when", ["between", "after"])
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (4, "outer2")])
+def test_gradients_from_before_a_parameter_was_frozen_count(
+    ranks: Ranks, num_ranks: int, mesh: str, when: str
+) -> None:
+    ranks(num_ranks, freeze_in_the_middle, when, mesh)

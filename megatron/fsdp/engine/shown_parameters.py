@@ -37,6 +37,9 @@ class ShownParameters:
             instead of a compute parameter whose unit is not unsharded.
         unit_of: the unit of each compute parameter.
         calls: forwards and methods under way, innermost last.
+
+    Attributes:
+        trainability: which parameters are frozen.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class ShownParameters:
         self._compute = {parameter: compute for compute, parameter in sharded.items()}
         self._unit_of = unit_of
         self._calls = calls
-        self._trainability = Trainability(schedule.units, sharded)
+        self.trainability = Trainability(schedule.units, sharded)
         # Groups whose compute weights code has got outside of forwards.
         self._given: dict[ParamGroup, None] = {}
 
@@ -74,7 +77,7 @@ class ShownParameters:
         if not in_backward():
             self.follow_changes()
             self._given.clear()
-            self._trainability.refuse_thawed()
+            self.trainability.refuse_thawed()
 
     def follow_changes(self, goes_on: bool = False) -> None:
         """Take over which parameters are frozen, and what was written to compute weights.
@@ -88,7 +91,7 @@ class ShownParameters:
 
     def follow_freezing(self) -> None:
         """Take over which parameters are frozen now."""
-        self._trainability.follow()
+        self.trainability.follow()
 
     def _give(self, unit: Unit) -> None:
         """Note that code outside of forwards gets the compute weights of a unit."""
@@ -111,7 +114,7 @@ class ShownParameters:
             return parameter
         if in_backward():  # recomputation may list what it computes with
             return self._readable(unit, parameter)
-        self._trainability.follow_one(parameter)
+        self.trainability.follow_one(parameter)
         for group in unit.groups:
             group.writes.take(goes_on=True)
         return self._sharded[parameter]
@@ -144,7 +147,7 @@ class ShownParameters:
                 self._borrow(unit)
             if call.module is not None:
                 return parameter
-        self._trainability.follow_one(parameter)
+        self.trainability.follow_one(parameter)
         if found is parameter and not (in_backward() or hasattr(parameter, PASSED_ON)):
             self._give(unit)
         return found

@@ -8,7 +8,7 @@ one, so both are set alike before the next forward or backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 import torch
@@ -25,7 +25,12 @@ class Trainability:
     Args:
         units: of the model.
         sharded: the sharded parameter of each compute parameter.
+
+    Attributes:
+        on_change: called with the new flags of the sharded parameters whose flag has changed.
     """
+
+    on_change: Callable[[dict[torch.Tensor, bool]], None] | None = None
 
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
@@ -46,13 +51,17 @@ class Trainability:
         compute, sharded = self._read(self._compute), self._read(self._sharded)
         if compute == self._flags == sharded:
             return
+        changed: dict[torch.Tensor, bool] = {}
         for index, known in enumerate(self._flags):
             if compute[index] != known or sharded[index] != known:
                 self._compute[index].requires_grad_(not known)
                 self._sharded[index].requires_grad_(not known)
                 self._flags[index] = not known
+                changed[self._sharded[index]] = not known
         for unit in self._units:
             unit.find_trained()
+        if self.on_change is not None:
+            self.on_change(changed)
 
     def follow_one(self, compute: nn.Parameter) -> None:
         """Follow what code has set on one of the two, before it gets one of them again.
