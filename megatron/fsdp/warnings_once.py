@@ -50,17 +50,17 @@ def warn_of_unmatched_units(module: nn.Module, unit_modules: Sequence[type | nn.
 
 
 def warn_of_clipped_embeddings(module: nn.Module) -> None:
-    """Warn of embeddings whose forward writes to their weight, which does not last."""
+    """Warn of embeddings whose forward writes to their weight, on each rank to other rows."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     modules = module.named_modules()
     clipped = [(name, each) for name, each in modules if isinstance(each, kinds) and each.max_norm]
     if clipped:
         name, first = clipped[0]
         warn(
-            "%s: max_norm=%s writes to the weight in a forward, which does not last in a sharded"
-            " model, and differs between ranks. Leave it out, and after each step of the optimizer"
-            " write, for the weight among model.parameters(), weight.copy_(weight.renorm(%s, 0,"
-            " %s)) under torch.no_grad()",
+            "%s: max_norm=%s clips the rows that a rank looks up, and a rank keeps its own part of"
+            " the weight only, so rows stay unclipped, and replicas differ. Leave it out, and after"
+            " each step of the optimizer write, for the weight among model.parameters(),"
+            " weight.copy_(weight.renorm(%s, 0, %s)) under torch.no_grad()",
             name or type(first).__name__,
             first.max_norm,
             first.norm_type,

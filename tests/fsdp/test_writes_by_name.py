@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes to weights that code reads by name, in methods of the model and outside of them, last."""
+"""Writes to weights that code reads by name last: in methods, in forwards and outside of both."""
 
 import itertools
 
@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
 from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import WIDTH, ResidualBlock
+from tests.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
+from tests.fsdp.side_by_side import plain_backward, train_side_by_side
 from tests.selection import mostly_in_full
 
 
@@ -66,21 +67,25 @@ class Resettable(nn.Module):
 METHODS = ("in_place", "through_data", "through_init", "between_forwards", "and_fail")
 
 
-def build(dtype: torch.dtype) -> Resettable:
+def build(dtype: torch.dtype, kind: type[Resettable] = Resettable) -> Resettable:
     torch.manual_seed(3)
-    return Resettable(dtype)
+    return kind(dtype)
 
 
 def shard(
-    dtype: torch.dtype, level: int, meshes: Meshes, mesh: str
+    dtype: torch.dtype,
+    level: int,
+    meshes: Meshes,
+    mesh: str,
+    kind: type[Resettable] = Resettable,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard a model with main weights of float32, on an outer axis of two ranks for "outer2"."""
-    module = build(dtype)
+    module = build(dtype, kind)
     return fully_shard(
         module,
         optimizer_over(module, "sgd"),
         **meshes.arguments(mesh),
-        **({"outer_dp_sharding_strategy": "optim"} if mesh == "outer2" else {}),
+        **({"outer_dp_sharding_strategy": "optim"} if (mesh, level) == ("outer2", 3) else {}),
         fsdp_unit_modules=[ResidualBlock],
         zero_dp_strategy=level,
         mixed_precision_policy=MixedPrecisionPolicy(torch.float32),
@@ -110,9 +115,11 @@ def compare_with_plain(model: MegatronFSDP, plain: nn.Module, what: str) -> None
         assert torch.equal(model(x), plain(x)), what
 
 
-def plain_copy(model: MegatronFSDP, dtype: torch.dtype) -> Resettable:
+def plain_copy(
+    model: MegatronFSDP, dtype: torch.dtype, kind: type[Resettable] = Resettable
+) -> Resettable:
     """Return a plain model with the weights that the sharded one computes with."""
-    plain = build(dtype)
+    plain = build(dtype, kind)
     plain.load_state_dict(
         {name: full_tensor(each).to(dtype) for name, each in model.module.state_dict().items()}
     )
@@ -154,3 +161,102 @@ def test_methods_and_code_outside_of_forwards_write_to_weights(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_writes_reach_the_shards_of_an_outer_axis(ranks: Ranks, dtype: str) -> None:
     ranks(4, write, 3, getattr(torch, dtype), "outer2")
+
+
+# ---- writes inside of forwards
+
+
+class Clamped(ResidualBlock):
+    """Clamps a weight before its use, as critics of a Wasserstein distance and quantizers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+            self.down.weight.detach()[0].clamp_(min=0.1)
+        return super().forward(x)
+
+
+class ClampedStack(Stack):
+    units = (Clamped,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Clamped() for _ in range(3))
+
+    def forward(self, x: Tensor, step: int = 0) -> object:
+        with torch.no_grad():
+            nn.init.constant_(self.head.bias, 0.25)
+        return super().forward(x, step)
+
+
+def train_clamped(mesh: str) -> None:
+    meshes = Meshes()
+    for level in LEVELS if mesh == "flat" else (2, 3):
+        train_side_by_side(
+            lambda: ClampedStack().double(),
+            plain_backward,
+            level,
+            **{"mesh": None, **meshes.arguments(mesh)},
+            fsdp_unit_modules=[Clamped],
+        )
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (4, "outer2")])
+def test_what_a_forward_writes_to_weights_is_trained_on(
+    ranks: Ranks, num_ranks: int, mesh: str
+) -> None:
+    ranks(num_ranks, train_clamped, mesh)
+
+
+class Decaying(Resettable):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.head.weight.mul_(0.75)
+            self.block.up.weight[0].neg_()
+        return super().forward(x)
+
+
+def write_in_forwards(mesh: str) -> None:
+    """Compare main weights with those of a module that computes in the same dtype."""
+    meshes = Meshes()
+    for level, dtype in itertools.product(LEVELS, (torch.float32, torch.bfloat16)):
+        model, optimizer = shard(dtype, level, meshes, mesh, Decaying)
+        for step in range(2):
+            train(model, optimizer, dtype)
+            plain = plain_copy(model, dtype, Decaying)
+            what = f"level {level}, {dtype}, step {step}"
+            compare_with_plain(model, plain, f"{what}, before")
+            with torch.inference_mode():
+                model(batch(2, 0, 0).to(dtype))
+                plain(batch(2, 0, 0).to(dtype))
+            with torch.no_grad():
+                model.module.head.bias.data.fill_(1.5)  # by name, in between
+                plain.head.bias.fill_(1.5)
+            compare_with_plain(model, plain, f"{what}, after")
+            # Main weights have more bits than the module's: the next step begins with equal ones.
+            model.load_state_dict(plain.state_dict())
+
+
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (4, "outer2")])
+def test_what_forwards_write_stays_in_main_weights_of_any_dtype(
+    ranks: Ranks, num_ranks: int, mesh: str
+) -> None:
+    ranks(num_ranks, write_in_forwards, mesh)
+
+
+def write_between_steps_that_are_not_installed() -> None:
+    """Let a forward write while the new weights of an optimizer are not installed."""
+    model, optimizer = shard(torch.bfloat16, 3, Meshes(), "flat", Decaying)
+    train(model, optimizer, torch.bfloat16)
+    x = batch(0, 0, 0).bfloat16()
+    model(x).tanh().mean().backward()
+    optimizer.step(install_optimized_model_weights=False)
+    stepped = [full_tensor(parameter) for parameter in model.parameters()]
+    with torch.no_grad():
+        model(x)
+    for before, parameter in zip(stepped, model.parameters()):
+        assert torch.equal(full_tensor(parameter), before)
+
+
+def test_forwards_that_write_do_not_undo_a_step_that_is_not_installed(ranks: Ranks) -> None:
+    ranks(2, write_between_steps_that_are_not_installed)

@@ -138,7 +138,7 @@ class ParamGroup:
         sources = [] if self.compute_shard is gathered_shard else [self.compute_shard]
         if not self.main_is_compute:
             sources.append(self.main_shard)
-        self.writes = ComputeWrites(gathered_shard, sources, partition.outer_rank)
+        self.writes = ComputeWrites(self.parameters, gathered_shard, sources, partition.outer_rank)
 
     @torch.no_grad()
     def shard_parameter(self, index: int) -> None:
@@ -200,6 +200,7 @@ class ParamGroup:
                     self._owned_shard if self._compute_shard_is_stale else None,
                 )
         self._compute_shard_is_stale = False
+        self.writes.begin_use()
         self._become(WeightState.UNSHARDING)
 
     @torch.no_grad()
@@ -259,6 +260,7 @@ class ParamGroup:
         copy.
         """
         self.writes.take()
+        self.writes.are_sources_newer = True
         if self._is_cast_due:
             self._cast()
         if self._casts_at_unshard and self._kept is None:
@@ -277,6 +279,7 @@ class ParamGroup:
         self.edited.discard(self)
         self.wait_for_unshard()
         self.writes.take()
+        self.writes.are_sources_newer = False
         self._kept = None
         self._is_cast_due = not (self.main_is_compute or self._casts_at_unshard)
         if self.has_all_shards and not self._is_cast_due:

@@ -124,6 +124,9 @@ class Schedule:
         Units that are used again at once stay unsharded.
         """
         unit.users.pop(user, None)
+        for group in unit.groups:
+            if group.is_readable:  # not after an exception
+                group.writes.end_use()
         if not unit.users:
             self._reshard(unit)
 
