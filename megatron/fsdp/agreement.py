@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check that all ranks are about to shard the same model with the same settings."""
+"""Checks that all ranks shard the same model with the same settings, and freeze the same of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.trainability import Trainability
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.settings import ResolvedSettings
 
 _SEPARATOR = "\0"
 """Separator of a name and its value in one string; it sorts before all other characters."""
+
+_num_models: Counter[tuple[int, ...]] = Counter()
+"""The number of models that were sharded over the same ranks."""
 
 
 def check_agreement(
@@ -83,3 +89,73 @@ def _description(name: str, parameter: nn.Parameter) -> str:
     trainable = "trainable" if parameter.requires_grad else "frozen"
     on_meta = " on meta" if parameter.is_meta else ""
     return f"{name} {tuple(parameter.shape)} {parameter.dtype} {trainable}{on_meta}"
+
+
+class FreezingAgreement:
+    """Checks that ranks which freeze or thaw parameters do so alike.
+
+    Otherwise they would reduce different units, and add up gradients of different parameters or
+    wait for each other. Only ranks whose parameters have changed can compare them, so they do it
+    through the store of the process group, which is no collective: three requests for each rank.
+    What has once been agreed on is not compared again, as where parts of a model take turns.
+
+    Args:
+        trainability: the parameters that are frozen; the same on all ranks now.
+        axes: the data ranks; those of the inner axis if the mesh cannot tell all.
+    """
+
+    def __init__(self, trainability: Trainability, axes: Axes):
+        self._trainability = trainability
+        group = axes.inner.get_group() if axes.data_group is None else axes.data_group
+        self._ranks = dist.get_process_group_ranks(group)
+        self._num_seen = trainability.num_changes
+        self._agreed = {hash(tuple(trainability.flags))}
+        self._num_checks = 0
+        number = _num_models[tuple(self._ranks)]
+        _num_models[tuple(self._ranks)] += 1
+        self._prefix = f"fsdp_frozen/{'_'.join(map(str, self._ranks))}/{number}"
+
+    def check(self) -> None:
+        """Compare what is frozen, before a backward, if that has changed on this rank.
+
+        Raises:
+            RuntimeError: if it differs between ranks, on every rank that has changed it; if other
+                ranks have not, when the time of collectives is over.
+        """
+        if self._num_seen == self._trainability.num_changes:
+            return
+        self._num_seen = self._trainability.num_changes
+        flags = self._trainability.flags
+        # A rank that trains nothing reduces nothing: it may be alone, with a gradient of inputs.
+        if hash(tuple(flags)) in self._agreed or not any(flags) or len(self._ranks) == 1:
+            return
+        different = self._exchange("".join("01"[flag] for flag in flags))
+        if different:
+            raise RuntimeError(
+                "all ranks must freeze and thaw the same parameters, before the same backward:"
+                f" {different}"
+            )
+        self._agreed.add(hash(tuple(flags)))
+
+    def _exchange(self, flags: str) -> str:
+        """Wait until all ranks have changed their flags, and return a difference; "" if none."""
+        store = dist.distributed_c10d._get_default_store()
+        rank = dist.get_rank()
+        self._num_checks += 1
+        key = f"{self._prefix}/{self._num_checks}"
+        first_rank, first = (
+            store.compare_set(f"{key}/first", "", f"{rank} {flags}").decode().split()
+        )
+        if first != flags:
+            index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
+            frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
+            name = self._trainability.names[index]
+            text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
+            store.set(f"{key}/different", text)
+        if store.add(f"{key}/number", 1) == len(self._ranks):
+            is_different = store.check([f"{key}/different"])
+            store.set(f"{key}/end", store.get(f"{key}/different").decode() if is_different else "")
+        try:
+            return store.get(f"{key}/end").decode()
+        except RuntimeError:
+            return f"rank {rank} has changed some, and not all of ranks {self._ranks} have"

@@ -27,6 +27,7 @@ from sys import getrefcount
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import device as memory
@@ -201,6 +202,7 @@ class GradientSync:
         self._is_final = True  # no backward pass has ended since they were attached or cleared
         self._num_passes = 0  # that have ended since they were all cleared
         self._trainability: Trainability | None = None
+        self._agreement: FreezingAgreement | None = None
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
         for sharded_param in sharded_params:
             if sharded_param.group.requires_grad:
@@ -222,9 +224,15 @@ class GradientSync:
         self._schedule = schedule
         schedule.reduces_late = self._groups_of_use is not None
 
-    def follow(self, trainability: Trainability) -> None:
-        """Let the gradients that a parameter has got before it is frozen count."""
+    def follow(self, trainability: Trainability, agreement: FreezingAgreement) -> None:
+        """Let the gradients that a parameter has got before it is frozen count.
+
+        Args:
+            trainability: the parameters that are frozen.
+            agreement: compares them with those of other ranks before a backward.
+        """
         self._trainability = trainability
+        self._agreement = agreement
         trainability.on_change = self._note_changes
 
     def _note_changes(self, parameters: dict[torch.Tensor, bool]) -> None:
@@ -244,6 +252,8 @@ class GradientSync:
         The gradients of this pass would otherwise be added to them.
         """
         recorder.begin_backward_pass()
+        if self._agreement is not None:
+            self._agreement.check()
         if not self._is_attached:
             return
         for handover in self._handovers:

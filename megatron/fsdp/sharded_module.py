@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from megatron.fsdp.agreement import check_agreement
+from megatron.fsdp.agreement import FreezingAgreement, check_agreement
 from megatron.fsdp.dtensor.sharded_param import (
     ShardedParam,
     is_linked,
@@ -126,7 +126,8 @@ class ShardedModule(WrappedAttributes):
 
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
-        self._gradients.follow(self._hooks.shown.trainability)
+        trainability = self._hooks.shown.trainability
+        self._gradients.follow(trainability, FreezingAgreement(trainability, self._mesh.dense))
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1

@@ -27,6 +27,9 @@ class Trainability:
         sharded: the sharded parameter of each compute parameter.
 
     Attributes:
+        names: of all parameters.
+        flags: whether each parameter is trained.
+        num_changes: how often flags have changed.
         on_change: called with the new flags of the sharded parameters whose flag has changed.
     """
 
@@ -37,27 +40,32 @@ class Trainability:
         self._pairs = sharded
         self._compute = list(sharded)
         self._sharded = list(sharded.values())
-        self._flags = self._read(self._compute)
+        self.flags = self._read(self._compute)
+        self.num_changes = 0
         self._name_of_frozen: dict[nn.Parameter, str] = {}
+        name_of: dict[nn.Parameter, str] = {}
         for unit in units:
             unit.find_trained()
             for group in unit.groups:
+                name_of.update(zip(group.parameters, group.names))
                 if not group.requires_grad:
                     self._name_of_frozen.update(zip(group.parameters, group.names))
+        self.names = [name_of[each] for each in self._compute]
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
         compute, sharded = self._read(self._compute), self._read(self._sharded)
-        if compute == self._flags == sharded:
+        if compute == self.flags == sharded:
             return
         changed: dict[torch.Tensor, bool] = {}
-        for index, known in enumerate(self._flags):
+        for index, known in enumerate(self.flags):
             if compute[index] != known or sharded[index] != known:
                 self._compute[index].requires_grad_(not known)
                 self._sharded[index].requires_grad_(not known)
-                self._flags[index] = not known
+                self.flags[index] = not known
                 changed[self._sharded[index]] = not known
+        self.num_changes += 1
         for unit in self._units:
             unit.find_trained()
         if self.on_change is not None:

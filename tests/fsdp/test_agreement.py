@@ -1,0 +1,97 @@
+"""Ranks that freeze different parameters get an error, and no wrong gradients."""
+
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.agreement import FreezingAgreement
+from tests.fsdp.meshes import shard_mesh
+from tests.fsdp.models import build_stack
+from tests.fsdp.reference import LEVELS, Ranks, batch
+from tests.fsdp.side_by_side import plain_backward, shard
+
+
+def freeze_another_block() -> list[str]:
+    """Freeze, on every rank, one of two blocks that have the same shapes."""
+    messages = []
+    mesh = shard_mesh()
+    for level in LEVELS:
+        model, _ = shard(build_stack(), level, mesh)
+        plain_backward(model, 0, dist.get_rank())
+        model.module.blocks[dist.get_rank() % 2].requires_grad_(False)
+        with pytest.raises(RuntimeError) as error:
+            plain_backward(model, 1, dist.get_rank())
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_freeze_different_parameters_get_an_error_that_names_one(
+    ranks: Ranks, num_ranks: int
+) -> None:
+    for messages in ranks(num_ranks, freeze_another_block):
+        assert len(messages) == len(LEVELS)
+        for message in messages:
+            assert "must freeze and thaw the same parameters" in message
+            assert "blocks.0.norm.weight is frozen on rank" in message
+
+
+def freeze_on_one_rank() -> str:
+    model, _ = shard(build_stack(), 0)
+    if dist.get_rank() == 0:
+        store = dist.distributed_c10d._get_default_store()
+        before = store.timeout
+        store.set_timeout(timedelta(seconds=1))
+        model.module.embed.requires_grad_(False)
+        with pytest.raises(RuntimeError) as error:
+            plain_backward(model, 0, 0)
+        store.set_timeout(before)
+        return str(error.value)
+    return ""
+
+
+def test_a_rank_that_freezes_alone_gets_an_error_when_the_time_is_over(ranks: Ranks) -> None:
+    message, _ = ranks(2, freeze_on_one_rank)
+    assert "rank 0 has changed some, and not all of ranks [0, 1] have" in message
+
+
+def take_turns() -> list[int]:
+    """Train two blocks in turns; return the number of comparisons so far after every step."""
+    model, _ = shard(build_stack(), 3)
+    counts = []
+    exchange = FreezingAgreement._exchange
+    with mock.patch.object(
+        FreezingAgreement, "_exchange", autospec=True, side_effect=exchange
+    ) as made:
+        for step in range(5):
+            model.module.blocks[0].requires_grad_(step % 2 == 0)
+            model.module.blocks[1].requires_grad_(step % 2 == 1)
+            plain_backward(model, step, dist.get_rank())
+            counts.append(made.call_count)
+    return counts
+
+
+def test_parts_that_are_trained_in_turns_are_compared_once(ranks: Ranks) -> None:
+    assert ranks(2, take_turns) == [[1, 2, 2, 2, 2]] * 2
+
+
+def alone_with_gradients_of_inputs() -> tuple[bool, ...]:
+    """Let one rank compute the gradient of an input while all parameters are frozen."""
+    model, _ = shard(build_stack(), 0)
+    plain_backward(model, 0, dist.get_rank())
+    if dist.get_rank() == 0:
+        model.module.requires_grad_(False)
+        x = batch(0, 0, 0).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)
+        model.module.requires_grad_(True)
+        assert gradient.abs().sum() > 0
+    plain_backward(model, 1, dist.get_rank())
+    return tuple(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_rank_may_be_alone_where_nothing_is_trained(ranks: Ranks) -> None:
+    for are_shown in ranks(2, alone_with_gradients_of_inputs):
+        assert all(are_shown)
