@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from megatron.fsdp import fully_shard_model
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.weight_average import WeightAverage
 from tests.fsdp import models
 from tests.fsdp.reference import LEVELS, Ranks, evaluate
@@ -59,6 +59,28 @@ def test_an_average_follows_the_weights_and_is_saved(
     ranks: Ranks, level: int, tmp_path: Path
 ) -> None:
     ranks(2, follow, level, str(tmp_path))
+
+
+def write_before_updates(level: int) -> None:
+    """Write to bfloat16 weights by name before the average is made, and before it is updated."""
+    model = fully_shard_model(
+        models.build_stack().bfloat16(),
+        zero_dp_strategy=level,
+        mixed_precision_policy=MixedPrecisionPolicy(torch.float32),
+    )
+    with torch.no_grad():
+        model(torch.ones(2, models.WIDTH, dtype=torch.bfloat16))
+        model.module.head.weight.fill_(1.0)
+        average = WeightAverage(model, decay=0.5)
+        model.module.head.weight.fill_(3.0)
+    average.update()
+    found = average.state_dict()["module.head.weight"].to_local()
+    assert torch.equal(found, torch.full_like(found, 2.0)), found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_average_has_what_code_has_just_written_to_weights(ranks: Ranks, level: int) -> None:
+    ranks(2, write_before_updates, level)
 
 
 def wrong_averages() -> list[str]:
