@@ -180,7 +180,7 @@ class Schedule:
             if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
                 for group in unit.trained_groups:
                     self._reductions.start(group, True, is_complete)
-        unit.reset_backward()
+        unit.reset_backward(is_over=not self._is_in_backward)
         if not unit.users:
             self._reshard(unit)
         if self._is_in_backward:

@@ -238,9 +238,7 @@ class Unit:
         """
         if not 0 < len(self._arrived) == self._num_trained:
             return False
-        is_lent = self._has_frozen and any(
-            isinstance(user, UnitCall) and user.unit is not self for user in self.users
-        )
+        is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
         return self.state is not BackwardState.RECOMPUTED and not is_lent
 
     @property
@@ -260,15 +258,30 @@ class Unit:
             since != FORWARD for since in self.users.values()
         )
 
-    def reset_backward(self) -> None:
-        """Return to IDLE and drop the users that began in a backward pass."""
+    def reset_backward(self, is_over: bool = True) -> None:
+        """Return to IDLE and drop the users that began in a backward pass.
+
+        Args:
+            is_over: the pass is over. Otherwise calls of other units, in whose backward that of
+                this unit may lie, still use the unit unless all of its gradients are there.
+        """
+        keeps_borrowers = not (is_over or self.has_all_grads)
         self._arrived.clear()
         for call in self._calls_in_backward:
             call.change_state(CallState.FORWARD)
         self._calls_in_backward.clear()
         # A forward that contains a backward continues to use the unit.
-        self.users = {user: since for user, since in self.users.items() if since == FORWARD}
+        self.users = {
+            user: since
+            for user, since in self.users.items()
+            if since == FORWARD or (keeps_borrowers and _borrows(user, self))
+        }
         self._change_state(BackwardState.IDLE)
 
     def _change_state(self, state: BackwardState) -> None:
         self.state = change_state(self, self.state, state)
+
+
+def _borrows(user: Hashable, unit: Unit) -> bool:
+    """Return True if a user of a unit is a call of another one."""
+    return isinstance(user, UnitCall) and user.unit is not unit

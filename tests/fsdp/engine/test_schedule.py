@@ -3,6 +3,7 @@
 
 import collections
 import copy
+import itertools
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +21,7 @@ from megatron.fsdp.engine.recorder import GATHER
 from megatron.fsdp.engine.reductions import Reductions
 from tests.fsdp import models
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH, TanhLayer, build_stack
+from tests.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
 from tests.fsdp.reference import LEVELS, Ranks, batch, loss_of, optimizer_over
 from tests.fsdp.side_by_side import Backward, inner, plain_backward, shard, train_side_by_side
 
@@ -336,3 +337,32 @@ def train_a_tree() -> None:
 
 def test_a_model_may_call_itself(ranks: Ranks) -> None:
     ranks(2, train_a_tree)
+
+
+class ReadsWeightsOfItsLayers(Stack):
+    """Computes with a layer's weight before it calls the layer, whose backward thus ends first."""
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        weight = self.blocks[0].up.weight
+        early = torch.tanh(x @ weight.t()) @ weight
+        return self.head(self.body(self.embed(x) + early, step))
+
+    def method(self, x: Tensor) -> Tensor:
+        weight = self.blocks[1].up.weight
+        return torch.tanh(x @ weight.t()) @ weight + self.body(self.embed(x), 0)
+
+
+def read_in_a_method(model: nn.Module, step: int, rank: int) -> None:
+    loss_of(model.method(batch(step, rank, 0))).backward()
+
+
+def read_before_calls() -> None:
+    mesh = shard_mesh()
+    for level, backward in itertools.product((2, 3), (plain_backward, read_in_a_method)):
+        train_side_by_side(lambda: ReadsWeightsOfItsLayers().double(), backward, level, mesh=mesh)
+
+
+def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_backward(
+    ranks: Ranks,
+) -> None:
+    ranks(2, read_before_calls)
