@@ -204,9 +204,16 @@ BROKEN_LINES = [
         "tests/fsdp/test_double_buffer.py",
     ),
     BrokenLine(
+        "hooks: calls over a shared input do not end when an earlier one begins",
+        "megatron/fsdp/engine/hooks.py",
+        "                self._post_backward(later)\n",
+        "                pass\n",
+        "tests/fsdp/test_collectives_per_step.py",
+    ),
+    BrokenLine(
         "hooks: the base of a view is not watched",
         "megatron/fsdp/engine/hooks.py",
-        "                base.grad_fn.register_prehook(pre_backward)\n",
+        "                base.grad_fn.register_prehook(pre_backward_of_node)\n",
         "                pass\n",
         "tests/fsdp/test_gradients.py",
     ),
