@@ -189,19 +189,24 @@ class ClampedStack(Stack):
         return super().forward(x, step)
 
 
+STRATEGIES = {"flat": [(level, 0) for level in LEVELS], "outer2": [(2, 0), (3, 0), (3, 1)]}
+"""By mesh: levels, and whether the outer axis shards optimizer state."""
+
+
 def train_clamped(mesh: str) -> None:
     meshes = Meshes()
-    for level in LEVELS if mesh == "flat" else (2, 3):
+    for level, outer in STRATEGIES[mesh]:
         train_side_by_side(
             lambda: ClampedStack().double(),
             plain_backward,
             level,
             **{"mesh": None, **meshes.arguments(mesh)},
             fsdp_unit_modules=[Clamped],
+            outer_dp_sharding_strategy=outer,
         )
 
 
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (4, "outer2")])
+@pytest.mark.parametrize(("num_ranks", "mesh"), [(2, "flat"), (2, "outer2"), (4, "outer2")])
 def test_what_a_forward_writes_to_weights_is_trained_on(
     ranks: Ranks, num_ranks: int, mesh: str
 ) -> None:
@@ -237,7 +242,9 @@ def write_in_forwards(mesh: str) -> None:
             model.load_state_dict(plain.state_dict())
 
 
-@pytest.mark.parametrize(("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (4, "outer2")])
+@pytest.mark.parametrize(
+    ("num_ranks", "mesh"), [(1, "flat"), (2, "flat"), (2, "outer2"), (4, "outer2")]
+)
 def test_what_forwards_write_stays_in_main_weights_of_any_dtype(
     ranks: Ranks, num_ranks: int, mesh: str
 ) -> None:

@@ -71,7 +71,9 @@ class ComputeWrites:
             return
         is_watched = self._before is not None
         if not (is_watched or self.are_sources_newer) and self._gathered.numel():
-            self._before = self._sources[0].to(self._gathered.dtype)
+            # The first source may be a part of the shard; other ranks look at the rest.
+            self._before = self._gathered.clone()
+            self._part(self._before, self._sources[0]).copy_(self._sources[0])
         self.take(goes_on=is_watched)
         self.begin_use()
 

@@ -162,6 +162,7 @@ class ParamGroup:
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
         self._point_parameter(index)
+        self.writes.begin_use()
 
     def _point_parameter(self, index: int) -> None:
         """Make compute parameter ``index`` a view of the flat buffer."""
