@@ -39,9 +39,11 @@ FSDP_REFUSED = {
 """Flag -> why it cannot be used together with ``--use-megatron-fsdp``."""
 
 LAYOUT = "--pipeline-model-parallel-layout"
-VIRTUAL_STAGES = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
+LAYERS_A_STAGE = "--num-layers-per-virtual-pipeline-stage"
+STAGES_A_RANK = "--num-virtual-stages-per-pipeline-rank"
+COUNTED_AS_LAYERS = (
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
 )
 WEIGHTS_ALONE = {
     "--save": ("--no-save-optim",),
@@ -164,11 +166,18 @@ class LoopCommandLine:
     def _virtual_stages(self) -> str | None:
         """Return the flag that divides pipeline stages into virtual ones, or None."""
         layout = self._value(LAYOUT)
-        if layout is None:
-            return next((flag for flag in VIRTUAL_STAGES if self._has(flag)), None)
-        ranks = int(self._value("--pipeline-model-parallel-size") or 1)
-        stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
-        return LAYOUT if stages > ranks else None
+        ranks = self._number("--pipeline-model-parallel-size") or 1
+        if layout is not None:
+            stages = PipelineParallelLayerLayout.get_num_stages_from_str(layout)
+            return LAYOUT if stages > ranks else None
+        # The loop takes one virtual stage a rank for none at all.
+        if self._has(STAGES_A_RANK):
+            return None if self._number(STAGES_A_RANK) == 1 else STAGES_A_RANK
+        if self._has(LAYERS_A_STAGE):
+            layers = (self._number("--num-layers") or 0) + sum(map(self._has, COUNTED_AS_LAYERS))
+            is_single = layers == ranks * (self._number(LAYERS_A_STAGE) or 0)
+            return None if is_single else LAYERS_A_STAGE
+        return None
 
     def _complete_for_cpu(self) -> None:
         self._set_values(CPU_VALUES, "without CUDA")
@@ -176,6 +185,11 @@ class LoopCommandLine:
         for flag in KERNELS:
             if self._has(flag):
                 self.problems.append(f"{flag} needs a GPU, and there is none: leave it out")
+
+    def _number(self, flag: str) -> int | None:
+        """Return the value of a flag; None without one, or for what the loop itself refuses."""
+        value = self._value(flag) or ""
+        return int(value) if value.isdecimal() else None
 
     def _set_values(self, values: Mapping[str, tuple[str, str]], where: str) -> None:
         for flag, (value, reason) in values.items():
