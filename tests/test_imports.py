@@ -30,7 +30,8 @@ ROOMS = {
         *("reductions", "prefetch", "schedule", "trainability", "shown_parameters", "hooks"),
     ],
     "dtensor": [
-        *("chunked_tensor", "gathering", "operations", "uneven", "gradient", "sharded_param"),
+        *("chunked_tensor", "gathering", "random_draws", "refusals", "operations", "uneven"),
+        *("gradient", "sharded_param"),
         *("chunks", "matching", "nested_state", "validation", "splitting", "uneven_dtensor"),
         "making",
     ],

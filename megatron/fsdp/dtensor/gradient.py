@@ -260,10 +260,11 @@ def _vector_norm(
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
 ) -> Any:
     if dim is not None or keepdim or not isinstance(ord, (int, float)) or ord <= 0:
         return NotImplemented
-    if type(x) is not ShardedGradient:
+    if type(x) is not ShardedGradient or out is not None:
         return NotImplemented
     return x.family.norm(x, float(ord), dtype)
 
@@ -274,9 +275,11 @@ def _norm(
     dim: Any = None,
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
+    *,
+    out: torch.Tensor | None = None,
 ) -> Any:
     order = 2.0 if p is None or p == "fro" else p
-    return _vector_norm(input, order, dim, keepdim, dtype=dtype)
+    return _vector_norm(input, order, dim, keepdim, dtype=dtype, out=out)
 
 
 def _foreach_mul_(tensors: Sequence[DTensor], factor: Any) -> Any:

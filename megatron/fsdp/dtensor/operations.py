@@ -19,15 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from operator import add
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.fsdp.dtensor.gathering import full_tensor, is_replicated, wrap_local
+from megatron.fsdp.dtensor.random_draws import call_with_equal_draws
+from megatron.fsdp.dtensor.refusals import LOST_WRITE, NO_GRADIENT, NO_MEMORY, UNKNOWN_PART
 from megatron.fsdp.engine.layout import Chunk
 
 aten = torch.ops.aten
@@ -64,22 +69,17 @@ FACTORIES = frozenset(
 ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__})
 """Functions that read the memory of a tensor without an operation that a mode sees."""
 
-NO_GRADIENT = (
-    "autograd does not go through operations on a sharded parameter outside of a forward, since"
-    " gradients are those of the module's own parameters. Compute the term inside the forward of"
-    " the module that owns the parameter (for a decay of weights use the optimizer's weight_decay)."
-    " To look at values only, use parameter.detach() or torch.no_grad()"
+ON_MEMORY = frozenset(
+    {
+        torch.Tensor.__dlpack__,
+        torch.Tensor.apply_,
+        torch.Tensor.map_,
+        torch.Tensor.map2_,
+        torch.Tensor.set_,
+        torch.Tensor.share_memory_,
+    }
 )
-LOST_WRITE = (
-    "a view of a sharded tensor was gathered from all ranks, and what is written to it would be"
-    " lost. Write to the tensor itself (parameter[index] = value, parameter.copy_(value)), or to"
-    " parameter.to_local(), or clone() the view"
-)
-UNKNOWN_PART = (
-    "the ranks do not know which part of this DTensor each of them has, so a whole result cannot"
-    " be written back: assign the result of the operation on dtensor.full_tensor()"
-)
-
+"""Methods that share or replace the memory of a tensor, where a DTensor has none."""
 
 LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Beginnings of the names of operations on lists of tensors."""
@@ -93,11 +93,13 @@ class LocalPart:
         key: equal for tensors of one mesh that all ranks divide alike; the same on all ranks.
         chunks: offsets and sizes within the whole tensor, in the order of the local elements.
         edited: called after an operation has written to the tensor; None: nobody needs to know.
+        replicas: groups of ranks outside of the mesh that have the same part.
     """
 
     key: Hashable
     chunks: tuple[Chunk, ...]
     edited: Callable[[], None] | None = None
+    replicas: tuple[dist.ProcessGroup, ...] = ()
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of this part of ``whole``, flat."""
@@ -263,8 +265,11 @@ def operate(
         dtensor_class: the class of uneven DTensors.
 
     Raises:
-        RuntimeError: where a backward reaches the result, and for writes that would be lost.
+        RuntimeError: where a backward reaches the result, for writes that would be lost, and for
+            functions that need the memory of the whole tensor.
     """
+    if func in ON_MEMORY:
+        raise RuntimeError(NO_MEMORY)
     if func not in ON_WHOLE_TENSORS:
         mode = OnLocalTensors(dtensor_class)
         try:
@@ -296,18 +301,15 @@ def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bo
     """Return True if DTensors are divided alike, and all other tensors are single numbers."""
     if not sharded or not all(_are_alike(sharded[0], each) for each in sharded[1:]):
         return False
-    others = len(tensors) - len(sharded)
-    if not others:
-        return True
     numbers = [each for each in tensors if each.ndim == 0 and not isinstance(each, DTensor)]
-    return len(numbers) == others
+    return len(sharded) + len(numbers) == len(tensors)
 
 
 def _are_alike(left: DTensor, right: DTensor) -> bool:
     """Return True if all ranks have the same elements of two DTensors."""
     if left is right:
         return True
-    if left.shape != right.shape or left.placements != right.placements:
+    if (left.shape, left.placements) != (right.shape, right.placements):
         return False
     if left.device_mesh != right.device_mesh:
         return False
@@ -339,7 +341,8 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     versions = {key: each._version for key, each in wholes.items()}
     views = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView)]
     versions_of_views = [view._version for view in views]
-    result = func(*args, **kwargs)
+    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, dtensors.values())))
+    result = call_with_equal_draws(partial(func, *args, **kwargs), [*wholes.values()], groups)
     if versions_of_views != [view._version for view in views]:
         raise RuntimeError(LOST_WRITE)
     for key, each in wholes.items():
@@ -351,6 +354,11 @@ def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if isinstance(result, torch.Tensor) and id(result) in own:
         return own[id(result)]
     return _as_views(result, gathered)
+
+
+def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
+    part, mesh = part_of(dtensor), dtensor.device_mesh
+    return [*map(mesh.get_group, range(mesh.ndim)), *(part.replicas if part is not None else ())]
 
 
 def _gather(dtensor: DTensor) -> torch.Tensor:
@@ -376,8 +384,8 @@ def _write_back(dtensor: DTensor, whole: torch.Tensor) -> None:
     if whole.shape != dtensor.shape:
         raise RuntimeError(
             f"a sharded tensor of shape {tuple(dtensor.shape)} cannot get the shape"
-            f" {tuple(whole.shape)} in place: use the result of the operation that returns a new"
-            " tensor"
+            f" {tuple(whole.shape)} in place: use the operation that returns a new tensor, and"
+            " parameter.copy_(value) for a value of the parameter's shape"
         )
     part = part_of(dtensor)
     if not _has_whole(dtensor):
@@ -401,9 +409,8 @@ def _as_views(result: Any, gathered: Sequence[torch.Tensor]) -> Any:
         storages = {each.untyped_storage().data_ptr() for each in gathered} - {0}
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
-            is_view = not isinstance(tensor, DTensor) and (
-                tensor.untyped_storage().data_ptr() in storages
-            )
+            has_storage = tensor.layout is torch.strided and not isinstance(tensor, DTensor)
+            is_view = has_storage and tensor.untyped_storage().data_ptr() in storages
             return tensor.as_subclass(GatheredView) if is_view else tensor
 
         return tree_map_only(torch.Tensor, mark, result)

@@ -77,6 +77,8 @@ class ShardedParam:
         self._norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
+        outer = mesh.axes.outer
+        self._replicas = (outer.get_group(),) if outer is not None else ()
         self._part = self._local_part()
         self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
         self.parameter.requires_grad_(group.requires_grad)
@@ -92,7 +94,7 @@ class ShardedParam:
         chunks = self.chunks
         if not self.slice.shape and chunks:
             chunks = (((0,), (1,)),)  # the optimizer sees a vector of one element
-        return LocalPart(key, chunks)
+        return LocalPart(key, chunks, replicas=self._replicas)
 
     def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
         placements: list[Placement] = []

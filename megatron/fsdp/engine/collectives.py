@@ -246,6 +246,14 @@ def all_reduce_over(
     return tensor
 
 
+def broadcast_over(tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Broadcast ``tensor`` in place from the first rank of each group, one by one."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            with observing("broadcast", tensor, group):
+                dist.broadcast(tensor, group=group, group_src=0)
+
+
 def all_gather_uneven(shard: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Return the flat ``shard`` of every rank, in rank order; the sizes may differ.
 

@@ -106,6 +106,8 @@ WHOLE: dict[str, Operation] = {
     "new zeros": lambda t: t.new_zeros(4),
     "nonzero": torch.nonzero,
     "norm": lambda t: t.norm(),
+    "norm by torch": torch.norm,
+    "norm into a tensor": lambda t: torch.norm(t, out=torch.empty(())),
     "norm of order 1": lambda t: torch.linalg.vector_norm(t, 1),
     "norm of dim": lambda t: t.norm(dim=0),
     "normalize": lambda t: F.normalize(t, dim=-1),
@@ -123,6 +125,7 @@ WHOLE: dict[str, Operation] = {
     "softmax": lambda t: t.softmax(-1),
     "softmax of dim 0": lambda t: t.softmax(0),
     "sort": lambda t: t.sort(0),
+    "sparse": lambda t: t.to_sparse().to_dense(),
     "split": lambda t: t.split(1),
     "squeeze": lambda t: t.squeeze(),
     "stack": lambda t: torch.stack([t, -t]),
@@ -191,10 +194,15 @@ REFUSED: dict[str, Operation] = {
     "write to rows": lambda t: [row.zero_() for row in t],
     "write sharded values to a view": lambda t: t.view(-1)[: t.shape[0]].copy_(t[:, 0] * t.sum()),
     "write sharded values to a view of a view": lambda t: t.t().t().copy_(t * 2),
+    "apply a function": lambda t: t.apply_(lambda each: each + 1),
+    "map a function": lambda t: t.map_(t.clone(), lambda left, right: left + right),
+    "share by DLPack": torch.from_dlpack,
+    "share between processes": lambda t: t.share_memory_(),
+    "set": lambda t: t.set_(torch.zeros(5, 7)),
     "resize": lambda t: t.unsqueeze_(0),
     "data of another shape": lambda t: setattr(t, "data", torch.zeros(11, 13)),
 }
-"""Operations on views and shapes that would be lost; views of replicated tensors work."""
+"""Operations on views, memory and shapes that would be lost; views of replicated tensors work."""
 
 
 def _saved(tensor: Tensor) -> Tensor:

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.gathering import full_tensor
-from megatron.fsdp.dtensor.operations import LOST_WRITE, NO_GRADIENT
+from megatron.fsdp.dtensor.refusals import LOST_WRITE, NO_GRADIENT
 from tests.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
+from tests.fsdp.meshes import mesh_of
 from tests.fsdp.reference import Ranks
 
 
@@ -180,6 +181,38 @@ def write_to_views() -> list[str]:
 
 def test_writes_that_would_be_lost_are_refused_on_every_rank(ranks: Ranks) -> None:
     assert ranks(2, write_to_views) == [[], []]
+
+
+def draw(level: int, outer: int) -> list[Any]:
+    torch.manual_seed(3)
+    mesh: dict[str, Any] = {}
+    if outer > 1:
+        mesh = {"device_mesh": mesh_of("outer", "shard", sizes=(outer, 2))}
+        mesh |= {"dp_outer_dim": "outer", "dp_shard_dim": "shard"}
+    model = fully_shard_model(
+        OddWeights(), zero_dp_strategy=level, fsdp_unit_modules=[Weight], **mesh
+    )
+    torch.manual_seed(torch.distributed.get_rank())
+    kept = torch.get_rng_state()
+    named = dict(model.named_parameters())
+    with torch.no_grad():
+        for parameter in named.values():
+            parameter.normal_()
+    drawn = [
+        torch.bernoulli(named["module.matrix.weight"].detach().sigmoid()),
+        nn.functional.dropout(named["module.vector.weight"].detach(), 0.5),
+    ]
+    weights = [each.to_local().tolist() for each in model.parameters()]
+    assert not torch.equal(kept, torch.get_rng_state())
+    return [model().item(), weights if level == 0 else None, [each.tolist() for each in drawn]]
+
+
+@pytest.mark.parametrize(("level", "outer"), [(0, 1), (1, 1), (3, 1), (3, 2)])
+def test_ranks_with_different_seeds_draw_the_same_weights(
+    ranks: Ranks, level: int, outer: int
+) -> None:
+    first, *others = ranks(2 * outer, draw, level, outer)
+    assert others == [first] * len(others)
 
 
 def penalize() -> list[str]:
