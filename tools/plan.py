@@ -130,7 +130,10 @@ def main(
     limit = memory_limit * GIB if memory_limit else USABLE * described.memory_bytes
     choices = Choices(**limits)  # type: ignore[arg-type]  # checked above
     click.echo(f"{num_gpus} GPUs of {described.name}, {limit / GIB:.1f} GiB of each")
-    found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
+    try:
+        found = search(words, args, num_gpus, described, limit, choices, show, click.echo)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None
     if not found:
         raise click.ClickException(
             "nothing fits: give more GPUs, another --machine or a larger --memory-limit"

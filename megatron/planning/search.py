@@ -172,10 +172,19 @@ def search(
         choices: what may be chosen.
         num_wanted: number of settings.
         say: is called with lines about the search.
+
+    Raises:
+        ValueError: if the sizes of the model, the batch and the mesh go together in no way.
     """
     estimates = QuickEstimates(args, num_gpus, machine)
     found = candidates(args, num_gpus, machine.gpus_per_node, choices)
     every = [estimates.of(candidate) for candidate in found]
+    if not every:
+        raise ValueError(
+            f"no mesh of {num_gpus} GPUs divides the model and a --global-batch-size of"
+            f" {args.global_batch_size}: give other --gpus, a batch that is a multiple of the data"
+            " ranks, or fewer limits"
+        )
     fitting = [each for each in every if each.num_bytes <= memory_limit]
     say(f"{len(every):,} settings, of which {len(fitting):,} are estimated to fit")
     fitting.sort(key=lambda each: each.seconds)

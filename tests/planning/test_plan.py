@@ -136,6 +136,11 @@ def test_everything_wrong_with_a_command_line_is_told_at_once() -> None:
         assert part in done.output
 
 
+def test_a_batch_that_no_mesh_divides_is_told() -> None:
+    ((code, output),) = run_ranks(1, planned, ["--gpus", "7", *TINY.split()])
+    assert code == 1 and "no mesh of 7 GPUs divides" in output and "memory" not in output
+
+
 def test_a_model_that_fits_nowhere_is_told() -> None:
     words = ["--gpus", "2", "--memory-limit", "0.0001", *TINY.split()]
     ((code, output),) = run_ranks(1, planned, words)
