@@ -6,8 +6,14 @@
 Builds a GPT model as pretrain_gpt.py does, with FLAGS after ``--``, gives its optimizer state, and
 saves it in turn in both ways, in each format. Prints a table in Markdown of the median seconds,
 each with its ratio to the blocking save: the time until training goes on, of the first save in the
-background (which allocates the memory) and of the others, and the time until it is published if
-nothing else is done meanwhile.
+background (whose memory is allocated in a thread from the end of the first step) and of the others;
+the time until it is published if nothing else is done meanwhile; and that of a bare copy of as many
+bytes on every rank, below which no save can be.
+
+The C library writes tensors past the processor's caches from a size on that it computes from them.
+Virtual machines of few processors see the whole cache of their host, and never do. Then compare
+
+    GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=0x100000 OMP_NUM_THREADS=1 torchrun ...
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ from functools import partial
 from pathlib import Path
 
 import click
+import numpy as np
+import numpy.typing as npt
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
@@ -33,10 +41,22 @@ from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.model_statistics import number_of_parameters
 from megatron.pretrain.progress import Progress
 
+Bytes = npt.NDArray[np.uint8]
+
 MODEL = [
     *("--num-layers", "3", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"),
     *("--async-save", "--use-persistent-ckpt-worker"),
 ]
+
+
+_PIECE = 1 << 24
+"""Bytes: about the size of the largest tensors of this model."""
+
+
+def copy_pieces(source: Bytes, target: Bytes) -> None:
+    """Copy bytes in pieces as large as tensors are."""
+    for begin in range(0, len(source), _PIECE):
+        np.copyto(target[begin : begin + _PIECE], source[begin : begin + _PIECE])
 
 
 def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
@@ -44,6 +64,7 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
     run = SavedRun([*MODEL, *flags, "--save", folder])
     background = BackgroundSaves(run.args, run.device, quiet, lambda progress: None)
     times: dict[str, list[float]] = {}
+    background.step_is_over(*run.parts, Progress())
     for number in range(1, rounds + 2):
         progress = Progress(iteration=number)
         blocking = partial(checkpointing.save, run.args, *run.parts, progress, quiet)
@@ -53,8 +74,11 @@ def measure(form: str, flags: list[str], folder: str, rounds: int) -> None:
         name = "background, training held" + (" (first)" if number == 1 else "")
         times.setdefault(name, []).append(held)
         background.wait()
-        if number > 1:
-            times.setdefault("background, until published", []).append(time.perf_counter() - begin)
+        if number == 1:
+            here, there = (np.ones(background.num_staged_bytes, np.uint8) for _ in range(2))
+            continue
+        times.setdefault("background, until published", []).append(time.perf_counter() - begin)
+        times.setdefault("bare copy", []).append(seconds(partial(copy_pieces, here, there)))
     background.end()
     background.close()
     millions = number_of_parameters(run.model) / 1e6

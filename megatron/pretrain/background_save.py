@@ -7,6 +7,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -51,8 +52,8 @@ class BackgroundSaves:
     :meth:`save` copies the state into host memory and lets the ranks' writer processes write it.
     Every training step sums :meth:`votes` over the ranks in its one all-reduce, and tells the sums
     to :meth:`count`; when all writers have ended, :meth:`conclude` publishes the checkpoint on all
-    ranks at the same iteration. Constructor, :meth:`save`, :meth:`conclude` and :meth:`wait` are
-    collectives.
+    ranks at the same iteration. Constructor, :meth:`save`, :meth:`step_is_over`, :meth:`conclude`
+    and :meth:`wait` are collectives.
 
     Args:
         args: of the run. With ``use_persistent_ckpt_worker`` one writer process of each rank lives
@@ -72,6 +73,7 @@ class BackgroundSaves:
         self._args, self._device, self._say = args, device, say
         self._published = published
         self._buffer = StagingBuffer()
+        self._has_reserved = False
         self._store, self._world = _open_store(args)
         self._num_worlds = 0
         self._writer: WriterProcess | None = None
@@ -79,6 +81,25 @@ class BackgroundSaves:
         self._pending: PendingSave | None = None
         if args.use_persistent_ckpt_worker:  # its imports take seconds, until the first save
             self._writer = self._start_writer()
+
+    def step_is_over(
+        self,
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+        scheduler: OptimizerParamScheduler | None,
+        progress: Progress,
+    ) -> None:
+        """Do :meth:`conclude`; after the first step, reserve host memory for the first save.
+
+        It is allocated in a thread while training goes on. The optimizer has its state then.
+        """
+        self.conclude()
+        if self._has_reserved:
+            return
+        self._has_reserved = True
+        with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
+            content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
+            checkpointing.attempt(lambda: self._buffer.reserve(content))
 
     def save(
         self,
@@ -128,6 +149,11 @@ class BackgroundSaves:
     def under_way(self) -> int | None:
         """Iteration of the checkpoint that is being written; None if there is none."""
         return None if self._pending is None else self._pending.progress.iteration
+
+    @property
+    def num_staged_bytes(self) -> int:
+        """Size of the memory that is allocated on this rank."""
+        return self._buffer.num_bytes
 
     def votes(self) -> list[float]:
         """Return 1 if this rank's writer has ended, and 1 if it has failed; else 0.

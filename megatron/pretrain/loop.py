@@ -193,7 +193,7 @@ def train(
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
             if run.background is not None:
-                run.background.conclude()
+                run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
             if run.stop.interrupted:
                 break
             if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):

@@ -8,13 +8,17 @@ import mmap
 import os
 import pickle
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
+from threading import Thread
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
 from megatron.fsdp.engine.layout import Chunk
 
@@ -80,11 +84,16 @@ class StagedTensor:
 
     def fill(self, content: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy ``tensor`` to its part of a buffer with the bytes ``content``."""
-        part = content[self.offset : self.offset + self.num_bytes].view(self.dtype)
-        if self.strides == tensor.stride() and tensor.is_contiguous():
-            part.copy_(tensor.reshape(-1), non_blocking=True)
+        part = content[self.offset : self.offset + self.num_bytes]
+        if self.strides != tensor.stride() or not tensor.is_contiguous():
+            part = part.view(self.dtype).as_strided(self.shape, self.strides)
+            part.copy_(tensor, non_blocking=True)
+        elif tensor.is_cpu and not (tensor.is_conj() or tensor.is_neg()):
+            # NumPy copies bytes as the C library does, which writes large tensors past the caches.
+            # torch's copy first reads into them what it overwrites.
+            np.copyto(part.numpy(), tensor.reshape(-1).view(torch.uint8).numpy())
         else:
-            part.as_strided(self.shape, self.strides).copy_(tensor, non_blocking=True)
+            part.view(self.dtype).copy_(tensor.reshape(-1), non_blocking=True)
 
     def read(self, memory: mmap.mmap) -> torch.Tensor:
         """Return the tensor as checkpoints take it."""
@@ -98,8 +107,9 @@ class _StagingPickler(pickle.Pickler):
     A DTensor becomes its local tensor, which knows its chunks: the mesh stays with the run.
     """
 
-    def __init__(self, file: io.BytesIO):
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self) -> None:
+        self.pickled = io.BytesIO()
+        super().__init__(self.pickled, protocol=pickle.HIGHEST_PROTOCOL)
         self.end = 0
         self.copies: list[tuple[torch.Tensor, StagedTensor]] = []
 
@@ -114,6 +124,27 @@ class _StagingPickler(pickle.Pickler):
         self.end += -(-staged.num_bytes // _ALIGNMENT) * _ALIGNMENT
         return staged
 
+    def copy_into(self, content: torch.Tensor) -> None:
+        """Copy all tensors into a buffer with the bytes ``content``."""
+
+        def copy(item: tuple[torch.Tensor, StagedTensor]) -> None:
+            tensor, staged = item
+            staged.fill(content, tensor.detach())
+
+        items = [item for item in self.copies if item[1].num_bytes]
+        if any(tensor.is_cuda for tensor, _ in items):  # copied by the GPU, while this goes on
+            for item in items:
+                copy(item)
+        else:
+            in_threads(copy, items)
+
+
+def _pickled(content: Any) -> tuple[_StagingPickler, int]:
+    """Pickle content; return with it the bytes that it takes in a buffer."""
+    pickler = _StagingPickler()
+    pickler.dump(content)
+    return pickler, pickler.end + pickler.pickled.tell()
+
 
 class _StagedUnpickler(pickle.Unpickler):
     """The counterpart of the pickler: tensors lie in the buffer."""
@@ -127,7 +158,7 @@ class _StagedUnpickler(pickle.Unpickler):
 
 
 class StagingBuffer:
-    """Host memory that is allocated at the first save and reused by all others.
+    """Host memory that is allocated for the first save and reused by all others.
 
     It is an anonymous file in memory, not a segment of /dev/shm, which containers limit to 64 MB.
 
@@ -142,6 +173,37 @@ class StagingBuffer:
         self.file_descriptor = _open_memory() if file_descriptor is None else file_descriptor
         self._memory: mmap.mmap | None = None
         self._pinned = 0
+        self._reserving: Thread | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the memory that is allocated."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def reserve(self, content: Any) -> None:
+        """Begin to allocate in a thread what :meth:`stage` will need for content like this.
+
+        The pages of new memory take several times as long as the copy into them.
+
+        Raises:
+            TypeError: the content has a tensor that cannot be staged.
+        """
+        self._end_reserving()
+        _, end = _pickled(content)
+
+        def allocate() -> None:
+            with suppress(OSError):  # which the save is to report, if there still is no memory then
+                memory = self._grown_to(end)
+                # One byte of each page. Python's lock is not held.
+                torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].sum()
+
+        self._reserving = Thread(target=allocate, name="allocation of host memory", daemon=True)
+        self._reserving.start()
+
+    def _end_reserving(self) -> None:
+        if self._reserving is not None:
+            self._reserving.join()
+        self._reserving = None
 
     def stage(self, content: Any) -> StagedContent:
         """Copy ``content`` into the buffer; complete when this returns.
@@ -150,16 +212,13 @@ class StagingBuffer:
             OSError: the machine has no memory for the copy.
             TypeError: the content has a tensor that cannot be staged.
         """
-        file = io.BytesIO()
-        pickler = _StagingPickler(file)
-        pickler.dump(content)
-        end = pickler.end + file.tell()
+        pickler, end = _pickled(content)
+        self._end_reserving()
         memory = self._grown_to(end)
+        self._pin(memory)
         content_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        for tensor, staged in pickler.copies:
-            if staged.num_bytes:
-                staged.fill(content_bytes, tensor.detach())
-        memory[pickler.end : end] = file.getbuffer()
+        pickler.copy_into(content_bytes)
+        memory[pickler.end : end] = pickler.pickled.getbuffer()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return StagedContent(len(memory), pickler.end, end)
@@ -172,7 +231,7 @@ class StagingBuffer:
         return _StagedUnpickler(file, self._memory).load()
 
     def _grown_to(self, num_bytes: int) -> mmap.mmap:
-        if self._memory is None or len(self._memory) < num_bytes:
+        if self._memory is None or self.num_bytes < num_bytes:
             size = -(-num_bytes // _GROWTH) * _GROWTH
             self._unpin()
             os.truncate(self.file_descriptor, size)
@@ -180,12 +239,11 @@ class StagingBuffer:
                 # Otherwise a machine without memory would kill the process in the midst of a copy.
                 os.posix_fallocate(self.file_descriptor, 0, size)
             self._memory = mmap.mmap(self.file_descriptor, size)
-            self._pin(self._memory)
         return self._memory
 
     def _pin(self, memory: mmap.mmap) -> None:
         """Lock the pages, so that copies from a GPU pass through no other buffer."""
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not self._pinned:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
             self._pinned = address
@@ -197,6 +255,7 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Give the memory back; the buffer cannot be used any more."""
+        self._end_reserving()
         self._unpin()
         self._memory = None
         os.close(self.file_descriptor)

@@ -52,6 +52,34 @@ def train_with_late_writers(command_line: str) -> Record:
         return pretrain(command_line)
 
 
+def bytes_before_saves(command_line: str) -> list[int]:
+    """Job: the size of the host memory before each save, and after the last."""
+    found: list[int] = []
+    save, end = BackgroundSaves.save, BackgroundSaves.end
+
+    def look_and_save(self: BackgroundSaves, *args: Any) -> None:
+        self._buffer._end_reserving()
+        found.append(self.num_staged_bytes)
+        save(self, *args)
+
+    def look_and_end(self: BackgroundSaves) -> None:
+        found.append(self.num_staged_bytes)
+        end(self)
+
+    with (
+        patch.object(BackgroundSaves, "save", look_and_save),
+        patch.object(BackgroundSaves, "end", look_and_end),
+    ):
+        pretrain(command_line)
+    return found
+
+
+def test_host_memory_is_allocated_once_before_the_first_save(tmp_path: Path) -> None:
+    line = f"{IN_BACKGROUND} --use-persistent-ckpt-worker --save {tmp_path} --save-interval 2"
+    sizes = run_ranks(2, bytes_before_saves, f"{line} --exit-interval 5")[0]
+    assert len(sizes) == 3 and sizes[0] > 0 and len(set(sizes)) == 1
+
+
 def test_a_save_in_the_background_is_a_blocking_one(
     fp32: tuple[Path, Record], tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from megatron.checkpoint.core import reading_threads
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
 from megatron.pretrain.staging import StagingBuffer
 from tests.rank_pool import run_ranks
@@ -94,6 +95,45 @@ def test_a_machine_without_memory_is_an_error_before_anything_is_copied() -> Non
     error = OSError(28, "No space left on device")
     with patch.object(os, "posix_fallocate", side_effect=error), pytest.raises(OSError):
         StagingBuffer().stage(torch.ones(1))
+
+
+def test_memory_that_was_reserved_is_that_of_the_first_save_and_is_there_already() -> None:
+    buffer, weight = StagingBuffer(), torch.randn(1 << 21)
+    buffer.reserve({"weight": weight})
+    where = buffer.stage({"weight": weight + 1})
+    memory = buffer._memory
+    assert memory is not None and where.size == len(memory) == buffer.num_bytes
+    with patch.object(os, "posix_fallocate", side_effect=AssertionError("allocated again")):
+        assert torch.equal(buffer.read(buffer.stage({"weight": weight}))["weight"], weight)
+    assert buffer._memory is memory
+    buffer.reserve({"weight": torch.ones(1 << 23)})
+    buffer.close()  # waits for the thread, which has the descriptor
+
+
+def test_memory_that_cannot_be_reserved_is_an_error_of_the_save_alone() -> None:
+    buffer = StagingBuffer()
+    error = OSError(28, "No space left on device")
+    with patch.object(os, "posix_fallocate", side_effect=error):
+        buffer.reserve(torch.ones(1))
+        with pytest.raises(OSError):
+            buffer.stage(torch.ones(1))
+    assert torch.equal(buffer.read(buffer.stage(torch.ones(1))), torch.ones(1))
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_any_tensor_of_this_process_is_copied_bit_for_bit(num_threads: int) -> None:
+    """Also those whose bytes are not their values, in threads."""
+    numbers = torch.randn(6, dtype=torch.complex64)
+    tensors = [numbers.conj(), numbers.conj().imag, torch.tensor(True), torch.tensor([-0.0])]
+    tensors += [torch.randint(256, (5, 7), dtype=torch.uint8).view(torch.float8_e4m3fn)]
+    tensors += [torch.full((1,), float("nan"), dtype=torch.bfloat16), torch.randn(2, 3, 4)]
+    buffer = StagingBuffer()
+    with patch.object(reading_threads, "number_of_threads", return_value=num_threads):
+        staged = buffer.read(buffer.stage(tensors))
+    for mine, expected in zip(staged, tensors, strict=True):
+        copy = expected.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        assert torch.equal(mine.reshape(-1).view(torch.uint8), copy.view(torch.uint8))
+        assert mine.shape == expected.shape and mine.dtype == expected.dtype
 
 
 def refused_dtensor() -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that read files at the same time: the kernel copies bytes without Python's lock."""
+"""Threads that read files, or copy tensors, at the same time: neither holds Python's lock."""
 
 from __future__ import annotations
 
