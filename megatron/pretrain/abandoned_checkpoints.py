@@ -5,6 +5,10 @@ They stay until the run has published its first checkpoint, and are deleted then
 names them meanwhile. The first checkpoint may have the iteration of one of them, so it has a file
 with the identifier of the list: after a kill at any moment the next start can tell whose checkpoint
 is there, and finishes the deletion, or removes the list and keeps what there is.
+
+A local checkpoint is on the disks of nodes, where the first rank alone does not see it. Therefore
+the list itself says that one was published, by :func:`succeed`. After a kill between the two, the
+ranks look for it together before anything is loaded.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.checkpoint.core import directory, durable, stores
+from megatron.pretrain.run_identity import name_run, run_in
 
 LIST = ".abandoned.json"
 """Name of the list in the directory of the persistent checkpoints."""
@@ -28,13 +33,17 @@ class Abandoned:
     """The content of the list.
 
     Attributes:
-        identifier: of this list, and of no other one.
+        identifier: of this list, and of no other one; and of the run, if it is to have one.
         iterations: directory -> iterations that are given up. A directory below that of the list is
             named from there.
+        run: identifier of the run that is given up; empty if it had none.
+        is_succeeded: the new run has published a local checkpoint.
     """
 
     identifier: str
     iterations: dict[str, list[int]]
+    run: str = ""
+    is_succeeded: bool = False
 
     @classmethod
     def read(cls, save: str | Path) -> Abandoned | None:
@@ -45,9 +54,14 @@ class Abandoned:
                 str(root): [int(number) for number in numbers]
                 for root, numbers in content["iterations"].items()
             }
-            return cls(str(content["identifier"]), found)
+            run, is_succeeded = str(content.get("run", "")), content.get("is_succeeded") is True
+            return cls(str(content["identifier"]), found, run, is_succeeded)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+
+    def write(self, save: str | Path) -> None:
+        """Write the list into a directory."""
+        durable.write_text(Path(save) / LIST, json.dumps(asdict(self)))
 
     def is_successor(self, checkpoint: Path) -> bool:
         """Return True for the first checkpoint of the run that wrote the list."""
@@ -55,21 +69,22 @@ class Abandoned:
         return file.is_file() and file.read_text(errors="replace") == self.identifier
 
 
-def give_up(save: str | Path, others: Iterable[str | Path]) -> None:
-    """Write the list of all checkpoints that are there; called on one rank.
+def give_up(save: str | Path, others: Iterable[str | Path], first: int = 0) -> None:
+    """Write the list of the checkpoints that are given up, if there are any; called on one rank.
 
     Args:
         save: the directory of the persistent checkpoints.
         others: those of non-persistent ones.
+        first: iteration from which on they are given up.
     """
     save, iterations = Path(save).absolute(), {}
     for root in (save, *map(Path, others)):
         path = root.absolute()
         name = path.relative_to(save) if path.is_relative_to(save) else path
-        iterations[str(name)] = directory.iterations(path)
-    if any(iterations.values()):
-        content = {"identifier": uuid.uuid4().hex, "iterations": iterations}
-        durable.write_text(save / LIST, json.dumps(content))
+        iterations[str(name)] = [each for each in directory.iterations(path) if each >= first]
+    run = run_in(save)
+    if run or any(iterations.values()):
+        Abandoned(uuid.uuid4().hex, iterations, run).write(save)
 
 
 def mark(save: str | Path, checkpoint: Path) -> None:
@@ -106,12 +121,35 @@ def _delete(save: Path, abandoned: Abandoned, roots: Iterable[str]) -> None:
                 directory.delete(save / root, iteration)
     there = directory.iterations(save)
     if not any(abandoned.is_successor(directory.iteration_directory(save, each)) for each in there):
-        # The new run has a non-persistent checkpoint only.
-        (save / directory.TRACKER).unlink(missing_ok=True)
+        # The new run has a non-persistent checkpoint only. It may have begun with a persistent one.
+        if there:
+            directory.write_tracker(save, there[0])
+        else:
+            (save / directory.TRACKER).unlink(missing_ok=True)
     (save / LIST).unlink()
 
 
-def settle(save: str | Path, others: Iterable[str | Path]) -> None:
+def succeed(save: str | Path) -> None:
+    """Delete what is given up, and the list, when all ranks have published a local checkpoint.
+
+    Called on one rank. Runs that save at a URL have no local checkpoints.
+    """
+    abandoned = Abandoned.read(save)
+    if abandoned is not None:
+        replace(abandoned, is_succeeded=True).write(save)
+        _delete(Path(save), abandoned, abandoned.iterations)
+
+
+def newest_kept(save: str | Path) -> int | None:
+    """Return the newest persistent iteration that is not given up, if there is a list."""
+    abandoned = Abandoned.read(save)
+    if abandoned is None:
+        return None
+    given_up = abandoned.iterations.get(".", [])
+    return next((each for each in directory.iterations(save) if each not in given_up), None)
+
+
+def settle(save: str | Path, others: Iterable[str | Path], is_local: bool = False) -> None:
     """Do what a run that was killed has left to do; called on one rank, before anything is loaded.
 
     Without a checkpoint of the run that gave up the others, they are still what there is.
@@ -119,6 +157,8 @@ def settle(save: str | Path, others: Iterable[str | Path]) -> None:
     Args:
         save: the directory of the persistent checkpoints.
         others: those of non-persistent ones that this run may use. No other one is changed.
+        is_local: this run continues there, and may find a local checkpoint. If it may be the first
+            of the run that was killed, the list is left for :func:`succeed` or :func:`keep`.
     """
     save = Path(save).absolute()
     abandoned = Abandoned.read(save)
@@ -127,6 +167,9 @@ def settle(save: str | Path, others: Iterable[str | Path]) -> None:
         return
     own = {path.absolute() for path in (save, *map(Path, others))}
     roots = [root for root in abandoned.iterations if save / root in own]
+    if abandoned.is_succeeded:
+        _delete(save, abandoned, roots)
+        return
     for root in own:
         for iteration in directory.iterations(root):
             if abandoned.is_successor(directory.iteration_directory(root, iteration)):
@@ -134,4 +177,13 @@ def settle(save: str | Path, others: Iterable[str | Path]) -> None:
                     directory.write_tracker(save, iteration)
                 _delete(save, abandoned, roots)
                 return
-    (save / LIST).unlink()
+    if not (is_local and run_in(save) == abandoned.identifier):
+        keep(save)
+
+
+def keep(save: str | Path) -> None:
+    """Remove the list: what it names is still what there is, local checkpoints too."""
+    abandoned = Abandoned.read(save)
+    if abandoned is not None and abandoned.run:
+        name_run(save, abandoned.run)
+    (Path(save) / LIST).unlink(missing_ok=True)

@@ -344,6 +344,9 @@ def _choose_source(
     """
     damage: Damage = {}
     passed: set[int] = set()
+    save_directory.settle_local(
+        args, partial(find_local, args, layout, set(), lambda line: None, persistent=None)
+    )
     while True:
         source = find_newest(args, damage, partial(find_local, args, layout, passed, say), say)
         if source is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron.checkpoint.core import directory, durable
+from megatron.pretrain.abandoned_checkpoints import newest_kept
 
 FOLLOWED = "followed_iteration.txt"
 """Name of the file in the directory of a non-persistent checkpoint."""
@@ -34,7 +35,7 @@ def followed_now(save: str | Path, under_way: int | None = None) -> str:
         save: the directory of the persistent checkpoints.
         under_way: iteration of a checkpoint that is being written there in the background.
     """
-    names = [tracked_in(save), under_way]
+    names = [tracked_in(save), under_way, newest_kept(save)]
     return " ".join(str(name) for name in names if name is not None)
 
 

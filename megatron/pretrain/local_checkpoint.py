@@ -11,7 +11,6 @@ import argparse
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.core import directory, durable
+from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
@@ -30,6 +29,7 @@ from megatron.pretrain import url_saves
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, Say, find_source
 from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.followed_checkpoint import is_given_up, tracked_in
+from megatron.pretrain.run_identity import run_in
 
 LOCAL = "local"
 """Value of --non-persistent-ckpt-type."""
@@ -39,8 +39,6 @@ Layout = dict[str, Any]
 
 _IDENTITY = "local_part"
 """Key of the entry of a part that identifies it: its run, its save and its layout, in JSON."""
-RUN = "local_run.txt"
-"""Name of the file in the directory of persistent checkpoints that identifies the run."""
 _ARGUMENTS = (
     "world_size",
     "tensor_model_parallel_size",
@@ -68,27 +66,6 @@ def part_root(args: argparse.Namespace, run: str) -> Path:
     path = Path(run).resolve()
     name = f"{path.name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     return Path(args.non_persistent_local_ckpt_dir) / name / f"rank_{dist.get_rank()}"
-
-
-def name_run(save: str, anew: bool) -> None:
-    """Give a run an identifier, which its parts have too; called on one rank.
-
-    Parts on disks of nodes may be of a run that has been deleted, or overwritten from other nodes.
-
-    Args:
-        save: the directory of its persistent checkpoints.
-        anew: the run does not continue there.
-    """
-    path = Path(save, RUN)
-    if anew or not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_text(path, uuid.uuid4().hex)
-
-
-def run_in(save: str) -> str:
-    """Return the identifier of the run that saves in a directory; empty without one."""
-    path = Path(save, RUN)
-    return path.read_text() if path.exists() else ""
 
 
 def remove_parts_of_moved_ranks(root: Path, iteration: int) -> None:

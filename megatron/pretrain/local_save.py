@@ -8,8 +8,10 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron.checkpoint.core import directory
-from megatron.pretrain import checkpointing, fsdp_dtensor_checkpoint
+from megatron.pretrain import abandoned_checkpoints, checkpointing, fsdp_dtensor_checkpoint
 from megatron.pretrain.checkpoint_source import Say
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
@@ -19,8 +21,8 @@ from megatron.pretrain.local_checkpoint import (
     layout_of,
     part_root,
     remove_parts_of_moved_ranks,
-    run_in,
 )
+from megatron.pretrain.run_identity import run_in
 
 
 def save(
@@ -58,6 +60,10 @@ def save(
     def publish() -> None:
         directory.publish(root, iteration)
 
+    def give_way() -> None:
+        if dist.get_rank() == 0:
+            abandoned_checkpoints.succeed(args.save)
+
     def clean_up() -> None:
         directory.keep_only(root, iteration)
         remove_parts_of_moved_ranks(root, iteration)
@@ -66,6 +72,7 @@ def save(
     if problems:
         checkpointing.attempt(lambda: directory.discard(root, iteration))
     problems = problems or checkpointing.attempt(publish)
+    problems = problems or checkpointing.attempt(give_way)
     problems = problems or checkpointing.attempt(clean_up)
     if problems:
         raise RunError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -25,7 +26,8 @@ from megatron.pretrain.checkpoint_source import (
     non_persistent_root,
 )
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.local_checkpoint import LOCAL, name_run, part_root
+from megatron.pretrain.local_checkpoint import LOCAL, part_root
+from megatron.pretrain.run_identity import name_run, run_in
 from megatron.pretrain.save_lock import locked
 
 
@@ -50,8 +52,10 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
             agree([])  # every rank has given the staged directory the names at the URL
         if args.save:
             on_first_rank(lambda: _reserve(args, say, stack))
-            if args.non_persistent_ckpt_type == LOCAL and not args.skip_train:
-                _reserve_local(args)
+            if not args.skip_train:
+                if args.non_persistent_ckpt_type == LOCAL:
+                    _reserve_local(args)
+                on_first_rank(lambda: _name_run(args))
         yield
         if is_at_url and not args.skip_train:
             on_first_rank(lambda: url_saves.upload_beside(args.save))
@@ -103,10 +107,21 @@ def _tidy(args: argparse.Namespace, root: Path, is_own: bool) -> None:
     for path in (root, *others):
         if path.is_dir():
             directory.tidy(path)
-    abandoned_checkpoints.settle(root, others)
-    if args.overwrite and not is_own:
+    first = _first_given_up(args)
+    is_local = args.non_persistent_ckpt_type == LOCAL
+    abandoned_checkpoints.settle(root, others, is_local and is_own and first is None)
+    if first is not None:
         is_used = args.non_persistent_save_interval and args.non_persistent_ckpt_type != LOCAL
-        abandoned_checkpoints.give_up(root, others if is_used else others[:1])
+        abandoned_checkpoints.give_up(root, others if is_used else others[:1], first)
+
+
+def _first_given_up(args: argparse.Namespace) -> int | None:
+    """Return the iteration from which on the run gives up what is there; None: it gives up none."""
+    if not args.overwrite:
+        return None
+    if not _is_own(args):
+        return 0
+    return None if args.ckpt_step is None else args.ckpt_step + 1
 
 
 def _is_own(args: argparse.Namespace) -> bool:
@@ -140,7 +155,38 @@ def _reserve_local(args: argparse.Namespace) -> None:
     problems = agree([f"rank {dist.get_rank()}: {problem}"] if problem else [])
     if problems:
         raise ValueError(listed("local checkpoints cannot be saved", problems))
-    on_first_rank(lambda: name_run(args.save, anew=not _is_own(args)))
+
+
+def _name_run(args: argparse.Namespace) -> None:
+    """Give the run an identifier if it has local checkpoints, or the directory had some."""
+    run, goes_on = run_in(args.save), _is_own(args) and _first_given_up(args) is None
+    if (run and goes_on) or not (run or args.non_persistent_ckpt_type == LOCAL):
+        return
+    abandoned = abandoned_checkpoints.Abandoned.read(args.save)
+    # With the identifier of the list, a start after a kill knows that it is this run's.
+    name_run(args.save, uuid.uuid4().hex if abandoned is None else abandoned.identifier)
+
+
+def settle_local(
+    args: argparse.Namespace, newest_local: Callable[[], CheckpointSource | None]
+) -> None:
+    """Choose between checkpoints of two runs after a kill of one with --overwrite; a collective.
+
+    They are those of that run if every rank has a sound part of its first one, which is local.
+
+    Args:
+        args: of this run, which may continue one of them.
+        newest_local: returns the newest sound local checkpoint; a collective.
+    """
+    if not args.save or args.skip_train or args.non_persistent_ckpt_type != LOCAL:
+        return
+    if not _is_own(args) or _first_given_up(args) is not None:
+        return
+    if on_first_rank(lambda: abandoned_checkpoints.Abandoned.read(args.save)) is None:
+        return
+    is_there = newest_local() is not None
+    end = abandoned_checkpoints.succeed if is_there else abandoned_checkpoints.keep
+    on_first_rank(lambda: end(args.save))
 
 
 def _check_non_persistent(args: argparse.Namespace, is_own: bool) -> None:

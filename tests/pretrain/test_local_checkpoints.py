@@ -9,7 +9,9 @@ from unittest.mock import patch
 import pytest
 
 from megatron.checkpoint.core import directory
-from megatron.pretrain.local_checkpoint import RUN
+from megatron.pretrain import abandoned_checkpoints
+from megatron.pretrain.abandoned_checkpoints import LIST
+from megatron.pretrain.run_identity import RUN
 from tests.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
@@ -248,3 +250,102 @@ def test_a_tracker_file_that_was_edited_goes_before_newer_local_checkpoints(
     assert f"loaded {folder}/iter_0000001, iteration 1" in record.lines
     (told,) = [each for each in record.lines if "passed over" in each]
     assert "iteration 4" in told and f"{directory.TRACKER} names 1" in told
+
+
+def overwritten(folder: Path) -> str:
+    """Save a run at 2, 4 and 6; return the start of the lines of another one that overwrites it."""
+    run_ranks(2, train, f"{LINE} --save {folder} --save-interval 2")
+    return f"{LINE} --seed 7 --save {folder} --save-interval 9 --non-persistent-save-interval 1"
+
+
+def test_a_local_checkpoint_of_a_killed_run_goes_before_older_runs_that_it_overwrites(
+    tmp_path: Path,
+) -> None:
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    anew = f"{overwritten(folder)} {local(disk)}"
+    unbroken = run_ranks(2, train, f"{LINE} --seed 7")[0][0]
+    assert "broken off" in run_ranks(2, broken_off, f"{anew} --overwrite", 3)[0]
+    assert not directory.iterations(folder) and directory.read_tracker(folder) is None
+    (resumed,) = run_ranks(2, train, f"{anew} --load {folder} --exit-interval 4")[0]
+    assert resumed.losses == unbroken.losses[3:4]
+    # The node is lost, and the run begins anew, not from the checkpoints of the other one.
+    shutil.rmtree(disk)
+    shutil.rmtree(folder / "iter_0000004")
+    (folder / directory.TRACKER).unlink()
+    (again,) = run_ranks(2, train, f"{anew} --load {folder} --exit-interval 1")[0]
+    assert again.losses == unbroken.losses[:1]
+
+
+def broken_off_before(what: str, command_line: str) -> str:
+    """Job: a run that ends by an error where its first rank deletes what it gives up."""
+    with patch.object(abandoned_checkpoints, what, side_effect=RuntimeError("broken off")):
+        return refuse(command_line)
+
+
+@pytest.mark.parametrize("what", ["succeed", "_delete"])
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_kill_after_the_first_local_checkpoint_leaves_checkpoints_of_one_of_both_runs(
+    what: str, is_lost: bool, tmp_path: Path
+) -> None:
+    """It has been published, and those that it replaces have not been deleted."""
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    anew = f"{overwritten(folder)} {local(disk)}"
+    assert "broken off" in run_ranks(2, broken_off_before, what, f"{anew} --overwrite")[0]
+    assert (folder / LIST).exists() and directory.iterations(folder) == [6, 4, 2]
+    if is_lost:
+        (part,) = disk.glob("run_*/rank_1")
+        shutil.rmtree(part)
+    (resumed,) = run_ranks(2, train, f"{anew} --load {folder} --exit-interval 2")[0]
+    assert not (folder / LIST).exists()
+    if is_lost and what == "succeed":  # nothing is left of the run that was killed
+        assert resumed.iteration == 6 and directory.iterations(folder) == [6, 4, 2]
+    else:
+        begin = 1 if is_lost else 2
+        assert resumed.column("iteration") == list(range(begin, 3))
+        assert directory.iterations(folder) == [2]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_local_checkpoints_are_still_there_if_the_run_that_gives_them_up_has_saved_nothing(
+    is_local: bool, fp32: tuple[Path, Record], tmp_path: Path
+) -> None:
+    """Also where there are no others, and the run that is killed would not save local ones."""
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    line = f"{LINE} --save {folder} --save-interval 9"
+    saving = f"{line} --non-persistent-save-interval 1 {local(disk)}"
+    assert "broken off" in run_ranks(2, broken_off, saving, 3)[0]
+    anew = saving.replace("interval 1", "interval 5") if is_local else line
+    assert "broken off" in run_ranks(2, broken_off, f"{anew} --overwrite --seed 7", 2)[0]
+    (resumed,) = run_ranks(2, train, f"{saving} --load {folder} --exit-interval 4")[0]
+    assert resumed.losses == fp32[1].losses[3:4]
+
+
+def test_local_checkpoints_of_a_run_that_was_overwritten_without_them_are_not_loaded(
+    tmp_path: Path,
+) -> None:
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    line = f"{LINE} --save {folder} --save-interval 2"
+    saving = f"{line} {local(disk)} --non-persistent-save-interval 1"
+    assert "broken off" in run_ranks(2, broken_off, saving, 3)[0]
+    run_ranks(2, train, f"{line} --seed 7 --overwrite --exit-interval 2")
+    (resumed,) = run_ranks(2, train, f"{saving} --load {folder} --seed 7 --exit-interval 3")[0]
+    assert f"loaded {folder}/iter_0000002, iteration 2" in resumed.lines
+    assert any("is of another run that saved here" in each for each in resumed.lines)
+
+
+@pytest.mark.parametrize("kind", ["local", "global"])
+def test_a_run_that_went_back_with_ckpt_step_goes_on_from_its_own_non_persistent_checkpoint(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run_ranks(2, train, f"{LINE} --save {folder} --save-interval 2")
+    line = f"{LINE} --save {folder} --load {folder} --save-interval 9"
+    line += " --non-persistent-save-interval 1 "
+    line += local(tmp_path / "disk") if kind == "local" else "--non-persistent-ckpt-type global"
+    back = f"{line} --ckpt-step 2 --overwrite"
+    assert "broken off" in run_ranks(2, broken_off, back, 2)[0]
+    assert directory.iterations(folder) == [6, 4, 2] and directory.read_tracker(folder) == 6
+    assert "broken off" in run_ranks(2, broken_off, back, 3)[0]
+    assert directory.iterations(folder) == [2] and directory.read_tracker(folder) == 2
+    (resumed,) = run_ranks(2, train, f"{line} --exit-interval 4")[0]
+    assert resumed.column("iteration") == [4]
