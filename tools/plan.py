@@ -177,10 +177,16 @@ def table(found: list[Prediction]) -> Iterator[str]:
         yield (
             f"{number:>2}. {chosen.tensor:>2}  {chosen.pipeline:>2}  {chosen.context:>2}"
             f"  {chosen.expert:>2}  {chosen.level:>4}  {chosen.outer:>6}  {recompute:>9}"
-            f"  {chosen.micro_batch:>5}  {each.peak_bytes / GIB:>5.1f}  {each.seconds:>6.2f}"
+            f"  {chosen.micro_batch:>5}  {_fixed(each.peak_bytes / GIB, 1):>5}"
+            f"  {_fixed(each.seconds, 2):>6}"
             f"  {each.exposed_seconds / each.seconds:>7.1%}"
             f"  {each.bubble_seconds / each.seconds:>6.1%}  {each.utilization:>5.1%}"
         )
+
+
+def _fixed(value: float, decimals: int) -> str:
+    """Return a number with so many decimals, or with two more where it would look like nothing."""
+    return f"{value:.{decimals if value >= 10 ** (1 - decimals) else decimals + 2}f}"
 
 
 def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:

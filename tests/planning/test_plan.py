@@ -111,6 +111,9 @@ def test_a_small_model_is_planned_with_commands_and_a_picture(tmp_path: Path) ->
     assert lines[0] == "4 GPUs of h100, 67.1 GiB of each"
     rows = [line for line in lines if line.startswith((" 1.", " 2."))]
     assert len(rows) == 2
+    for row in rows:  # of a small model too
+        memory, seconds = map(float, row.split()[9:11])
+        assert memory > 0 and seconds > 0, row
     assert all(len(line) <= 100 for line in lines if str(picture) not in line)
     assert output.count("torchrun --nnodes 1 --nproc_per_node 4 pretrain_gpt.py") == 2
     assert picture.read_bytes().startswith(b"\x89PNG")
