@@ -86,6 +86,9 @@ class StoredCheckpoint:
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         lost = [key for key in self.objects if (key, ()) not in self._storage]
         problems += [f"{key} is nowhere in {METADATA}" for key in lost]
+        described = {*self.tensors, *self.objects}
+        unknown = dict.fromkeys(key for key, _ in self._storage if key not in described)
+        problems += [f"{key} is in the files, but not described in {METADATA}" for key in unknown]
         self._integrity.raise_if_any(problems)
 
     # ---- integrity

@@ -175,7 +175,12 @@ def another_shape(metadata: Any) -> None:
     entry.chunks[1] = ChunkStorageMetadata(torch.Size([3, 0]), torch.Size([1, 6]))
 
 
+def drop_the_entry(metadata: Any) -> None:
+    del metadata.state_dict_metadata["tensor"]
+
+
 WRONG = {
+    "no entry": drop_the_entry,
     "moved chunk": move_a_chunk,
     "larger": grow,
     "a chunk less": drop_a_chunk,
