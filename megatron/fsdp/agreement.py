@@ -5,14 +5,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import compress
 
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import agree
+from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.trainability import Trainability
 from megatron.fsdp.engine.unit import Unit
+from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.fsdp.settings import ResolvedSettings
 
 _SEPARATOR = "\0"
@@ -101,15 +103,22 @@ class FreezingAgreement:
 
     Args:
         trainability: the parameters that are frozen; the same on all ranks now.
-        axes: the data ranks; those of the inner axis if the mesh cannot tell all.
+        mesh: of the data ranks; those of the inner axis if the mesh cannot tell all. Experts that
+            have a mesh of their own are not compared: other ranks have other ones.
     """
 
-    def __init__(self, trainability: Trainability, axes: Axes):
+    def __init__(self, trainability: Trainability, mesh: FSDPDistributedIndex):
         self._trainability = trainability
+        self._is_compared = [
+            mesh.expert is None or not is_expert_parameter(name, parameter)
+            for name, parameter in zip(trainability.names, trainability.parameters)
+        ]
+        self._names = list(compress(trainability.names, self._is_compared))
+        axes = mesh.dense
         group = axes.inner.get_group() if axes.data_group is None else axes.data_group
         self._ranks = dist.get_process_group_ranks(group)
         self._num_seen = trainability.num_changes
-        self._agreed = {hash(tuple(trainability.flags))}
+        self._agreed = {hash(self._flags())}
         self._num_checks = 0
         number = _num_models[tuple(self._ranks)]
         _num_models[tuple(self._ranks)] += 1
@@ -125,9 +134,9 @@ class FreezingAgreement:
         if self._num_seen == self._trainability.num_changes:
             return
         self._num_seen = self._trainability.num_changes
-        flags = self._trainability.flags
+        flags = self._flags()
         # A rank that trains nothing reduces nothing: it may be alone, with a gradient of inputs.
-        if hash(tuple(flags)) in self._agreed or not any(flags) or len(self._ranks) == 1:
+        if hash(flags) in self._agreed or not any(flags) or len(self._ranks) == 1:
             return
         different = self._exchange("".join("01"[flag] for flag in flags))
         if different:
@@ -135,7 +144,10 @@ class FreezingAgreement:
                 "all ranks must freeze and thaw the same parameters, before the same backward:"
                 f" {different}"
             )
-        self._agreed.add(hash(tuple(flags)))
+        self._agreed.add(hash(flags))
+
+    def _flags(self) -> tuple[bool, ...]:
+        return tuple(compress(self._trainability.flags, self._is_compared))
 
     def _exchange(self, flags: str) -> str:
         """Wait until all ranks have changed their flags, and return a difference; "" if none."""
@@ -149,7 +161,7 @@ class FreezingAgreement:
         if first != flags:
             index = next(i for i, (one, other) in enumerate(zip(flags, first)) if one != other)
             frozen, trained = (rank, first_rank) if flags[index] == "0" else (first_rank, rank)
-            name = self._trainability.names[index]
+            name = self._names[index]
             text = f"{name} is frozen on rank {frozen} and trained on rank {trained}"
             store.set(f"{key}/different", text)
         if store.add(f"{key}/number", 1) == len(self._ranks):

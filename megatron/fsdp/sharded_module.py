@@ -127,7 +127,7 @@ class ShardedModule(WrappedAttributes):
         # Hooks on modules and tensors, which report to the schedule.
         self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
         trainability = self._hooks.shown.trainability
-        self._gradients.follow(trainability, FreezingAgreement(trainability, self._mesh.dense))
+        self._gradients.follow(trainability, FreezingAgreement(trainability, self._mesh))
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1

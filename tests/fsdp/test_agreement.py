@@ -6,10 +6,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from megatron.fsdp import fully_shard_model
 from megatron.fsdp.agreement import FreezingAgreement
 from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import build_stack
+from tests.fsdp.models import WIDTH, build_stack
 from tests.fsdp.reference import LEVELS, Ranks, batch
 from tests.fsdp.side_by_side import plain_backward, shard
 
@@ -76,6 +79,40 @@ def take_turns() -> list[int]:
 
 def test_parts_that_are_trained_in_turns_are_compared_once(ranks: Ranks) -> None:
     assert ranks(2, take_turns) == [[1, 2, 2, 2, 2]] * 2
+
+
+class ExpertLayer(nn.Module):
+    """A dense layer, and the expert of this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(x) + self.experts[0](x)
+
+
+def freeze_one_expert(level: int) -> list[bool]:
+    """Freeze the expert that ranks 0 and 2 share; return which parameters get gradients."""
+    model = fully_shard_model(
+        ExpertLayer().double(),
+        init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
+        "dp_shard",
+        expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),
+        zero_dp_strategy=level,
+    )
+    plain_backward(model, 0, dist.get_rank())
+    model.zero_grad()
+    model.module.experts.requires_grad_(dist.get_rank() % 2 == 1)
+    plain_backward(model, 1, dist.get_rank())
+    return [parameter.grad is not None for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_expert_may_be_frozen_on_the_ranks_that_have_it(ranks: Ranks, level: int) -> None:
+    frozen, trained = [True, True, False, False], [True] * 4
+    assert ranks(4, freeze_one_expert, level) == [frozen, trained] * 2
 
 
 def alone_with_gradients_of_inputs() -> tuple[bool, ...]:

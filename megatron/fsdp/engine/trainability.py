@@ -27,7 +27,8 @@ class Trainability:
         sharded: the sharded parameter of each compute parameter.
 
     Attributes:
-        names: of all parameters.
+        parameters: the compute parameters.
+        names: of them.
         flags: whether each parameter is trained.
         num_changes: how often flags have changed.
         on_change: called with the new flags of the sharded parameters whose flag has changed.
@@ -38,9 +39,9 @@ class Trainability:
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
         self._pairs = sharded
-        self._compute = list(sharded)
+        self.parameters = list(sharded)
         self._sharded = list(sharded.values())
-        self.flags = self._read(self._compute)
+        self.flags = self._read(self.parameters)
         self.num_changes = 0
         self._name_of_frozen: dict[nn.Parameter, str] = {}
         name_of: dict[nn.Parameter, str] = {}
@@ -50,18 +51,18 @@ class Trainability:
                 name_of.update(zip(group.parameters, group.names))
                 if not group.requires_grad:
                     self._name_of_frozen.update(zip(group.parameters, group.names))
-        self.names = [name_of[each] for each in self._compute]
+        self.names = [name_of[each] for each in self.parameters]
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
-        compute, sharded = self._read(self._compute), self._read(self._sharded)
+        compute, sharded = self._read(self.parameters), self._read(self._sharded)
         if compute == self.flags == sharded:
             return
         changed: dict[torch.Tensor, bool] = {}
         for index, known in enumerate(self.flags):
             if compute[index] != known or sharded[index] != known:
-                self._compute[index].requires_grad_(not known)
+                self.parameters[index].requires_grad_(not known)
                 self._sharded[index].requires_grad_(not known)
                 self.flags[index] = not known
                 changed[self._sharded[index]] = not known
