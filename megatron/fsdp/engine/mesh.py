@@ -19,6 +19,7 @@ from megatron.fsdp.engine.mesh_checks import (
     problems_of_mesh,
     problems_of_names,
     problems_of_outer,
+    problems_of_overlap,
     raise_all,
 )
 
@@ -103,11 +104,15 @@ class FSDPDistributedIndex:
     def _problems_of_groups(
         self, prefix: str, mesh: DeviceMesh, hybrid_group: object, all_gather_group: object
     ) -> list[str]:
-        inner = self._inner_of(mesh)
+        inner, outer = self._inner_of(mesh), self._outer_of(mesh)
+        axes = {
+            "dp_shard_dim": inner,
+            "dp_outer_dim": outer,
+            "tp_dim": self._tensor_of(mesh),
+        }
         return [
-            *problems_of_hybrid_group(
-                f"hybrid_fsdp_{prefix}group", hybrid_group, inner, self._outer_of(mesh)
-            ),
+            *problems_of_overlap(f"{prefix}device_mesh", axes),
+            *problems_of_hybrid_group(f"hybrid_fsdp_{prefix}group", hybrid_group, inner, outer),
             *problems_of_all_gather_group(f"{prefix}fsdp_group_ag", all_gather_group, inner),
         ]
 
@@ -121,6 +126,9 @@ class FSDPDistributedIndex:
             return None
         own = submesh(mesh, [self.dp_outer_dim])
         return own if own is not None else submesh(self.device_mesh, [self.dp_outer_dim])
+
+    def _tensor_of(self, mesh: DeviceMesh) -> DeviceMesh | None:
+        return submesh(mesh, [self.tp_dim]) if self.tp_dim is not None else None
 
     def _axes_of(
         self,
@@ -138,7 +146,7 @@ class FSDPDistributedIndex:
         return Axes(
             inner=inner,
             outer=self._outer_of(mesh),
-            tensor=submesh(mesh, [self.tp_dim]) if self.tp_dim is not None else None,
+            tensor=self._tensor_of(mesh),
             all_gather_group=all_gather_group
             if all_gather_group is not None
             else inner.get_group(),

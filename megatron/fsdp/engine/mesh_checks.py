@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -101,6 +103,25 @@ def problems_of_experts(
             f"expt_device_mesh is on {expert_mesh.device_type}, device_mesh on {mesh.device_type}"
         )
     return problems
+
+
+def problems_of_overlap(argument: str, axes: dict[str, DeviceMesh | None]) -> list[str]:
+    """Return a problem for each two axes that share ranks, as a flattened axis does with its parts.
+
+    Shards of the one axis would be summed over the other as if they were copies of one shard.
+
+    Args:
+        argument: name of the argument that has the axes.
+        axes: axis by the argument that names it; None where there is none.
+    """
+    given = {name: axis for name, axis in axes.items() if axis is not None}
+    return [
+        f"the axes of {argument} {first}={axis_name(given[first])!r} and"
+        f" {second}={axis_name(given[second])!r} share ranks: name axes that are no parts of one"
+        " another"
+        for first, second in combinations(given, 2)
+        if len(set(given[first].mesh.tolist()) & set(given[second].mesh.tolist())) > 1
+    ]
 
 
 def problems_of_hybrid_group(
