@@ -152,8 +152,23 @@ class ShardingSettings:
         )
 
     def _check_plain_values(self, problems: Problems) -> None:
-        flags = [field.name for field in fields(self) if isinstance(field.default, bool)]
-        problems.check(check_flags, **{name: getattr(self, name) for name in flags})
+        flags = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if isinstance(field.default, bool)
+        }
+        older = {
+            "check_for_nan_in_grad": self.check_for_nan_in_grad,
+            "grad_reduce_in_fp32": self.grad_reduce_in_fp32,
+            "preserve_fp32_weights": self.preserve_fp32_weights,
+        }
+        flags |= {name: value for name, value in older.items() if value is not None}
+        problems.check(check_flags, **flags)
+        if self.report_nan_in_param_grad is True and self.check_for_nan_in_grad is False:
+            problems.add(
+                "check_for_nan_in_grad=False contradicts report_nan_in_param_grad=True: give one of"
+                " them"
+            )
         problems.check(check_function, self.param_init_fn)
         problems.check(
             refuse_unbuilt,

@@ -178,6 +178,19 @@ OPTIONS: dict[str, WrongCall] = {
         mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.bfloat16),
         grad_reduce_in_fp32=True,
     ),
+    "older keywords are text": with_arguments(
+        "check_for_nan_in_grad expects True or False but got 'no'",
+        "grad_reduce_in_fp32 expects True or False but got 'false'",
+        "preserve_fp32_weights expects True or False but got 'off'",
+        check_for_nan_in_grad="no",
+        grad_reduce_in_fp32="false",
+        preserve_fp32_weights="off",
+    ),
+    "report_nan_in_param_grad contradicts check_for_nan_in_grad": with_arguments(
+        "check_for_nan_in_grad=False contradicts report_nan_in_param_grad=True",
+        report_nan_in_param_grad=True,
+        check_for_nan_in_grad=False,
+    ),
     "per-token loss averaged": with_arguments(
         "calculate_per_token_loss",
         "average_in_collective",
