@@ -299,6 +299,12 @@ class MainWeights:
         """Install main weights as compute weights; the optimizer calls this after a step."""
         self._engine.install_optimized_model_weights(only_trainable=True)
 
+    def manual_buffer_registration(self) -> None:
+        """Do nothing: ``nccl_ub`` registers memory slots when the first step has assigned them.
+
+        Megatron-LM's loop calls this after the first iteration, with ``fsdp_manual_registration``.
+        """
+
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:
     """List transformer layers, the embedding, and the output layer, which is found by its name."""

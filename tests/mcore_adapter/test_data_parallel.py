@@ -34,6 +34,7 @@ def call_every_member() -> dict[str, Any]:
     model.finish_grad_sync(force_all_reduce=False)
     model.scale_gradients(torch.tensor(0.5))
     model.param_and_grad_buffer.copy_main_weights_to_model_weights()
+    model.param_and_grad_buffer.manual_buffer_registration()
     model.start_param_sync()
     model.start_param_sync(model.parameters(), force_sync=True)
     model.start_param_sync(force_dispatch=True, force_sync=True)
