@@ -186,7 +186,7 @@ def table(found: list[Prediction]) -> Iterator[str]:
 
 def _fixed(value: float, decimals: int) -> str:
     """Return a number with so many decimals, or with two more where it would look like nothing."""
-    return f"{value:.{decimals if value >= 10 ** (1 - decimals) else decimals + 2}f}"
+    return f"{value:.{decimals if value >= 10**-decimals else decimals + 2}f}"
 
 
 def commands(found: list[Prediction], machine: Cluster) -> Iterator[str]:
