@@ -2,6 +2,7 @@
 """Writes to weights that code reads by name last: in methods, in forwards and outside of both."""
 
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.engine.compute_writes import ComputeWrites
 from tests.fsdp.meshes import Meshes
 from tests.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
@@ -249,6 +251,30 @@ def test_what_forwards_write_stays_in_main_weights_of_any_dtype(
     ranks: Ranks, num_ranks: int, mesh: str
 ) -> None:
     ranks(num_ranks, write_in_forwards, mesh)
+
+
+def comparisons_of_plain_steps() -> int:
+    """Train models whose forwards write nothing; return how often weights were compared."""
+    meshes = Meshes()
+    count = 0
+    take = ComputeWrites.take
+
+    def counted(self: ComputeWrites, goes_on: bool = False) -> None:
+        nonlocal count
+        count += self._before is not None
+        take(self, goes_on)
+
+    with patch.object(ComputeWrites, "take", counted):
+        for level, dtype in itertools.product(LEVELS, (torch.float32, torch.bfloat16)):
+            model, optimizer = shard(dtype, level, meshes, "outer2")
+            for _ in range(2):
+                train(model, optimizer, dtype)
+    return count
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_forwards_that_write_nothing_cost_no_comparison(ranks: Ranks, num_ranks: int) -> None:
+    assert ranks(num_ranks, comparisons_of_plain_steps) == [0] * num_ranks
 
 
 def write_between_steps_that_are_not_installed() -> None:
