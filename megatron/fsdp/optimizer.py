@@ -29,10 +29,12 @@ from megatron.fsdp.optimizer_state import (
     checkpoint_slots,
     elementwise_names,
     initial_state,
+    makes_state_late,
     match_groups,
     shard_slots,
 )
 from megatron.fsdp.problems import Problems
+from megatron.fsdp.warnings_once import warn_of_absent_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -190,6 +192,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._fsdp_flat.forget()
         super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
         self._make_missing_state()  # the saved optimizer may not have stepped yet
+        kind = _user_class(self)
+        if not state and any(makes_state_late(kind, group) for group in groups):
+            warn_of_absent_state(kind.__name__)
 
     def _sharded_params(self) -> list[ShardedParam]:
         return _sharded_params_of(_parameters(self))

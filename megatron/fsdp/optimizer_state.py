@@ -62,6 +62,14 @@ def initial_state(
     return slots
 
 
+def makes_state_late(kind: OptimizerClass, group: dict[str, Any]) -> bool:
+    """Return True for an optimizer of torch that has state, but none before its first step."""
+    known = torch_class(kind)
+    if known is torch.optim.SGD:
+        return bool(group["momentum"] and group["dampening"])
+    return known in (torch.optim.ASGD, torch.optim.Rprop)
+
+
 def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
     """Return the names of the slots whose tensors have the shapes of their parameters.
 

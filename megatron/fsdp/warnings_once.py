@@ -49,6 +49,18 @@ def warn_of_unmatched_units(module: nn.Module, unit_modules: Sequence[type | nn.
     )
 
 
+def warn_of_absent_state(optimizer: str) -> None:
+    """Warn of a state dict without state, for an optimizer that has some after its first step."""
+    warn(
+        "load_state_dict of %s got no state. If torch.distributed.checkpoint has loaded it, what"
+        " the checkpoint has is not restored: %s has no state before its first step, so there was"
+        " nothing to load into. Take a step before state_dict() and dcp.load, which restore the"
+        " weights too",
+        optimizer,
+        optimizer,
+    )
+
+
 def warn_of_clipped_embeddings(module: nn.Module) -> None:
     """Warn of embeddings whose forward writes to their weight, on each rank to other rows."""
     kinds = (nn.Embedding, nn.EmbeddingBag)

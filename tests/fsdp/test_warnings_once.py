@@ -2,14 +2,19 @@
 """Warnings of what is hardly meant, once and on one rank; an optimizer that trains nothing."""
 
 import logging
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.fsdp.models import ResidualBlock
+from tests.fsdp.models import ResidualBlock, build_stack
 from tests.fsdp.reference import Ranks
+from tests.fsdp.side_by_side import plain_backward
 
 
 class Messages(logging.Handler):
@@ -141,3 +146,56 @@ def test_embeddings_that_clip_their_weight_are_told_how_to_do_it(ranks: Ranks) -
     assert is_clipped and second == ([], True)
     (message,) = first
     assert "0: max_norm=0.5" in message and "weight.renorm(2.0, 0, 0.5)" in message
+
+
+def load_with_dcp(path: str, name: str, steps_first: bool) -> tuple[list[str], float]:
+    """Resume from a checkpoint; return the warnings, and the difference after another step."""
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        module = build_stack()
+        return fully_shard(
+            module, OPTIMIZERS[name](module.parameters()), preserve_fp32_weights=False
+        )
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        plain_backward(model, number, dist.get_rank())
+        optimizer.step()
+
+    model, optimizer = make()
+    for number in range(3):
+        step(model, optimizer, number)
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=path)
+    step(model, optimizer, 3)
+    resumed, fresh = make()
+    if steps_first:
+        step(resumed, fresh, 0)
+    messages = Messages()
+    state = {"model": resumed.state_dict(), "optimizer": fresh.state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    resumed.load_state_dict(state["model"])
+    fresh.load_state_dict(state["optimizer"])
+    step(resumed, fresh, 3)
+    pairs = zip(model.parameters(), resumed.parameters())
+    return messages.take(), max((left - right).abs().max().item() for left, right in pairs)
+
+
+OPTIMIZERS = {
+    "rprop": partial(torch.optim.Rprop, lr=0.01),
+    "dampened": partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "adamw": torch.optim.AdamW,
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_dcp_cannot_load_into_a_fresh_optimizer_is_told_of(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    (messages, difference), _ = ranks(2, load_with_dcp, str(tmp_path / "fresh"), name, False)
+    if name == "adamw":
+        assert messages == [] and difference == 0
+        return
+    (message,) = messages
+    assert "Take a step before state_dict() and dcp.load" in message and difference > 1e-4
+    after_a_step = ranks(2, load_with_dcp, str(tmp_path / "stepped"), name, True)
+    assert after_a_step == [([], 0.0)] * 2
