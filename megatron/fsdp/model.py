@@ -105,21 +105,20 @@ class MegatronFSDP(ClientMembers):
         settings = replace(
             of_config,
             fsdp_unit_modules=fsdp_unit_modules,
-            disable_bucketing=bool(disable_bucketing),
+            disable_bucketing=disable_bucketing,
             device=device,
-            calculate_per_token_loss=bool(calculate_per_token_loss),
-            init_model_with_meta_device=bool(init_model_with_meta_device),
-            sync_model_each_microbatch=bool(sync_model_each_microbatch),
-            keep_fp8_transpose_cache=bool(keep_fp8_transpose_cache),
-            nccl_ub=bool(nccl_ub) or of_config.nccl_ub,
-            fsdp_double_buffer=bool(fsdp_double_buffer) or of_config.fsdp_double_buffer,
-            fsdp_db_use_persist_buf_on_alloc_fail=bool(fsdp_db_use_persist_buf_on_alloc_fail)
+            calculate_per_token_loss=calculate_per_token_loss,
+            init_model_with_meta_device=init_model_with_meta_device,
+            sync_model_each_microbatch=sync_model_each_microbatch,
+            keep_fp8_transpose_cache=keep_fp8_transpose_cache,
+            nccl_ub=nccl_ub or of_config.nccl_ub,
+            fsdp_double_buffer=fsdp_double_buffer or of_config.fsdp_double_buffer,
+            fsdp_db_use_persist_buf_on_alloc_fail=fsdp_db_use_persist_buf_on_alloc_fail
             or of_config.fsdp_db_use_persist_buf_on_alloc_fail,
-            disable_symmetric_registration=bool(disable_symmetric_registration)
+            disable_symmetric_registration=disable_symmetric_registration
             or of_config.disable_symmetric_registration,
-            enable_fine_grained_param_gather=bool(fine_grained),
-            report_nan_in_param_grad=bool(report_nan_in_param_grad)
-            or of_config.report_nan_in_param_grad,
+            enable_fine_grained_param_gather=fine_grained or False,  # None: a problem
+            report_nan_in_param_grad=report_nan_in_param_grad or of_config.report_nan_in_param_grad,
         )
         super().__init__(module, settings, problems)
         self.ddp_config = config
@@ -389,29 +388,33 @@ def _settings_of(
         zero_dp_strategy=ShardingStrategy.OPTIM_GRADS_PARAMS if strategy is None else strategy,
         mixed_precision_policy=DEFAULT_PRECISION if precision is None else precision,
         outer_dp_sharding_strategy=getattr(config, "outer_dp_sharding_strategy", 0),
-        overlap_grad_reduce=bool(config.overlap_grad_reduce),
-        overlap_param_gather=bool(config.overlap_param_gather),
-        average_in_collective=bool(getattr(config, "average_in_collective", False)),
-        report_nan_in_param_grad=bool(getattr(config, "check_for_nan_in_grad", False)),
         suggested_communication_unit_size=getattr(
             config, "suggested_communication_unit_size", None
         ),
-        nccl_ub=bool(getattr(config, "nccl_ub", False)),
-        fsdp_double_buffer=bool(getattr(config, "fsdp_double_buffer", False)),
-        fsdp_db_use_persist_buf_on_alloc_fail=bool(
-            getattr(config, "fsdp_db_use_persist_buf_on_alloc_fail", False)
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        overlap_param_gather=config.overlap_param_gather,
+        average_in_collective=_flag(config, "average_in_collective"),
+        report_nan_in_param_grad=_flag(config, "check_for_nan_in_grad"),
+        nccl_ub=_flag(config, "nccl_ub"),
+        fsdp_double_buffer=_flag(config, "fsdp_double_buffer"),
+        fsdp_db_use_persist_buf_on_alloc_fail=_flag(
+            config, "fsdp_db_use_persist_buf_on_alloc_fail"
         ),
-        disable_symmetric_registration=bool(
-            getattr(config, "disable_symmetric_registration", False)
-        ),
-        fsdp_manual_registration=bool(getattr(config, "fsdp_manual_registration", False)),
-        cuda_graph_mode=bool(getattr(config, "megatron_fsdp_cuda_graph_mode", False)),
-        maxpool_double_buffer=bool(getattr(config, "megatron_fsdp_max_pool_double_buffer", False)),
-        use_decoupled_grad=bool(getattr(config, "megatron_fsdp_use_decoupled_grad", False)),
-        enable_fine_grained_param_gather=bool(
-            getattr(config, "megatron_fsdp_enable_fine_grained_param_gather", False)
+        disable_symmetric_registration=_flag(config, "disable_symmetric_registration"),
+        fsdp_manual_registration=_flag(config, "fsdp_manual_registration"),
+        cuda_graph_mode=_flag(config, "megatron_fsdp_cuda_graph_mode"),
+        maxpool_double_buffer=_flag(config, "megatron_fsdp_max_pool_double_buffer"),
+        use_decoupled_grad=_flag(config, "megatron_fsdp_use_decoupled_grad"),
+        enable_fine_grained_param_gather=_flag(
+            config, "megatron_fsdp_enable_fine_grained_param_gather"
         ),
     )
+
+
+def _flag(config: object, name: str) -> bool:
+    """Return a flag of a configuration object, which is checked later; False if it has none."""
+    value: bool | None = getattr(config, name, False)
+    return False if value is None else value
 
 
 def _parse_fine_grained(

@@ -112,8 +112,7 @@ class ShardingSettings:
         outer_strategy = problems.check(
             parse_outer_strategy, self.outer_dp_sharding_strategy, mesh, strategy
         )
-        older = (self.grad_reduce_in_fp32, self.preserve_fp32_weights)
-        precision = problems.check(precision_policy, self.mixed_precision_policy, *older)
+        precision = problems.check(self._precision)
         gradients = problems.check(
             GradientPolicy, self.calculate_per_token_loss, self.average_in_collective
         )
@@ -258,13 +257,19 @@ class ShardingSettings:
         older = self.check_for_nan_in_grad
         return self.report_nan_in_param_grad if older is None else older
 
+    def _precision(self) -> MixedPrecisionPolicy:
+        older = self.grad_reduce_in_fp32, self.preserve_fp32_weights
+        return precision_policy(self.mixed_precision_policy, *older)
+
     def as_config(self) -> DistributedDataParallelConfig:
         """Return the published configuration object with the settings that it has fields for."""
+        precision = self._precision()
         return DistributedDataParallelConfig(
             data_parallel_sharding_strategy=self.zero_dp_strategy,
             outer_dp_sharding_strategy=self.outer_dp_sharding_strategy,
             overlap_grad_reduce=self.overlap_grad_reduce,
             overlap_param_gather=self.overlap_param_gather,
+            check_for_nan_in_grad=self._reports_nan,
             average_in_collective=self.average_in_collective,
             suggested_communication_unit_size=self.suggested_communication_unit_size,
             nccl_ub=self.nccl_ub,
@@ -272,6 +277,9 @@ class ShardingSettings:
             fsdp_db_use_persist_buf_on_alloc_fail=self.fsdp_db_use_persist_buf_on_alloc_fail,
             disable_symmetric_registration=self.disable_symmetric_registration,
             fsdp_manual_registration=self.fsdp_manual_registration,
+            megatron_fsdp_main_params_dtype=precision.main_params_dtype,
+            megatron_fsdp_main_grads_dtype=precision.main_grads_dtype,
+            megatron_fsdp_grad_comm_dtype=precision.grad_comm_dtype,
             megatron_fsdp_cuda_graph_mode=self.cuda_graph_mode,
             megatron_fsdp_max_pool_double_buffer=self.maxpool_double_buffer,
             megatron_fsdp_use_decoupled_grad=self.use_decoupled_grad,

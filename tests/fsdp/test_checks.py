@@ -353,6 +353,22 @@ MODELS: dict[str, WrongCall] = {
             ("fsdp_manual_registration", "needs nccl_ub", ValueError),
         )
     },
+    "configuration with text for a flag": WrongCall(
+        ("overlap_grad_reduce expects True or False but got 'false'",),
+        lambda scene: MegatronFSDP(
+            scene.module,
+            FSDPDistributedIndex(),
+            DistributedDataParallelConfig(overlap_grad_reduce="false"),
+        ),
+    ),
+    "wrapper with text for a flag": WrongCall(
+        ("fsdp_double_buffer expects True or False but got 'no'",),
+        lambda scene: MegatronFSDP(
+            scene.module,
+            FSDPDistributedIndex(),
+            fsdp_double_buffer="no",
+        ),
+    ),
     "half of fine-grained gathers": WrongCall(
         ("enable_fine_grained_param_gather_hook", "not built yet"),
         lambda scene: MegatronFSDP(

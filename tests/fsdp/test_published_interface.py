@@ -343,6 +343,25 @@ def members_of_a_sharded_model() -> tuple[list[str], dict[str, str], dict[str, s
     return missing, signatures, methods
 
 
+def config_of_a_sharded_model() -> None:
+    policy = megatron_fsdp.MixedPrecisionPolicy(None, torch.float32, torch.bfloat16)
+    module = torch.nn.Linear(2, 2)
+    model = megatron_fsdp.fully_shard_model(
+        module, mixed_precision_policy=policy, report_nan_in_param_grad=True, zero_dp_strategy=2
+    )
+    config = model.ddp_config
+    assert config.megatron_fsdp_main_params_dtype is None
+    assert config.megatron_fsdp_main_grads_dtype == torch.float32
+    assert config.megatron_fsdp_grad_comm_dtype == torch.bfloat16
+    assert config.check_for_nan_in_grad and config.data_parallel_sharding_strategy == 2
+
+
+def test_the_configuration_of_a_sharded_model_has_its_settings(
+    ranks: Callable[..., list[Any]],
+) -> None:
+    ranks(1, config_of_a_sharded_model)
+
+
 def test_members_of_the_model_and_keywords_of_the_optimizer(
     ranks: Callable[..., list[Any]],
 ) -> None:
