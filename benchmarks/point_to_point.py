@@ -21,7 +21,7 @@ import click
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine import point_to_point
+from megatron.fsdp.engine import collectives, point_to_point
 from megatron.fsdp.engine.device import Collective
 
 KIB = 1024
@@ -43,6 +43,12 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
     fulls = [torch.zeros_like(full) for _ in range(4)]
     shards = [torch.zeros_like(full.chunk(num_ranks)[0]) for _ in range(2)]
     shard = full.chunk(num_ranks)[rank].clone()
+    # Beside a buffer of another dtype, of a sixteenth of the bytes.
+    small = torch.randint(-8, 8, (max(full.nbytes // 128, num_ranks),)).double()
+    small_shard = small.chunk(num_ranks)[rank].clone()
+    smalls = [small_shard.new_zeros(num_ranks * small_shard.numel()) for _ in range(2)]
+    pairs = [[torch.zeros_like(full), each] for each in smalls]
+    two_shards = [shard, small_shard]
     own = [buffer.chunk(num_ranks)[rank] for buffer in fulls]
     for slice_ in own[2:]:
         slice_.copy_(shard)
@@ -57,6 +63,8 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
             ("reduce-scatter", shards),
             ("all-gather", fulls[:2]),
             ("all-gather in place", fulls[2:]),
+            ("all-gather of two", [pair[0] for pair in pairs]),
+            ("all-gather of two", smalls),
         ):
             if not torch.equal(left, right):
                 raise click.ClickException(f"the results of {name} differ")
@@ -70,11 +78,15 @@ def make_ways(numel: int, dtype: torch.dtype) -> tuple[Ways, Callable[[], None]]
             lambda asynchronous: dist.all_gather_into_tensor(
                 fulls[0], shard, async_op=asynchronous
             ),
-            point_to_point.all_gather(fulls[1], shard, group),
+            point_to_point.all_gather([fulls[1]], [shard], group),
         ),
         "all-gather in place": (
             gather_others,
-            point_to_point.all_gather(fulls[3], own[3], group),
+            point_to_point.all_gather([fulls[3]], [own[3]], group),
+        ),
+        "all-gather of two": (
+            collectives.all_gather_of_backend(pairs[0], two_shards, group),
+            point_to_point.all_gather(pairs[1], two_shards, group),
         ),
     }, check
 

@@ -310,10 +310,13 @@ class GradientSync:
         self.wait()
         if self._trainability is not None:
             self._trainability.follow()
-        for handover in self._handovers:
-            gradients = handover.group.gradients
-            flat = gradients.final(in_main_dtype=not self._use_decoupled_grad)
-            handover.attach(flat, self._used.get(handover))
+        with torch.no_grad():
+            shards = [
+                handover.group.gradients.final(in_main_dtype=not self._use_decoupled_grad)
+                for handover in self._handovers
+            ]
+        for handover, shard in zip(self._handovers, shards):
+            handover.attach(shard, self._used.get(handover))
         self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
         self._is_attached = True
         if self._report_nonfinite is not None:

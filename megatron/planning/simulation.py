@@ -13,7 +13,7 @@ and compute waits for its end where the engine waits.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -115,9 +115,11 @@ class Simulator(Recorder):
 
     # ---- the engine's calls
 
-    def begin(self, track: str, name: str, unit: str, operand: torch.Tensor | None) -> TraceEntry:
+    def begin(
+        self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
+    ) -> TraceEntry:
         """Record, and count the bytes of flat storage."""
-        entry = super().begin(track, name, unit, operand)
+        entry = super().begin(track, name, unit, operands)
         if track == STORAGE:
             self.change_memory(entry.num_bytes if name == "allocate" else -entry.num_bytes)
         return entry
@@ -127,11 +129,11 @@ class Simulator(Recorder):
         track: str,
         name: str,
         unit: str,
-        operand: torch.Tensor | None,
+        operands: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
     ) -> TraceEntry:
         """Record; compute waits for what is not on a stream of its own."""
-        entry = super().begin_collective(track, name, unit, operand, group)
+        entry = super().begin_collective(track, name, unit, operands, group)
         if track == OTHER:
             self.compute += self._collective_seconds(entry)
         return entry
@@ -211,7 +213,7 @@ def attach(simulator: Simulator, model: MegatronFSDP) -> None:
     The recorder was started before the model was sharded, so flat buffers are counted already.
     """
     for group in model.groups:
-        group._communicator.streams = simulator
+        group.communicator.streams = simulator
         simulator.change_memory(shard_bytes(group))
     # Nothing on meta is NaN; where gradients are checked, ranks still tell each other.
     model._gradients._find_nonfinite = list  # type: ignore[method-assign]

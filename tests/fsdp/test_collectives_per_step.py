@@ -97,17 +97,17 @@ def step_of(
 
 
 def both_counts(
-    num_microbatches: int, build: Callable[[bool], LanguageModel], argument: bool
+    num_microbatches: int, build: Callable[..., LanguageModel], *arguments: object
 ) -> tuple[int, int]:
     """Return the collectives of one step of this engine and of FSDP2, both at level 3."""
-    module = build(argument)
+    module = build(*arguments)
     ours = fully_shard(
         module,
         torch.optim.SGD(module.parameters(), lr=0.1),
         shard_mesh(),
-        fsdp_unit_modules=[TanhLayer],
+        fsdp_unit_modules=[type(module.layers[0])],
     )
-    by_torch = build(argument)
+    by_torch = build(*arguments)
     for layer in by_torch.layers:
         fully_shard_by_torch(layer)
     fully_shard_by_torch(by_torch)

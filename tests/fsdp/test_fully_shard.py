@@ -39,15 +39,15 @@ def settings_that_arrive() -> None:
         "overlap_param_gather": (False, lambda model: not model._schedule._prefetcher._is_enabled),
         "average_in_collective": (
             True,
-            lambda model: model.groups[0]._communicator.average_in_collective,
+            lambda model: model.groups[0].communicator.average_in_collective,
         ),
         "calculate_per_token_loss": (
             True,
-            lambda model: model.groups[0]._communicator.divisor == 1,
+            lambda model: model.groups[0].communicator.divisor == 1,
         ),
         "fsdp_group_ag": (
             other_group,
-            lambda model: model.groups[0]._communicator.all_gather_group is other_group,
+            lambda model: model.groups[0].communicator.all_gather_group is other_group,
         ),
         "disable_bucketing": (True, lambda model: len(model._units) == 1),
         "enable_fine_grained_param_gather": (

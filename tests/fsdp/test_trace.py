@@ -132,7 +132,7 @@ def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
     assert recorder.named("unit", "work") is recorder.NOTHING
     assert recorder.observing("broadcast", None, None) is recorder.NOTHING
     operand = torch.empty(0)
-    assert recorder.observed("gather", "all_gather", operand, None, collective) is collective
+    assert recorder.observed("gather", "all_gather", (operand,), None, collective) is collective
 
 
 def profiled_ranges() -> set[str]:

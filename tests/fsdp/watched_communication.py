@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of the collectives, streams and dtypes that a model uses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,9 +19,9 @@ def watching_collectives() -> Iterator[list[tuple[str, Any, Any]]]:
     calls: list[tuple[str, Any, Any]] = []
     gather, scatter = collectives._all_gather, collectives._reduce_scatter
 
-    def watched_gather(full: Tensor, shard: Tensor, group: Any) -> Any:
+    def watched_gather(fulls: Sequence[Tensor], shards: Sequence[Tensor], group: Any) -> Any:
         calls.append(("gather", group, None))
-        return gather(full, shard, group)
+        return gather(fulls, shards, group)
 
     def watched_scatter(full: Tensor, shard: Tensor, group: Any, operation: Any) -> Any:
         calls.append(("reduce", group, operation))

@@ -6,6 +6,12 @@ divided in this file and nowhere else:
     before the collective    in float16, where the sum could overflow
     inside the collective    if the process group is asked to average
     on the result            otherwise, because it is the smallest tensor
+
+[Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ in
+dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over the
+same ranks are gathered in one collective: on NCCL all of them are enqueued between one
+``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that are
+all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
 """
 
 from __future__ import annotations
@@ -13,17 +19,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fsdp.engine import point_to_point
-from megatron.fsdp.engine.device import Collective, Pending, Streams
+from megatron.fsdp.engine.device import Collective, Pending, Streams, Work
 from megatron.fsdp.engine.recorder import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Gather(NamedTuple):
+    """The all-gather of one flat buffer.
+
+    Attributes:
+        full: ``[inner_size * n]``, which is filled with the shards of all inner ranks.
+        shard: ``[n]``, this rank's shard; may be a slice of ``full``.
+        owned: ``[n / outer_size]``. If given, ``shard`` is first filled with the owned shards of
+            the outer ranks.
+    """
+
+    full: torch.Tensor
+    shard: torch.Tensor
+    owned: torch.Tensor | None = None
 
 
 @dataclass
@@ -84,27 +107,28 @@ class Communicator:
         """True if a reduction over both axes changes nothing."""
         return not self.has_collectives and self.divisor == 1
 
+    @property
+    def gather_groups(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+        """The process groups over which weights are gathered, the inner one first."""
+        return self.all_gather_group, self.outer
+
     # ---- weights
 
-    def all_gather(
-        self, full: torch.Tensor, shard: torch.Tensor, owned: torch.Tensor | None = None
-    ) -> Pending:
-        """Fill ``full`` with the shards of all inner ranks.
+    def all_gather(self, gathers: Sequence[Gather]) -> Pending:
+        """Start all-gathers together: one collective over each axis that has something to gather.
 
-        Args:
-            full: ``[inner_size * n]``.
-            shard: ``[n]``, this rank's shard; may be a slice of ``full``.
-            owned: ``[n / outer_size]``. If given, ``shard`` is first filled with the owned shards
-                of the outer ranks.
+        See [Note: one launch for several gathers].
         """
         collectives = []
-        if owned is not None:
-            gather = _all_gather(shard, owned, self.outer)
-            collectives.append(observed(GATHER, "all_gather", shard, self.outer, gather))
+        stale = [gather for gather in gathers if gather.owned is not None]
+        if stale:
+            shards = [gather.shard for gather in stale]
+            owned = [gather.owned for gather in stale if gather.owned is not None]
+            collectives.append(_observed_all_gather(shards, owned, self.outer))
         if self.inner_size > 1:
-            group = self.all_gather_group
-            gather = _all_gather(full, shard, group)
-            collectives.append(observed(GATHER, "all_gather", full, group, gather))
+            fulls = [gather.full for gather in gathers]
+            shards = [gather.shard for gather in gathers]
+            collectives.append(_observed_all_gather(fulls, shards, self.all_gather_group))
         return self.streams.launch("gather", *collectives)
 
     def broadcast(
@@ -128,7 +152,7 @@ class Communicator:
             shard: ``[n]``.
         """
         reduction = _reduce_scatter(full, shard, self.inner, self._operation)
-        reduction = observed(REDUCE, "reduce_scatter", full, self.inner, reduction)
+        reduction = observed(REDUCE, "reduce_scatter", (full,), self.inner, reduction)
         return self._divide(full, shard, reduction)
 
     def all_reduce(self, full: torch.Tensor) -> Pending:
@@ -136,7 +160,7 @@ class Communicator:
         if self.inner_size == 1:
             return self._divide(full, full, None)
         reduction = _all_reduce(full, self.inner, self._operation)
-        reduction = observed(REDUCE, "all_reduce", full, self.inner, reduction)
+        reduction = observed(REDUCE, "all_reduce", (full,), self.inner, reduction)
         return self._divide(full, full, reduction)
 
     def reduce_scatter_outer(self, shard: torch.Tensor, owned: torch.Tensor) -> Pending:
@@ -147,13 +171,13 @@ class Communicator:
             owned: ``[n]``.
         """
         reduction = _reduce_scatter(shard, owned, self.outer, self._operation)
-        reduction = observed(REDUCE, "reduce_scatter", shard, self.outer, reduction)
+        reduction = observed(REDUCE, "reduce_scatter", (shard,), self.outer, reduction)
         return self.streams.launch("reduce", reduction)
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
         reduction = _all_reduce(shard, self.outer, self._operation)
-        reduction = observed(REDUCE, "all_reduce", shard, self.outer, reduction)
+        reduction = observed(REDUCE, "all_reduce", (shard,), self.outer, reduction)
         return self.streams.launch("reduce", reduction)
 
     @property
@@ -187,12 +211,38 @@ class Communicator:
         return Pending(wait_and_divide)
 
 
-def _all_gather(
-    full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None
+def _observed_all_gather(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> Collective:
-    if group is not None and point_to_point.is_better_all_gather(full, shard, group):
-        return point_to_point.all_gather(full, shard, group)
-    return lambda asynchronous: _all_gather_single(full, shard, group=group, async_op=asynchronous)
+    return observed(GATHER, "all_gather", fulls, group, _all_gather(fulls, shards, group))
+
+
+def _all_gather(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> Collective:
+    """Return the collective that fills each of ``fulls`` with the shards of all ranks."""
+    if group is not None and point_to_point.is_better_all_gather(fulls, shards, group):
+        return point_to_point.all_gather(fulls, shards, group)
+    return all_gather_of_backend(fulls, shards, group)
+
+
+def all_gather_of_backend(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+) -> Collective:
+    """Return the backend's own collective that fills each of ``fulls``."""
+    if len(fulls) == 1:
+        return lambda asynchronous: _all_gather_single(
+            fulls[0], shards[0], group=group, async_op=asynchronous
+        )
+
+    def start(asynchronous: bool) -> Work | None:
+        # The manager only collects the calls inside of it, and issues them when it ends.
+        with _coalescing_manager(group, async_ops=asynchronous) as coalesced:
+            for full, shard in zip(fulls, shards, strict=True):
+                _all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)
+        return coalesced if asynchronous else None
+
+    return start
 
 
 def _reduce_scatter(

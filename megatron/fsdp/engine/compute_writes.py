@@ -53,6 +53,12 @@ class ComputeWrites:
         self.are_sources_newer = False
         self._before: torch.Tensor | None = None
         self._versions = 0  # the sum of the version counters, which only grow
+        self._num_found = 0
+
+    @property
+    def number(self) -> int:
+        """A number that grows when a forward writes, between two steps of the optimizer."""
+        return self._num_found if self._sources else sum(map(_version, self._parameters))
 
     def watch(self) -> None:
         """Note that code has got the compute weights, which are gathered."""
@@ -64,11 +70,14 @@ class ComputeWrites:
         if self._sources:
             self._versions = sum(map(_version, self._parameters))
 
-    @torch.no_grad()
     def end_use(self) -> None:
         """Take what a forward has written in place."""
-        if not self._sources or self._versions == sum(map(_version, self._parameters)):
-            return
+        if self._sources and self._versions != sum(map(_version, self._parameters)):
+            self._take_written()
+
+    @torch.no_grad()
+    def _take_written(self) -> None:
+        self._num_found += 1
         is_watched = self._before is not None
         if not (is_watched or self.are_sources_newer) and self._gathered.numel():
             # The first source may be a part of the shard; other ranks look at the rest.
@@ -77,7 +86,6 @@ class ComputeWrites:
         self.take(goes_on=is_watched)
         self.begin_use()
 
-    @torch.no_grad()
     def take(self, goes_on: bool = False) -> None:
         """Copy what was written since :meth:`watch` into the tensors that weights are made from.
 
@@ -86,10 +94,11 @@ class ComputeWrites:
         """
         if self._before is None:
             return
-        is_written = self._gathered != self._before
-        for source in self._sources:
-            written, mask = self._part(self._gathered, source), self._part(is_written, source)
-            source.copy_(torch.where(mask, written, source))
+        with torch.no_grad():
+            is_written = self._gathered != self._before
+            for source in self._sources:
+                written, mask = self._part(self._gathered, source), self._part(is_written, source)
+                source.copy_(torch.where(mask, written, source))
         self._before = None
         if goes_on:
             self.watch()

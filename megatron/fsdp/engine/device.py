@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +32,7 @@ Collective = Callable[[bool], "Work | None"]
 
 
 class Pending:
-    """An operation under way.
+    """An operation under way; on CUDA, all that wait for it do so on one stream.
 
     Args:
         wait: makes compute wait for the result; None for an operation that is over.
@@ -41,16 +42,14 @@ class Pending:
         self._wait = wait
 
     def wait(self) -> None:
-        """Make compute wait for the result; further calls do nothing."""
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            if not torch.is_grad_enabled():
-                wait()
-                return
-            # An all-gather may end with copies into a buffer that has many views, which autograd
-            # would reject.
-            with torch.no_grad():
-                wait()
+        """Make compute wait for the result; further calls do nothing, unless it has failed."""
+        if self._wait is None:
+            return
+        # An all-gather may end with copies into a buffer that has many views, which autograd would
+        # reject.
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            self._wait()
+        self._wait = None
 
 
 class Streams(Protocol):

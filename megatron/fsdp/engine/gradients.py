@@ -216,7 +216,9 @@ class GroupGradients:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
         self.awaits_reduction = False
         self.local.open(*self._place(False), covers_all=False)  # zeros if there are none
-        full = self.local.take().to(self.comm_dtype)
+        full = self.local.take()
+        if full.dtype != self.comm_dtype:
+            full = full.to(self.comm_dtype)
         result = target.buffer_for(full.dtype)
         yield self._communicator.reduce_scatter(full, result)
         target.add(result)
@@ -262,9 +264,10 @@ class GroupGradients:
 
     # ---- for the optimizer and the training loop
 
-    @torch.no_grad()
     def final(self, in_main_dtype: bool = True) -> torch.Tensor:
         """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if there are none.
+
+        Call it under ``torch.no_grad()``.
 
         Args:
             in_main_dtype: return it in the dtype of the main weights, which torch's optimizers

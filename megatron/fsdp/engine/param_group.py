@@ -20,13 +20,14 @@ Gradients have a class of their own: see [Note: the way of a gradient].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import nn
 
 from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
-from megatron.fsdp.engine.collectives import Communicator
+from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.compute_writes import ComputeWrites
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
@@ -79,7 +80,7 @@ class ParamGroup:
         # Groups whose main weights the user has written to; the schedule has one set for all.
         self.edited: set[ParamGroup] = set()
         self.requires_grad = parameters[0].requires_grad
-        self._communicator = communicator
+        self.communicator = communicator
         self._partition = Partition.of(communicator, strategy, shards_outer)
         self.rank = self._partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
@@ -150,7 +151,7 @@ class ParamGroup:
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
         with named(self.unit_name, "shard"):
-            self._communicator.broadcast(values)
+            self.communicator.broadcast(values)
         slot = self.layout.slots[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
@@ -161,19 +162,16 @@ class ParamGroup:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
         self.main_view(index).view(-1).copy_(values.view(-1)[owned.start : owned.stop])
-        self._point_parameter(index)
+        self._point_parameters([index])
         self.writes.begin_use()
 
-    def _point_parameter(self, index: int) -> None:
-        """Make compute parameter ``index`` a view of the flat buffer."""
-        # `.data` has a version counter of its own, so autograd does not take all-gathers into the
-        # flat buffer for in-place edits of the parameter.
-        set_local_tensor(self.parameters[index], self.compute.view(index).data)
-
     @torch.no_grad()
-    def _point_parameters(self) -> None:
-        for index in range(len(self.parameters)):
-            self._point_parameter(index)
+    def _point_parameters(self, indices: Iterable[int] | None = None) -> None:
+        """Make these compute parameters, or all of them, views of the flat buffer."""
+        for index in range(len(self.parameters)) if indices is None else indices:
+            # `.data` has a version counter of its own, so autograd does not take all-gathers into
+            # the flat buffer for in-place edits of the parameter.
+            set_local_tensor(self.parameters[index], self.compute.view(index).data)
 
     def main_view(self, index: int) -> torch.Tensor:
         """Return the part of main parameter ``index`` that this rank owns; it may be empty."""
@@ -181,25 +179,20 @@ class ParamGroup:
 
     # ---- unshard and reshard
 
-    def unshard(self) -> None:
-        """Start the all-gather of the compute parameters, unless it is done or under way."""
-        if self.state not in (WeightState.SHARDED, WeightState.STALE):
-            return
-        with named(self.unit_name, "unshard"):
-            self.compute.allocate()
-            if self._is_cast_due:
-                self._cast()
-            if self._casts_at_unshard:
-                with torch.no_grad():
-                    self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
-            if self.has_all_shards:
-                self._all_gather = Pending()
-            else:
-                self._all_gather = self._communicator.all_gather(
-                    self.compute.flat,
-                    self.compute_shard,
-                    self._owned_shard if self._compute_shard_is_stale else None,
-                )
+    def prepare_unshard(self) -> Gather:
+        """Allocate the compute parameters, cast the shard, and return the all-gather to start."""
+        self.compute.allocate()
+        if self._is_cast_due:
+            self._cast()
+        if self._casts_at_unshard:
+            with torch.no_grad():
+                self.compute_shard.copy_(self.main_shard if self._kept is None else self._kept)
+        owned = self._owned_shard if self._compute_shard_is_stale else None
+        return Gather(self.compute.flat, self.compute_shard, owned)
+
+    def begin_unshard(self, all_gather: Pending) -> None:
+        """Note that the all-gather of :meth:`prepare_unshard` has started."""
+        self._all_gather = all_gather
         self._compute_shard_is_stale = False
         self.writes.begin_use()
         self._become(WeightState.UNSHARDING)
@@ -211,7 +204,7 @@ class ParamGroup:
         self._is_cast_due = False
 
     def wait_for_unshard(self) -> None:
-        """Make compute wait for the all-gather that :meth:`unshard` has started, if any."""
+        """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
         if self._all_gather is not None:
             with named(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
@@ -224,7 +217,7 @@ class ParamGroup:
         This is no collective. Weights whose all-gather has not started stay as they are.
         """
         if self.has_all_shards:
-            self.unshard()
+            unshard([self])
         self.wait_for_unshard()
 
     def reshard(self) -> None:
@@ -289,16 +282,16 @@ class ParamGroup:
         if self.state is WeightState.UNSHARDED:
             self._become(WeightState.STALE)
             if self._reshards_after_use:  # a call is using the unit: gather the new values now
-                self.unshard()
+                unshard([self])
                 self.wait_for_unshard()
 
     @torch.no_grad()
     def broadcast(self) -> None:
         """Broadcast main weights from the first of the ranks that own the same shard."""
-        num_ranks = self._communicator.inner_size * self._communicator.outer_size
+        num_ranks = self.communicator.inner_size * self.communicator.outer_size
         if self.layout.world_size < num_ranks:
             with named(self.unit_name, "broadcast"):
-                self._communicator.broadcast(
+                self.communicator.broadcast(
                     self.main_shard,
                     over_inner=self._partition.num_inner == 1,
                     over_outer=self._partition.num_outer == 1,
@@ -307,6 +300,35 @@ class ParamGroup:
 
     def _become(self, state: WeightState) -> None:
         self.state = change_state(self, self.state, state)
+
+
+def unshard(groups: Sequence[ParamGroup]) -> None:
+    """Start the all-gathers of groups of a unit, unless they are done or under way.
+
+    Groups that are sharded over the same ranks are gathered in one launch; see [Note: one launch
+    for several gathers] in ``collectives.py``.
+    """
+    due = [group for group in groups if group.state in (WeightState.SHARDED, WeightState.STALE)]
+    if not due:
+        return
+    with named(due[0].unit_name, "unshard"):
+        for together in _launches(due):
+            gathers = [group.prepare_unshard() for group in together]
+            first = together[0]
+            is_whole = first.has_all_shards
+            all_gather = Pending() if is_whole else first.communicator.all_gather(gathers)
+            for group in together:
+                group.begin_unshard(all_gather)
+
+
+def _launches(groups: list[ParamGroup]) -> Iterable[list[ParamGroup]]:
+    """Return the groups that are sharded over the same ranks in a list each."""
+    if len(groups) == 1:
+        return [groups]
+    by_ranks: dict[Hashable, list[ParamGroup]] = defaultdict(list)
+    for group in groups:
+        by_ranks[group.has_all_shards, group.communicator.gather_groups].append(group)
+    return by_ranks.values()
 
 
 def _copy_overlap(

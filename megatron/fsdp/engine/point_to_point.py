@@ -9,7 +9,8 @@ thread completes them. No rank depends on another one to wait for something, so 
 waited for in any order, and ranks may be at different ones. The messages between two ranks of a
 group match in the order of their issue. As everywhere, all ranks start the gathers of a group in
 the same order, and its reductions; since these two have different tags, and gloo's own collectives
-none of them, nothing else can be taken for one of these messages.
+none of them, nothing else can be taken for one of these messages. A gather of several buffers has a
+message for each, in the same order on all ranks.
 
 [Note: order of additions] Slices are added up in the order of ranks, whatever order they arrive in:
 ((x0 + x1) + x2) + x3 on every rank, in the dtype of the buffer. With two ranks the result is that
@@ -42,7 +43,7 @@ since gloo copies the whole buffer and a shard for them. The measurement is in
 ``benchmarks/results/point_to_point.md``.
 """
 
-_has_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+_sends_by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 class Exchange:
@@ -69,45 +70,56 @@ def is_better_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> bo
     return _uses_gloo(full, group)
 
 
-def is_better_all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> bool:
+def is_better_all_gather(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> bool:
     """Return True if :func:`all_gather` works on this group and is faster than its own."""
-    if not _uses_gloo(full, group):
+    if not _uses_gloo(fulls[0], group):
         return False
-    # See [Note: gathering in place].
-    is_in_place = full.untyped_storage()._cdata == shard.untyped_storage()._cdata
-    return is_in_place or full.nbytes >= SMALLEST_ALL_GATHER
+    for full, shard in zip(fulls, shards, strict=True):
+        # See [Note: gathering in place].
+        if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:
+            return True
+    return sum(full.nbytes for full in fulls) >= SMALLEST_ALL_GATHER
 
 
 def _uses_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
     """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
-    if tensor.device.type != "cpu" or group.size() == 1:
+    if not tensor.is_cpu:
         return False
-    has_gloo = _has_gloo.get(group)
-    if has_gloo is None:
+    sends = _sends_by_gloo.get(group)
+    if sends is None:
         # Example: "cpu:gloo,cuda:nccl".
         has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-        _has_gloo[group] = has_gloo
-    return has_gloo
+        sends = _sends_by_gloo[group] = has_gloo and group.size() > 1
+    return sends
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Collective:
-    """Return the collective that fills ``full`` with the shards of all ranks.
+def all_gather(
+    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> Collective:
+    """Return the collective that fills each of ``fulls`` with the shards of all ranks.
 
     Args:
-        full: ``[world_size * n]``.
-        shard: ``[n]``, this rank's shard; may be its slice of ``full``, which is then not written.
+        fulls: each ``[world_size * n]``; ``n`` and the dtype may differ.
+        shards: for each of them ``[n]``, this rank's shard; may be its slice of the full tensor,
+            which is then not written.
         group: of the ranks.
     """
 
     def start() -> Work:
         rank, num_ranks = group.rank(), group.size()
-        slices = full.chunk(num_ranks)
-        others = _other_ranks(group)
-        receives = [group.recv([slices[other]], other, _GATHER_TAG) for other in reversed(others)]
-        sends = [group.send([shard], other, _GATHER_TAG) for other in others]
-        if slices[rank].data_ptr() != shard.data_ptr():
-            with torch.no_grad():  # autograd would reject a copy into a buffer with many views
-                slices[rank].copy_(shard)
+        others = _other_ranks(rank, num_ranks)
+        slices = [full.chunk(num_ranks) for full in fulls]
+        receives, sends = [], []
+        for other in reversed(others):
+            receives += [group.recv([each[other]], other, _GATHER_TAG) for each in slices]
+        for other in others:
+            sends += [group.send([shard], other, _GATHER_TAG) for shard in shards]
+        for each, shard in zip(slices, shards, strict=True):
+            if each[rank].data_ptr() != shard.data_ptr():
+                with torch.no_grad():  # autograd would reject a copy into a buffer with many views
+                    each[rank].copy_(shard)
 
         def finish() -> None:
             for receive in receives:
@@ -139,12 +151,12 @@ def reduce_scatter(
     def start() -> Work:
         rank, num_ranks = group.rank(), group.size()
         slices = full.chunk(num_ranks)
-        others = _other_ranks(group)
+        others = _other_ranks(rank, num_ranks)
         order = list(range(num_ranks))
         if rank == 0:
             # x0 + x1 is x1 + x0, so this rank too begins with a slice that it receives.
             order[:2] = 1, 0
-        temporaries = shard.new_empty(num_ranks - 2, shard.numel())
+        temporaries = [torch.empty_like(shard) for _ in others[1:]]
         targets = dict(zip(sorted(others), [shard, *temporaries]))
         receives = {
             other: group.recv([targets[other]], other, _REDUCE_TAG) for other in reversed(others)
@@ -167,12 +179,11 @@ def reduce_scatter(
     return _collective(start)
 
 
-def _other_ranks(group: dist.ProcessGroup) -> list[int]:
+def _other_ranks(rank: int, num_ranks: int) -> list[int]:
     """Return the other ranks, the next first, so that not all ranks send to the same one at once.
 
     In reverse it is the order in which this rank is sent to.
     """
-    rank, num_ranks = group.rank(), group.size()
     return [(rank + step) % num_ranks for step in range(1, num_ranks)]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -58,8 +58,9 @@ class TraceEntry:
         end: None until it is over.
         ranks: of the process group, for a collective.
         number: of a collective among those of the same ranks since the start, from 0.
-        num_bytes: of the whole operand, such as the result of an all-gather, or of the storage.
-        dtype: of the operand.
+        num_bytes: of the whole operand, such as the result of an all-gather, or of the storage; of
+            all operands, where a collective has several.
+        dtype: of the operand, such as ``bfloat16``, or ``bfloat16+float32`` of several.
     """
 
     track: str
@@ -117,7 +118,9 @@ class Recorder:
         """Return the time in seconds since the epoch, from a clock that never goes back."""
         return self._offset + time.perf_counter()
 
-    def begin(self, track: str, name: str, unit: str, operand: torch.Tensor | None) -> TraceEntry:
+    def begin(
+        self, track: str, name: str, unit: str, operands: Sequence[torch.Tensor] = ()
+    ) -> TraceEntry:
         """Add an entry that begins now."""
         phase = current_phase()
         passes = self._num_passes.get(phase)
@@ -129,9 +132,9 @@ class Recorder:
             None if passes is None else max(passes - 1, 0),
             self.now(),
         )
-        if operand is not None:
-            entry.num_bytes = operand.numel() * operand.element_size()
-            entry.dtype = str(operand.dtype).removeprefix("torch.")
+        entry.num_bytes = sum(each.numel() * each.element_size() for each in operands)
+        dtypes = [str(each.dtype).removeprefix("torch.") for each in operands]
+        entry.dtype = "+".join(dict.fromkeys(dtypes))
         self.entries.append(entry)
         return entry
 
@@ -140,11 +143,11 @@ class Recorder:
         track: str,
         name: str,
         unit: str,
-        operand: torch.Tensor | None,
+        operands: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
     ) -> TraceEntry:
         """Add a collective over the ranks of ``group`` that begins now."""
-        entry = self.begin(track, name, unit, operand)
+        entry = self.begin(track, name, unit, operands)
         if group not in self._ranks:
             self._ranks[group] = tuple(dist.get_process_group_ranks(group))
         entry.ranks = self._ranks[group]
@@ -163,7 +166,7 @@ class Recorder:
     def begin_backward(self, unit: str) -> None:
         """Record that a unit is in backward, until the next unit is or the pass ends."""
         self.end_backward()
-        self._backward = self.begin(COMPUTE, BACKWARD, unit, None)
+        self._backward = self.begin(COMPUTE, BACKWARD, unit)
 
     def end_backward(self) -> None:
         """Record that no unit is in backward any more."""
@@ -239,7 +242,7 @@ class _Range(AbstractContextManager[None]):
             self._profiled = profiler.record_function(name)
             self._profiled.__enter__()
         if _recorder is not None:
-            self._entry = _recorder.begin(COMPUTE, self._work, self._unit, None)
+            self._entry = _recorder.begin(COMPUTE, self._work, self._unit)
 
     def __exit__(
         self,
@@ -315,7 +318,7 @@ def begin_step() -> None:
 def storage(name: str, tensor: torch.Tensor) -> None:
     """Note that the storage of a flat tensor is allocated or released."""
     if _recorder is not None:
-        entry = _recorder.begin(STORAGE, name, _units[-1] if _units else "", tensor)
+        entry = _recorder.begin(STORAGE, name, _units[-1] if _units else "", (tensor,))
         entry.end = entry.begin
 
 
@@ -327,12 +330,12 @@ class _Observation(AbstractContextManager[None]):
         recorder: Recorder,
         track: str,
         name: str,
-        operand: torch.Tensor | None,
+        operands: Sequence[torch.Tensor],
         group: dist.ProcessGroup | None,
     ):
         self._recorder = recorder
         unit = _units[-1] if _units else ""
-        self.entry = recorder.begin_collective(track, name, unit, operand, group)
+        self.entry = recorder.begin_collective(track, name, unit, operands, group)
 
     def __enter__(self) -> None:
         pass
@@ -364,7 +367,7 @@ class _ObservedWork:
 def observed(
     track: str,
     name: str,
-    operand: torch.Tensor,
+    operands: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     collective: Collective,
 ) -> Collective:
@@ -373,7 +376,7 @@ def observed(
     Args:
         track: ``GATHER`` or ``REDUCE``.
         name: of the operation.
-        operand: the whole tensor: the result of a gather, the operand of a reduction.
+        operands: the whole tensors: the results of a gather, the operand of a reduction.
         group: of the collective; None: all ranks.
         collective: starts it.
     """
@@ -382,7 +385,7 @@ def observed(
         return collective
 
     def start_observed(asynchronous: bool) -> Work | None:
-        observation = _Observation(recorder, track, name, operand, group)
+        observation = _Observation(recorder, track, name, operands, group)
         with observation:
             work = collective(asynchronous)
         if work is None:
@@ -399,4 +402,5 @@ def observing(
     """Return a context for a synchronous collective, recorded if a recorder has been started."""
     if _recorder is None:
         return NOTHING
-    return _Observation(_recorder, OTHER, name, operand, group)
+    operands = () if operand is None else (operand,)
+    return _Observation(_recorder, OTHER, name, operands, group)

@@ -9,6 +9,7 @@ are reduced. Collectives are launched in the order of calls, which is the same o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -168,23 +169,28 @@ class Schedule:
         if unit.has_all_grads or not unit.has_calls_in_backward:
             self._finish_unit(unit)
 
-    @torch.no_grad()
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
         if unit.has_grads:
-            self._reductions.advance()
-            is_complete = self._microbatches.are_synchronised
-            reduces_now = self._strategy.shards_gradients or (is_complete and not self.reduces_late)
-            for group in unit.trained_groups:
-                group.gradients.accumulate(reduces_now)
-            if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
-                for group in unit.trained_groups:
-                    self._reductions.start(group, True, is_complete)
+            # Autograd records hooks only with create_graph=True, and a context has its price.
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                self._reduce(unit)
         unit.reset_backward(is_over=not self._is_in_backward)
         if not unit.users:
             self._reshard(unit)
         if self._is_in_backward:
             self._prefetcher.prefetch()
+
+    def _reduce(self, unit: Unit) -> None:
+        """Accumulate the gradients of a unit, and reduce them if it is time."""
+        self._reductions.advance()
+        is_complete = self._microbatches.are_synchronised
+        reduces_now = self._strategy.shards_gradients or (is_complete and not self.reduces_late)
+        for group in unit.trained_groups:
+            group.gradients.accumulate(reduces_now)
+        if reduces_now:  # over the inner axis, and the outer one if it is the last microbatch
+            for group in unit.trained_groups:
+                self._reductions.start(group, True, is_complete)
 
     def _finish_backward(self) -> None:
         """End the backward pass: finish the units that have not been finished yet."""

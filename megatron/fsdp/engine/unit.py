@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.memory_slots import MemorySlot
-from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.param_group import ParamGroup, unshard
 from megatron.fsdp.engine.states import BackwardState, CallState, change_state
 
 FORWARD = -1
@@ -169,8 +169,7 @@ class Unit:
 
     def unshard(self) -> None:
         """Start the all-gathers of all groups that are not unsharded yet."""
-        for group in self.groups:
-            group.unshard()
+        unshard(self.groups)
 
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gathers that have started."""
@@ -219,9 +218,11 @@ class Unit:
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
         number = current_pass()
-        if any(since != number for since in self.users.values()):
-            self._change_state(BackwardState.RECOMPUTED)
-        elif self.state is BackwardState.IDLE:
+        for since in self.users.values():  # any() would make a generator for every parameter
+            if since != number:
+                self._change_state(BackwardState.RECOMPUTED)
+                return
+        if self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
 
     @property

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Storage of flat buffers is freed only after its last reader."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +19,18 @@ from tests.fsdp.reference import Ranks
 from tests.fsdp.watched_memory import Deep, train_deep
 
 
+def storages_of(operands: Iterable[Any]) -> set[int]:
+    """Return the storages of tensors in nested sequences."""
+    found = set()
+    for each in operands:
+        if isinstance(each, Tensor):
+            # The storage object itself: its address is 0 once it is freed.
+            found.add(each.untyped_storage()._cdata)
+        elif each is not None:
+            found |= storages_of(each)
+    return found
+
+
 @contextmanager
 def watching_order(seen: list[int]) -> Iterator[None]:
     """Fail where storage is freed that a collective still uses.
@@ -30,12 +42,9 @@ def watching_order(seen: list[int]) -> Iterator[None]:
     def watched(name: str) -> Callable[..., Pending]:
         original = getattr(Communicator, name)
 
-        def call(self: Communicator, *tensors: Any) -> Pending:
-            pending = original(self, *tensors)
-            # The storage object itself: its address is 0 once it is freed.
-            users[id(pending)] = {
-                tensor.untyped_storage()._cdata for tensor in tensors if tensor is not None
-            }
+        def call(self: Communicator, *operands: Any) -> Pending:
+            pending = original(self, *operands)
+            users[id(pending)] = storages_of(operands)
             kept.append(pending)  # so that no other takes its id
             return pending
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All-gather and reduce-scatter as sends and receives, against gloo's own."""
 
+import itertools
 import os
 import random
 import time
@@ -86,8 +87,8 @@ def gathers_as_gloo(shard_size: int) -> None:
         own = in_place.chunk(num_ranks)[rank] if shard_size else in_place
         own.copy_(shard)
         gathers = [
-            launch(point_to_point.all_gather(apart, shard, group)),
-            launch(point_to_point.all_gather(in_place, own, group)),
+            launch(point_to_point.all_gather([apart], [shard], group)),
+            launch(point_to_point.all_gather([in_place], [own], group)),
         ]
         for gather in reversed(gathers):
             gather.wait()
@@ -98,6 +99,36 @@ def gathers_as_gloo(shard_size: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_a_gather_is_that_of_gloo(ranks: Ranks, num_ranks: int) -> None:
     ranks(num_ranks, gathers_as_gloo, 1003)
+
+
+def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
+    """Gather buffers of all dtypes and several sizes together; return how many messages I sent."""
+    group, rank, num_ranks = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    fulls, shards, expected = [], [], []
+    for number, (dtype, size) in enumerate(itertools.product(DTYPES, shard_sizes)):
+        whole = [buffer_of(other, size, dtype, number) for other in range(num_ranks)]
+        full = torch.zeros(num_ranks * size, dtype=dtype)
+        own = full[rank * size : (rank + 1) * size]
+        shards.append(own.copy_(whole[rank]) if is_in_place and number == 1 else whole[rank])
+        fulls.append(full)
+        expected.append(torch.cat(whole))
+    with watching_messages() as (sent, _):
+        launch(collectives._all_gather(fulls, shards, group)).wait()
+    for full, wanted in zip(fulls, expected, strict=True):
+        assert torch.equal(full, wanted)
+    return len(sent)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+def test_several_buffers_are_gathered_together(ranks: Ranks, num_ranks: int) -> None:
+    """Small ones by gloo's own collective; as messages if they are large, or one is in place."""
+    messages = len(DTYPES) * 3 * (num_ranks - 1)
+    for sizes, is_in_place, expected in (
+        ([3, 1003, 0], False, 0),
+        ([3, 1003, 0], True, messages),
+        ([3, 1003, LARGE // 8], False, messages),
+    ):
+        assert ranks(num_ranks, gathers_of_several, sizes, is_in_place) == [expected] * num_ranks
 
 
 def test_shards_without_elements(ranks: Ranks) -> None:
@@ -111,8 +142,8 @@ def collectives_of_one_rank() -> None:
     with watching_messages() as (sent, received):
         launch(collectives._reduce_scatter(full, shard, group, SUM)).wait()
         assert torch.equal(shard, full)
-        launch(collectives._all_gather(full, full, group)).wait()
-        launch(collectives._all_gather(shard, full, group)).wait()
+        launch(collectives._all_gather([full], [full], group)).wait()
+        launch(collectives._all_gather([shard], [full], group)).wait()
     assert torch.equal(shard, full)
     assert not sent and not received
 
@@ -125,7 +156,7 @@ def write_during_a_gather() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full = torch.zeros(num_ranks * 500_000)
     own = full.chunk(num_ranks)[rank]
-    gather = launch(collectives._all_gather(full, own, dist.group.WORLD))
+    gather = launch(collectives._all_gather([full], [own], dist.group.WORLD))
     own.fill_(7.0)
     gather.wait()
     assert own.eq(7.0).all()
@@ -166,8 +197,8 @@ def bytes_of_each_collective() -> None:
     own, shard = full.chunk(num_ranks)[rank], torch.empty(LARGE)
     least = (num_ranks - 1) * shard.nbytes
     for collective in (
-        collectives._all_gather(full, shard, group),
-        collectives._all_gather(full, own, group),
+        collectives._all_gather([full], [shard], group),
+        collectives._all_gather([full], [own], group),
     ):
         with watching_messages() as (sent, received):
             launch(collective).wait()
@@ -195,7 +226,7 @@ def message_counts_by_size() -> tuple[int, int, int]:
         own = full.chunk(num_ranks)[rank]
         shard = own if is_in_place else torch.empty_like(own)
         with watching_messages() as (sent, _):
-            launch(collectives._all_gather(full, shard, group)).wait()
+            launch(collectives._all_gather([full], [shard], group)).wait()
         counts.append(len(sent))
     return tuple(counts)
 
@@ -216,7 +247,8 @@ def messages_of_another_backend() -> None:
     ):
         for _ in range(2):
             launch(collectives._reduce_scatter(full, shard, group, SUM)).wait()
-            launch(collectives._all_gather(full, shard, group)).wait()
+            launch(collectives._all_gather([full], [shard], group)).wait()
+            launch(collectives._all_gather([full, full.double()], [shard, shard.double()], group))
         assert question.call_count == 1
     assert not sent and not received
 
@@ -269,7 +301,11 @@ def started_gather(
     if operation == AVG:
         own = full.chunk(len(members))[members.index(dist.get_rank())]
         shard = own.copy_(shard)
-    return launch(point_to_point.all_gather(full, shard, group)), full, expected
+    if seed % 2:
+        return launch(point_to_point.all_gather([full], [shard], group)), full, expected
+    halves = [torch.zeros(2 * len(members)), full]  # beside a buffer of another size and dtype
+    gather = point_to_point.all_gather(halves, [torch.ones(2), shard], group)
+    return launch(gather), full, expected
 
 
 def started_reduction(

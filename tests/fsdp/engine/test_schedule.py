@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.recorder import GATHER
 from megatron.fsdp.engine.reductions import Reductions
@@ -166,13 +167,11 @@ def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool
 
 def order_of_communication(name: str) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    unshard, start = ParamGroup.unshard, Reductions.start
+    unshard, start = ParamGroup.begin_unshard, Reductions.start
 
-    def watched_unshard(self: ParamGroup) -> None:
-        state = self.state
-        unshard(self)
-        if self.state is not state:
-            calls.append(("gather", self.names[0]))
+    def watched_unshard(self: ParamGroup, all_gather: Pending) -> None:
+        calls.append(("gather", self.names[0]))
+        unshard(self, all_gather)
 
     def watched_start(self: Reductions, group: ParamGroup, *arguments: bool) -> None:
         calls.append(("reduce", group.names[0]))
@@ -180,7 +179,7 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
 
     module = models.build(name)
     with (
-        patch.object(ParamGroup, "unshard", watched_unshard),
+        patch.object(ParamGroup, "begin_unshard", watched_unshard),
         patch.object(Reductions, "start", watched_start),
     ):
         model, optimizer = fully_shard(
@@ -220,13 +219,11 @@ class TiedEmbedding(nn.Module):
 
 def gathers_per_step() -> dict[str, int]:
     counts: collections.Counter = collections.Counter()
-    original = ParamGroup.unshard
+    original = ParamGroup.begin_unshard
 
-    def counting(self: ParamGroup) -> None:
-        before = self._all_gather
-        original(self)
-        if self._all_gather is not None and self._all_gather is not before:
-            counts[self.names[0]] += 1
+    def counting(self: ParamGroup, all_gather: Pending) -> None:
+        counts[self.names[0]] += 1
+        original(self, all_gather)
 
     net = TiedEmbedding()
     model, optimizer = fully_shard(
@@ -237,11 +234,11 @@ def gathers_per_step() -> dict[str, int]:
     tokens = torch.randint(16, (2, 4))
     for step in range(3):
         if step == 2:
-            ParamGroup.unshard = counting
+            ParamGroup.begin_unshard = counting
         model(tokens).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    ParamGroup.unshard = original
+    ParamGroup.begin_unshard = original
     return dict(counts)
 
 

@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Units of several parameter groups: those sharded over the same ranks are gathered in one launch.
+
+See [Note: one launch for several gathers] in the engine's `collectives.py`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from megatron.fsdp import fully_shard_model, trace
+from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.recorder import GATHER, TraceEntry
+from tests.fsdp.meshes import Meshes, shard_mesh
+from tests.fsdp.models import WIDTH
+from tests.fsdp.reference import LEVELS, Ranks
+from tests.fsdp.side_by_side import plain_backward, shard, train_side_by_side
+from tests.fsdp.test_collectives_per_step import (
+    NUM_LAYERS,
+    ExpertBlock,
+    LanguageModel,
+    both_counts,
+)
+
+
+class AdaptedLayer(nn.Module):
+    """A frozen linear layer in a dtype of its own, and two small trained ones beside it (LoRA)."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, dtype=dtype).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 4, bias=False), nn.Linear(4, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = self.base.weight.to(x.dtype), self.base.bias.to(x.dtype)
+        y = nn.functional.linear(x, weight, bias)
+        return x + torch.tanh(y + self.up(self.down(x)))
+
+
+class AdaptedModel(LanguageModel):
+    """A model whose layers have adapters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(AdaptedLayer(8, dtype) for _ in range(NUM_LAYERS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_partly_frozen_layers_have_fewer_collectives_than_in_fsdp2(
+    ranks: Ranks, num_microbatches: int, dtype: torch.dtype
+) -> None:
+    """The frozen weight and the trained ones have buffers of their own; no launch of their own."""
+    (ours, theirs), _ = ranks(2, both_counts, num_microbatches, AdaptedModel, dtype)
+    gathers = 1 + 2 * NUM_LAYERS - 1
+    assert ours == num_microbatches * (gathers + 1 + NUM_LAYERS)
+    assert ours < theirs
+
+
+# ---- numbers
+
+
+def build_adapted(dtype: torch.dtype) -> nn.Module:
+    """Build trained float64 weights around layers whose frozen weights have another dtype."""
+    layers = [AdaptedLayer(WIDTH, dtype) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 3)).double()
+    for layer in layers:
+        layer.base.to(dtype)
+    return model
+
+
+def train_adapted(level: int, mesh: str, dtype: torch.dtype, **settings: Any) -> None:
+    arguments = Meshes().arguments(mesh)
+    device_mesh = arguments.pop("device_mesh")
+    train_side_by_side(
+        partial(build_adapted, dtype),
+        plain_backward,
+        level,
+        mesh=device_mesh,
+        fsdp_unit_modules=[AdaptedLayer],
+        **arguments,
+        **settings,
+    )
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+
+
+@DTYPES
+@pytest.mark.parametrize("mesh", ["flat", "outer2"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_partly_frozen_layers_train_as_without_sharding(
+    ranks: Ranks, level: int, mesh: str, dtype: torch.dtype
+) -> None:
+    ranks(4 if mesh == "outer2" else 2, train_adapted, level, mesh, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("outer2", {"outer_dp_sharding_strategy": 1}),
+        ("gather_group", {}),
+        ("flat", {"fsdp_double_buffer": True}),
+        ("flat", {"overlap_param_gather": False}),
+        ("flat", {"suggested_communication_unit_size": 2000}),
+    ],
+    ids=["hsdp_optim", "gather_group", "slots", "no_overlap", "bytes_ahead"],
+)
+def test_partly_frozen_layers_train_with_other_settings(
+    ranks: Ranks, mesh: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    ranks(4 if mesh == "outer2" else 2, train_adapted, 3, mesh, dtype, **settings)
+
+
+# ---- launches
+
+
+def gathers_of(step: Callable[[], object]) -> list[TraceEntry]:
+    with trace.record() as recorder:
+        step()
+    return [entry for entry in recorder.entries if entry.track == GATHER]
+
+
+def gathers_of_a_unit(level: int, mesh: str, **settings: Any) -> list[tuple[int, int, str]]:
+    """Return ranks, bytes and dtype of the gathers of a unit in the forward of the second step."""
+    arguments = Meshes().arguments(mesh)
+    model, optimizer = shard(
+        build_adapted(torch.bfloat16),
+        level,
+        arguments.pop("device_mesh"),
+        fsdp_unit_modules=[AdaptedLayer],
+        **arguments,
+        **settings,
+    )
+    plain_backward(model, 0, dist.get_rank())
+    optimizer.step()
+    gathers = gathers_of(partial(plain_backward, model, 1, dist.get_rank()))
+    in_forward = [each for each in gathers if each.phase == "forward" and each.unit == "2"]
+    return [(len(each.ranks), each.num_bytes, each.dtype) for each in in_forward]
+
+
+FROZEN_BYTES = (WIDTH * WIDTH + WIDTH) * 2
+TRAINED_BYTES = 2 * 4 * WIDTH * 8
+
+
+@pytest.mark.parametrize(
+    ("level", "mesh", "sharded", "expected"),
+    [
+        (0, "flat", 0, []),
+        (1, "flat", 0, ["inner trained"]),  # frozen weights stay gathered
+        (3, "flat", 0, ["inner both"]),
+        (3, "outer2", 0, ["inner both"]),
+        (3, "outer2", 1, ["outer trained", "inner both"]),  # frozen shards do not change
+    ],
+)
+def test_the_groups_of_a_unit_that_are_due_are_gathered_in_one_launch(
+    ranks: Ranks, level: int, mesh: str, sharded: int, expected: list[str]
+) -> None:
+    settings = {} if mesh == "flat" else {"outer_dp_sharding_strategy": sharded}
+    num_ranks = 2 if mesh == "flat" else 4
+    gathers = ranks(num_ranks, gathers_of_a_unit, level, mesh, **settings)[0]
+    what = []
+    for size, num_bytes, dtype in gathers:
+        assert size == 2
+        is_both = dtype == "bfloat16+float64"
+        assert is_both or dtype == "float64"
+        axis = "outer" if num_bytes < TRAINED_BYTES else "inner"
+        least = TRAINED_BYTES // (2 if axis == "outer" else 1) + is_both * FROZEN_BYTES
+        assert least <= num_bytes <= 2 * least  # padding
+        what.append(f"{axis} {'both' if is_both else 'trained'}")
+    assert what == expected
+
+
+def gathers_of_experts() -> list[tuple[int, ...]]:
+    """Return the ranks of each gather of a block of dense weights and an expert's."""
+    model = fully_shard_model(
+        nn.Sequential(ExpertBlock()),
+        shard_mesh(),
+        fsdp_unit_modules=[ExpertBlock],
+        expt_device_mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "ep")),
+    )
+    x = torch.randn(2, WIDTH)
+    gathers = gathers_of(lambda: model.module[0](x, True))
+    return [entry.ranks for entry in gathers]
+
+
+def test_groups_on_other_ranks_are_gathered_in_launches_of_their_own(ranks: Ranks) -> None:
+    for rank, gathers in enumerate(ranks(4, gathers_of_experts)):
+        assert gathers == [(0, 1, 2, 3), (rank % 2, rank % 2 + 2)]
+
+
+def states_after_a_failed_launch() -> None:
+    """Let the launch of one unit fail: none of its groups may seem to be gathered."""
+    model, _ = shard(build_adapted(torch.bfloat16), 3, fsdp_unit_modules=[AdaptedLayer])
+    communicator = model.groups[0].communicator
+    launch = communicator.streams.launch
+    failed = []
+
+    def fail_once(name: str, *collectives: Any) -> Any:
+        if not failed and name == "gather":
+            failed.append(name)
+            raise RuntimeError("no connection")
+        return launch(name, *collectives)
+
+    communicator.streams.launch = fail_once
+    for _ in range(2):
+        try:
+            plain_backward(model, 0, dist.get_rank())
+        except RuntimeError as error:
+            assert str(error) == "no connection"
+            assert {group.state.name for group in model.groups} == {"SHARDED"}
+    assert failed
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            assert parameter.grad.to_local().isfinite().all()
+
+
+def test_a_failed_launch_leaves_all_groups_sharded(ranks: Ranks) -> None:
+    ranks(2, states_after_a_failed_launch)
+
+
+def test_a_launch_that_fails_does_so_for_every_group_that_waits_for_it() -> None:
+    """The groups of a launch share what they wait for."""
+
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    all_gather = Pending(fail)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="connection reset"):
+            all_gather.wait()
+
+
+def test_a_launch_that_is_over_is_waited_for_once() -> None:
+    waits: list[bool] = []
+    all_gather = Pending(lambda: waits.append(torch.is_grad_enabled()))
+    for _ in range(2):
+        all_gather.wait()
+    assert waits == [False]
