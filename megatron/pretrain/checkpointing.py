@@ -111,9 +111,10 @@ def collect(
 
 def prepare(root: str, iteration: int) -> Path:
     """Make the empty directory in which a checkpoint is written; a collective."""
-    _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
+    place: ModuleType = url_saves if stores.is_staged(root) else directory
+    _on_first_rank(lambda: place.prepare(root, iteration), "cannot prepare the checkpoint")
     staging = directory.staging_directory(root, iteration)
-    if stores.is_staged(root):
+    if place is url_saves:
         problems = attempt(lambda: staging.mkdir(parents=True, exist_ok=True))  # on other nodes
         if problems:
             raise _not_written(iteration, problems)

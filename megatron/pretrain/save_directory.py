@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed, some
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain import abandoned_checkpoints, url_saves
+from megatron.pretrain import abandoned_checkpoints, save_lease, url_saves
 from megatron.pretrain.checkpoint_source import (
     NON_PERSISTENT,
     CheckpointSource,
@@ -37,7 +37,7 @@ def reserved(args: argparse.Namespace, say: Say) -> Iterator[None]:
 
     The first rank locks it as long as the context lasts, and with it the local checkpoints of this
     directory, which every rank checks. What killed saves have left is removed.
-    A URL has no lock. Its local copies are removed at the end of the context.
+    A URL has no lock, but a lease. Its local copies are removed at the end of the context.
 
     Raises:
         ValueError, RunError: on every rank, if it cannot be written to, has checkpoints that the
@@ -81,6 +81,9 @@ def _reserve(args: argparse.Namespace, say: Say, stack: ExitStack) -> None:
         if store is None:
             failing.enter_context(locked(root, say))
         else:
+            if not store.is_of_process:
+                failing.enter_context(save_lease.leased(root, say))
+                store.refresh()  # another run may have saved and ended since names were listed
             store.tidy()
             url_saves.fetch_beside(root)
         is_own = _is_own(args)

@@ -4,8 +4,9 @@
 A save writes into staged directories, as it does into those of --save, and every rank uploads what
 it has written. The ranks of a node may share one directory, or have their own. When all have agreed
 that the upload is complete, the first rank makes it visible and lets the tracker file name it.
-:func:`publish`, :func:`discard` and :func:`retain` do what functions of these names in
-:mod:`megatron.checkpoint.core.directory` do for directories.
+:func:`prepare`, :func:`publish`, :func:`discard` and :func:`retain` do what functions of these
+names in :mod:`megatron.checkpoint.core.directory` do for directories. A run that has lost the lease
+of the URL (:mod:`megatron.pretrain.save_lease`) does not get beyond the first three.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron.checkpoint.core.stores import Store
 from megatron.checkpoint.core.url_staging import directory_token, staged_directory, url_of
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain import save_lease
 from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.loss_history import HISTORY, STAGED_HISTORIES
@@ -35,6 +37,16 @@ BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS, CONFIG)
 
 
 # ---- save
+
+
+def prepare(root: str | Path, iteration: int) -> None:
+    """Make the empty directory in which a checkpoint is written; called on one rank.
+
+    Raises:
+        RunError: the run has lost the lease of the URL.
+    """
+    save_lease.check(root)
+    directory.prepare(root, iteration)
 
 
 def upload(staging: Path) -> list[str]:
@@ -68,6 +80,9 @@ def publish(root: str | Path, iteration: int) -> None:
     """Make a checkpoint visible whose files all ranks have uploaded; called on one rank.
 
     The history of losses that belongs to it is there before.
+
+    Raises:
+        RunError: the run has lost the lease of the URL.
     """
     store, staging = _store(root), directory.staging_directory(root, iteration)
     manifest = Manifest.read(staging)
@@ -81,7 +96,9 @@ def publish(root: str | Path, iteration: int) -> None:
 
 def discard(root: str | Path, iteration: int) -> None:
     """Remove what a failed save has left at the URL; called on one rank."""
-    with suppress(OSError):  # what has failed may fail again; nothing of it is visible
+    # What has failed may fail again; nothing of it is visible. It may also be another run's.
+    with suppress(OSError, RunError):
+        save_lease.check(root)
         _store(root).abandon(directory.iteration_directory("", iteration).name)
 
 
@@ -96,7 +113,12 @@ def remove_staged(root: str | Path, iteration: int) -> None:
 
 
 def upload_beside(root: str | Path) -> None:
-    """Upload what the run writes beside its checkpoints; called on the rank that writes it."""
+    """Upload what the run writes beside its checkpoints; called on the rank that writes it.
+
+    Raises:
+        RunError: the run has lost the lease of the URL.
+    """
+    save_lease.check(root)
     store = _store(root)
     there = [path.name for path in store.staged.iterdir() if path.is_file()]
     beside = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE)]

@@ -28,7 +28,7 @@ from megatron.checkpoint.core.spelling import plain_name
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.checkpoint_entries import named_parameters
-from megatron.pretrain import checkpointing, loop, ranks
+from megatron.pretrain import checkpointing, loop, ranks, save_lease
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
@@ -145,7 +145,11 @@ def pretrain(command_line: str) -> Record:
     arguments = dict(vars(args))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with patch.object(loop, "Report", report):
+        # No two runs of a test start at one URL at once.
+        with (
+            patch.object(loop, "Report", report),
+            patch.object(save_lease, "SETTLING_SECONDS", 0.0),
+        ):
             progress = loop.pretrain(args, device)
     finally:
         for number, handler in before.items():

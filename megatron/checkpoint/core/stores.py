@@ -36,6 +36,9 @@ _NEW = ".new_"
 _REPLACING = ".replace_"
 """Prefix of the marker of an exchange that has begun: it lists the files of the new checkpoint."""
 
+LEASE = ".save_lease"
+"""Name of the object by which a run keeps others out; readers do not see it."""
+
 _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
 
@@ -75,7 +78,7 @@ class StoreReader:
             ValueError: if the URL cannot be reached, or is a file.
         """
         try:
-            with _errors_of(self.url):
+            with errors_of(self.url):
                 entries = self._entries()
                 with alone_in(self.staged.parent):
                     self._show(entries)
@@ -110,7 +113,7 @@ class StoreReader:
             if not name and entry["type"] == "file" and entry.get("size"):
                 raise ValueError("it is a file; a directory with checkpoints is expected")
             is_directory = entry["type"] == "directory"
-            if name and not (is_directory and name.startswith(".")):
+            if name and name != LEASE and not (is_directory and name.startswith(".")):
                 entries[name] = entry
         if INCOMPLETE in entries:
             raise ValueError("an upload to it was broken off: remove what is there")
@@ -135,7 +138,7 @@ class StoreReader:
         """
         remote = self._remote(path.relative_to(self.staged).as_posix())
         missing = {}
-        with _errors_of(self.url), alone_in(self.staged.parent):
+        with errors_of(self.url), alone_in(self.staged.parent):
             for name, (source, size) in self._files(remote).items():
                 target = path / name
                 is_there = target.is_file() and target.stat().st_size == size
@@ -161,7 +164,7 @@ class StoreReader:
         Raises:
             OSError: if the URL cannot be reached.
         """
-        with _errors_of(self.url):
+        with errors_of(self.url):
             is_rest = self._system.exists(self._remote(_marker(name)))
             return not is_rest and bool(self._files(self._remote(name)))
 
@@ -177,7 +180,7 @@ class StoreReader:
             name = _below(path, remote)
             if ".." in PurePosixPath(name).parts:
                 raise ValueError(f"{path} is no name of a file")
-            if name and not name.endswith("/"):
+            if name and name != LEASE and not name.endswith("/"):
                 files[name] = (path, entry.get("size"))
         return files
 
@@ -208,7 +211,7 @@ class Store(StoreReader):
         """
         name = f".writable_{socket.gethostname()}_{os.getpid()}"
         try:
-            with _errors_of(self.url):
+            with errors_of(self.url):
                 self._write(name, b"")
                 self._system.rm_file(self._remote(name))
         except OSError as error:
@@ -224,7 +227,7 @@ class Store(StoreReader):
             The name of the directory into which files are to be uploaded: a hidden one, where they
             replace a directory that is there.
         """
-        with _errors_of(self.url):
+        with errors_of(self.url):
             if name and self._system.exists(self._remote(_REPLACING + name)):
                 self._exchange(name)
             if name:
@@ -245,7 +248,7 @@ class Store(StoreReader):
             files: their names in both.
         """
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
-        with _errors_of(self.url):
+        with errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
                 self._make_directory(parent)
             if files:
@@ -261,7 +264,7 @@ class Store(StoreReader):
         Raises:
             OSError: if some file is not there completely.
         """
-        with _errors_of(self.url):
+        with errors_of(self.url):
             self._system.invalidate_cache()
             new = _NEW + name if name and self._files(self._remote(_NEW + name)) else name
             there = {file: size for file, (_, size) in self._files(self._remote(new)).items()}
@@ -311,7 +314,7 @@ class Store(StoreReader):
 
         A directory that it was to replace stays. :meth:`tidy` ends an exchange that has begun.
         """
-        with _errors_of(self.url):
+        with errors_of(self.url):
             self._system.invalidate_cache()  # another process may have written the marker
             if name and not self._system.exists(self._remote(_REPLACING + name)):
                 self._remove(_NEW + name)
@@ -322,7 +325,7 @@ class Store(StoreReader):
 
     def write_tracker(self, iteration: int | str) -> None:
         """Name the newest complete iteration in the tracker file; called on one rank."""
-        with _errors_of(self.url):
+        with errors_of(self.url):
             self._write(directory.TRACKER, str(iteration).encode())
 
     def tidy(self) -> None:
@@ -330,7 +333,7 @@ class Store(StoreReader):
 
         Called on one rank.
         """
-        with _errors_of(self.url):
+        with errors_of(self.url):
             self._system.invalidate_cache()
             for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
                 self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
@@ -344,14 +347,14 @@ class Store(StoreReader):
 
     def retain(self, interval: int, newest: int) -> None:
         """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
-        with _errors_of(self.url):
+        with errors_of(self.url):
             there = map(directory.iteration_of, self._entries())
             found = [iteration for iteration in there if iteration is not None]
         self.delete(directory.not_retained(found, interval, newest))
 
     def delete(self, iterations: Iterable[int]) -> None:
         """Delete checkpoints; called on one rank."""
-        with _errors_of(self.url):
+        with errors_of(self.url):
             for iteration in iterations:
                 name = directory.iteration_directory("", iteration).name
                 self._write(_marker(name), b"being deleted")  # a part of it is no checkpoint
@@ -360,7 +363,7 @@ class Store(StoreReader):
 
     def remove_files(self, pattern: str, but: Collection[str]) -> None:
         """Remove files of the first level whose names match a pattern, except some."""
-        with _errors_of(self.url):
+        with errors_of(self.url):
             for name in self._entries():
                 if fnmatch(name, pattern) and name not in but:
                     self._system.rm_file(self._remote(name))
@@ -383,7 +386,7 @@ class Store(StoreReader):
 
 
 @contextmanager
-def _errors_of(url: str) -> Iterator[None]:
+def errors_of(url: str) -> Iterator[None]:
     """Raise whatever a file system raises as OSError with the URL."""
     try:
         yield

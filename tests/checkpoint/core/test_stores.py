@@ -334,3 +334,18 @@ def test_paths_need_no_directory_of_temporary_files() -> None:
     with patch.object(url_staging, "_base", side_effect=FileNotFoundError):
         assert with_urls("a line of /path") == "a line of /path"
         assert url_of(Path("/path")) is None
+
+
+def test_the_lease_of_a_run_is_no_file_of_a_checkpoint_or_a_model(tmp_path: Path) -> None:
+    fill(**{"leased__.save_lease": b"{}", "leased__config.json": b"{}"})
+    path = Path(local_path("memory://leased"))
+    assert names(path) == ["config.json"]
+    stores.fetch(path)
+    assert names(path) == ["config.json"]
+    store = store_of(path)
+    assert store is not None and store.has("")
+    store.tidy()
+    store.retain(2, 4)
+    assert MemoryFileSystem().cat_file("/leased/.save_lease") == b"{}"
+    MemoryFileSystem().rm_file("/leased/config.json")
+    assert not store.has("")
