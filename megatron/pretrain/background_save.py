@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves in the background: training is held while tensors are copied, and goes on meanwhile."""
+"""Saves in the background: training goes on while tensors are copied and written."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megatron.pretrain import checkpointing
 from megatron.pretrain.checkpoint_source import Say
 from megatron.pretrain.checkpoint_writer import WriteRequest, WriterProcess, WriterWorld
 from megatron.pretrain.errors import RunError
+from megatron.pretrain.forward_writes import WeightWrites, is_buffer_of
 from megatron.pretrain.fsdp_dtensor_checkpoint import collector_paused
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.staging import StagingBuffer
@@ -49,11 +50,12 @@ class PendingSave:
 class BackgroundSaves:
     """The saves of a run in the background, of which at most one is under way.
 
-    :meth:`save` copies the state into host memory and lets the ranks' writer processes write it.
-    Every training step sums :meth:`votes` over the ranks in its one all-reduce, and tells the sums
-    to :meth:`count`; when all writers have ended, :meth:`conclude` publishes the checkpoint on all
-    ranks at the same iteration. Constructor, :meth:`save`, :meth:`step_is_over`, :meth:`conclude`
-    and :meth:`wait` are collectives.
+    :meth:`save` lets a thread copy the state into host memory, and then the ranks' writer processes
+    write it; :meth:`finish_copying` waits for the copies before the optimizer's step. In every step
+    the ranks sum :meth:`votes` in their one all-reduce, and tell the sums to :meth:`count`. When
+    all writers have ended, :meth:`conclude` publishes the checkpoint on all ranks after one step.
+    Constructor, :meth:`save`, :meth:`step_is_over`, :meth:`conclude` and :meth:`wait` are
+    collectives.
 
     Args:
         args: of the run. With ``use_persistent_ckpt_worker`` one writer process of each rank lives
@@ -79,6 +81,7 @@ class BackgroundSaves:
         self._writer: WriterProcess | None = None
         self._ending: list[WriterProcess] = []
         self._pending: PendingSave | None = None
+        self._writes = WeightWrites(args.use_megatron_fsdp)
         if args.use_persistent_ckpt_worker:  # its imports take seconds, until the first save
             self._writer = self._start_writer()
 
@@ -100,6 +103,7 @@ class BackgroundSaves:
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
             content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
             checkpointing.attempt(lambda: self._buffer.reserve(content))
+        self._writes.watch(model, with_content=True)
 
     def save(
         self,
@@ -111,7 +115,8 @@ class BackgroundSaves:
     ) -> None:
         """Copy the state of the run, and let it be written under ``root``.
 
-        Waits for the save before.
+        Waits for the save before. Weights and optimizer state must keep their values until
+        :meth:`finish_copying`.
 
         Raises:
             RunError: on every rank, if any rank could not write this or the save before.
@@ -130,20 +135,44 @@ class BackgroundSaves:
         progress: Progress,
         root: str,
     ) -> None:
-        """Copy the state of the run, and tell the writer."""
+        """Begin to copy the state of the run; the writer is told when it is copied."""
         content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
         target = checkpointing.prepare(root, progress.iteration)
 
         def begin() -> None:
-            request = WriteRequest(self._buffer.stage(content), target)
-            if self._writer is None:
-                self._writer = self._start_writer()
-            self._writer.write(request)
+            writer = self._writer = self._writer or self._start_writer()
+            self._buffer.stage(
+                content,
+                is_changing=(lambda _: True) if self._writes.may_come else is_buffer_of(model),
+                then=lambda staged: writer.write(WriteRequest(staged, target)),
+            )
 
+        self._writes.watch(model)
         problems = checkpointing.attempt(begin)
         if problems:
             self._kill()
             checkpointing.conclude(self._args, root, progress, problems, self._say)
+
+    def finish_copying(self) -> None:
+        """Wait until the state is copied, so that the optimizer may change it.
+
+        Training is held for all copies until a forward is known not to write to weights, and after
+        the first write that was seen; a copy during that first one fails.
+        """
+        self._finish_copying(self._writes.end())
+
+    def _finish_copying(self, has_written: bool) -> None:
+        problem = ""
+        try:
+            if self._buffer.finish() and has_written:
+                problem = (
+                    "a forward has written to weights while they were copied, for the first time in"
+                    " this run. Save the checkpoints of such a model without --async-save"
+                )
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+        if problem and self._pending is not None:
+            self._pending.problems = [f"rank {dist.get_rank()}: {problem}"]
 
     @property
     def under_way(self) -> int | None:
@@ -200,6 +229,7 @@ class BackgroundSaves:
         Raises:
             RunError: as :meth:`conclude` does.
         """
+        self._finish_copying(self._writes.have_come)
         has_said = False
         while self._pending is not None:
             sums = torch.tensor(self.votes(), device=self._device)
@@ -247,6 +277,8 @@ class BackgroundSaves:
         self._writer = None
 
     def _kill(self) -> None:
+        with suppress(Exception):
+            self._buffer.finish()
         if self._writer is not None:
             self._writer.kill()
         self._writer = None

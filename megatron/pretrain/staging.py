@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory that a rank shares with its writer process: the copy of what a save writes."""
+"""Host memory that a rank shares with its writer process: the copy of what a save writes.
+
+[Note: copies during the next step] Between two steps of the optimizer nothing writes to weights and
+optimizer state. So a thread copies them while the next forward and backward run, and is waited for
+before the optimizer's step. All else is copied at once: the buffers of a model, which its forwards
+write to, and what is small.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,8 @@ import mmap
 import os
 import pickle
 import tempfile
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from math import prod
 from threading import Thread
@@ -24,6 +31,8 @@ from megatron.fsdp.engine.layout import Chunk
 
 _ALIGNMENT = 64
 """Bytes: the start of a staged tensor is a multiple."""
+_LARGE = 1 << 16
+"""Bytes: what is smaller is copied at once."""
 _GROWTH = 1 << 22
 """Bytes: the size of a buffer is a multiple, so that it does not grow for a few bytes."""
 
@@ -124,19 +133,61 @@ class _StagingPickler(pickle.Pickler):
         self.end += -(-staged.num_bytes // _ALIGNMENT) * _ALIGNMENT
         return staged
 
-    def copy_into(self, content: torch.Tensor) -> None:
-        """Copy all tensors into a buffer with the bytes ``content``."""
 
-        def copy(item: tuple[torch.Tensor, StagedTensor]) -> None:
-            tensor, staged = item
-            staged.fill(content, tensor.detach())
+Copies = Sequence[tuple[torch.Tensor, StagedTensor]]
+"""Tensors and their locations in the buffer."""
 
-        items = [item for item in self.copies if item[1].num_bytes]
-        if any(tensor.is_cuda for tensor, _ in items):  # copied by the GPU, while this goes on
-            for item in items:
-                copy(item)
-        else:
-            in_threads(copy, items)
+
+def _copy(copies: Copies, content: torch.Tensor) -> None:
+    """Copy tensors into a buffer with the bytes ``content``."""
+
+    def copy(item: tuple[torch.Tensor, StagedTensor]) -> None:
+        tensor, staged = item
+        staged.fill(content, tensor.detach())
+
+    if any(tensor.is_cuda for tensor, _ in copies):  # copied by the GPU, while this goes on
+        for item in copies:
+            copy(item)
+        torch.cuda.current_stream().synchronize()
+    else:
+        in_threads(copy, copies)
+
+
+class _CopyingThread:
+    """A thread that copies tensors which nobody writes to; see [Note: copies during the next step].
+
+    On a GPU the copies have a stream of their own. Not yet run on a GPU.
+
+    Args:
+        copies: what to copy.
+        content: the bytes of the buffer.
+        then: called in the thread when all is copied.
+    """
+
+    def __init__(self, copies: Copies, content: torch.Tensor, then: Callable[[], None]):
+        self._copies, self._content, self._then = copies, content, then
+        self._error: Exception | None = None
+        # Streams and the current device belong to threads.
+        on_gpu = next((tensor.device for tensor, _ in copies if tensor.is_cuda), None)
+        self._stream = torch.cuda.Stream(on_gpu) if on_gpu is not None else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(on_gpu))
+        self._thread = Thread(target=self._run, name="copy to host memory", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                _copy(self._copies, self._content)
+            self._then()
+        except Exception as error:  # raised by finish()
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait for the end, and raise the error of the thread if there was one."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 def _pickled(content: Any) -> tuple[_StagingPickler, int]:
@@ -174,6 +225,7 @@ class StagingBuffer:
         self._memory: mmap.mmap | None = None
         self._pinned = 0
         self._reserving: Thread | None = None
+        self._copying: _CopyingThread | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -205,23 +257,57 @@ class StagingBuffer:
             self._reserving.join()
         self._reserving = None
 
-    def stage(self, content: Any) -> StagedContent:
-        """Copy ``content`` into the buffer; complete when this returns.
+    def stage(
+        self,
+        content: Any,
+        is_changing: Callable[[torch.Tensor], bool] = lambda tensor: True,
+        then: Callable[[StagedContent], None] = lambda where: None,
+    ) -> StagedContent:
+        """Copy ``content`` into the buffer; complete when this returns, or after :meth:`finish`.
+
+        Args:
+            content: anything that can be pickled, with tensors.
+            is_changing: False for tensors that keep their values until :meth:`finish`; the large
+                ones of these are copied in a thread.
+            then: called with the result when all is copied, in the thread if there is one.
 
         Raises:
             OSError: the machine has no memory for the copy.
             TypeError: the content has a tensor that cannot be staged.
         """
+        self.finish()
         pickler, end = _pickled(content)
         self._end_reserving()
         memory = self._grown_to(end)
         self._pin(memory)
         content_bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        pickler.copy_into(content_bytes)
+        now: list[tuple[torch.Tensor, StagedTensor]] = []
+        later: list[tuple[torch.Tensor, StagedTensor]] = []
+        for tensor, staged in pickler.copies:
+            is_kept = staged.num_bytes >= _LARGE and not is_changing(tensor)
+            if staged.num_bytes:
+                (later if is_kept else now).append((tensor, staged))
+        _copy(now, content_bytes)
         memory[pickler.end : end] = pickler.pickled.getbuffer()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return StagedContent(len(memory), pickler.end, end)
+        where = StagedContent(len(memory), pickler.end, end)
+        if later:
+            self._copying = _CopyingThread(later, content_bytes, lambda: then(where))
+        else:
+            then(where)
+        return where
+
+    def finish(self) -> bool:
+        """Wait until what was staged is copied; from then on everything may be written to.
+
+        Raises whatever the copies or ``then`` have raised.
+
+        Returns:
+            True if something was copied in a thread.
+        """
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            copying.finish()
+        return copying is not None
 
     def read(self, where: StagedContent) -> Any:
         """Return the content that another process has staged; its tensors lie in the buffer."""
@@ -255,6 +341,8 @@ class StagingBuffer:
 
     def close(self) -> None:
         """Give the memory back; the buffer cannot be used any more."""
+        with suppress(Exception):
+            self.finish()
         self._end_reserving()
         self._unpin()
         self._memory = None

@@ -44,6 +44,8 @@ def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> Non
     # Of fully sharded gradients Megatron-Core's optimizer would count copies too.
     counts_zeros_here = args.log_num_zeros_in_grad and args.use_megatron_fsdp
     num_zeros = count_zeros(run.model) if counts_zeros_here else None
+    if run.background is not None:
+        run.background.finish_copying()
     with run.report.times.measured(OPTIMIZER):
         updated, grad_norm, optimizer_num_zeros = optimizer.step()
     if args.log_num_zeros_in_grad and num_zeros is None:
