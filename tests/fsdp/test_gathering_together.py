@@ -4,9 +4,11 @@
 See [Note: one launch for several gathers] in the engine's `collectives.py`.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import fully_shard_model, trace
+from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.recorder import GATHER, TraceEntry
+from megatron.fsdp.engine.states import WeightState
 from tests.fsdp.meshes import Meshes, shard_mesh
 from tests.fsdp.models import WIDTH
 from tests.fsdp.reference import LEVELS, Ranks
@@ -196,34 +200,41 @@ def test_groups_on_other_ranks_are_gathered_in_launches_of_their_own(ranks: Rank
         assert gathers == [(0, 1, 2, 3), (rank % 2, rank % 2 + 2)]
 
 
-def states_after_a_failed_launch() -> None:
-    """Let the launch of one unit fail: none of its groups may seem to be gathered."""
+def states_after_a_failed_launch(fails_at: str) -> None:
+    """Let a launch of two groups fail: none of them may seem to be gathered."""
     model, _ = shard(build_adapted(torch.bfloat16), 3, fsdp_unit_modules=[AdaptedLayer])
-    communicator = model.groups[0].communicator
-    launch = communicator.streams.launch
-    failed = []
+    failed: list[Gather] = []
 
-    def fail_once(name: str, *collectives: Any) -> Any:
-        if not failed and name == "gather":
-            failed.append(name)
-            raise RuntimeError("no connection")
-        return launch(name, *collectives)
+    def fail() -> None:
+        raise RuntimeError("no connection")
 
-    communicator.streams.launch = fail_once
-    for _ in range(2):
-        try:
+    def fail_once(self: Communicator, gathers: Sequence[Gather]) -> Pending:
+        if failed or len(gathers) == 1:
+            return all_gather(self, gathers)
+        failed.extend(gathers)
+        if fails_at == "launch":
+            fail()
+        all_gather(self, gathers).wait()
+        return Pending(fail)
+
+    all_gather = Communicator.all_gather
+    with patch.object(Communicator, "all_gather", fail_once), warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of errors of hooks after an error
+        with pytest.raises(RuntimeError, match="no connection"):
             plain_backward(model, 0, dist.get_rank())
-        except RuntimeError as error:
-            assert str(error) == "no connection"
-            assert {group.state.name for group in model.groups} == {"SHARDED"}
-    assert failed
+        assert len(failed) == 2
+        for gather in failed:
+            (group,) = (each for each in model.groups if each.compute.flat is gather.full)
+            assert group.state is WeightState.SHARDED
+        plain_backward(model, 0, dist.get_rank())
     for parameter in model.parameters():
         if parameter.requires_grad:
             assert parameter.grad.to_local().isfinite().all()
 
 
-def test_a_failed_launch_leaves_all_groups_sharded(ranks: Ranks) -> None:
-    ranks(2, states_after_a_failed_launch)
+@pytest.mark.parametrize("fails_at", ["launch", "wait"])
+def test_a_failed_launch_leaves_all_groups_sharded(ranks: Ranks, fails_at: str) -> None:
+    ranks(2, states_after_a_failed_launch, fails_at)
 
 
 def test_a_launch_that_fails_does_so_for_every_group_that_waits_for_it() -> None:

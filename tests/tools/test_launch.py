@@ -58,7 +58,9 @@ def test_a_defect_is_one_line_on_the_terminal_and_a_traceback_in_a_file(tmp_path
         capture_output=True,
     )
     assert done.returncode == 1
-    told, ended = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 2, done.stderr
+    told, ended = lines
     assert re.fullmatch(
         r"error: rank 1: TypeError: a defect of this rank \(at \S+ in raise_type_error\);"
         rf" traceback: {tmp_path}/logs/rank1.txt",

@@ -36,10 +36,14 @@ class Pending:
 
     Args:
         wait: makes compute wait for the result; None for an operation that is over.
+
+    Attributes:
+        has_failed: someone has waited for it, and has got its error.
     """
 
     def __init__(self, wait: Callable[[], object] | None = None):
         self._wait = wait
+        self.has_failed = False
 
     def wait(self) -> None:
         """Make compute wait for the result; further calls do nothing, unless it has failed."""
@@ -47,8 +51,12 @@ class Pending:
             return
         # An all-gather may end with copies into a buffer that has many views, which autograd would
         # reject.
-        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-            self._wait()
+        try:
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                self._wait()
+        except Exception:  # after a KeyboardInterrupt it is still under way
+            self.has_failed = True
+            raise
         self._wait = None
 
 

@@ -221,10 +221,17 @@ class ParamGroup:
         self.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Free the compute parameters at level 3; at other levels do nothing."""
+        """Free the compute parameters at level 3; at other levels do nothing.
+
+        The error of an all-gather is raised here only if nobody has got it yet: hooks reshard units
+        while it is under way, and torch warns of a second one.
+        """
         if self._reshards_after_use:
-            self.wait_for_unshard()
-            self.writes.take()
+            if self._all_gather is not None and self._all_gather.has_failed:
+                self._all_gather = None
+            else:
+                self.wait_for_unshard()
+                self.writes.take()
             with named(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)

@@ -79,7 +79,8 @@ _State = TypeVar("_State", WeightState, BackwardState, CallState)
 _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     WeightState.SHARDED: (WeightState.UNSHARDING,),
     WeightState.STALE: (WeightState.UNSHARDING, WeightState.SHARDED),
-    WeightState.UNSHARDING: (WeightState.UNSHARDED,),
+    # SHARDED if the all-gather has failed.
+    WeightState.UNSHARDING: (WeightState.UNSHARDED, WeightState.SHARDED),
     WeightState.UNSHARDED: (WeightState.SHARDED, WeightState.STALE),
     BackwardState.IDLE: (BackwardState.RUNNING, BackwardState.RECOMPUTED),
     BackwardState.RUNNING: (BackwardState.RECOMPUTED, BackwardState.IDLE),
