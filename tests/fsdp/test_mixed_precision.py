@@ -85,13 +85,21 @@ def test_gradients_travel_in_grad_comm_dtype(ranks: Ranks, level: int) -> None:
                 assert gradient.tolist() == [expected] * 5
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_fp16_gradients_do_not_overflow_where_their_mean_fits(ranks: Ranks, level: int) -> None:
+def fp16_gradients(level: int, average_in_collective: bool) -> list[float]:
     policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float16)
-    for gradient in ranks(
-        2, gradient_of_numbers, torch.float32, policy, level, [[60000.0], [60000.0]], "auto"
-    ):
-        assert gradient.tolist() == [60000.0] * 5
+    inputs = [[60000.0], [60000.0]]
+    settings = {"average_in_collective": average_in_collective}
+    return gradient_of_numbers(torch.float32, policy, level, inputs, "auto", **settings).tolist()
+
+
+@pytest.mark.parametrize("average_in_collective", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_fp16_gradients_do_not_overflow_where_their_mean_fits(
+    ranks: Ranks, level: int, average_in_collective: bool
+) -> None:
+    """Gloo divides a sum that may overflow, so it is not asked to average."""
+    for gradient in ranks(2, fp16_gradients, level, average_in_collective):
+        assert gradient == [60000.0] * 5
 
 
 def train_bf16(level: int, mesh: DeviceMesh) -> None:

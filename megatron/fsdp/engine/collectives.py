@@ -4,7 +4,7 @@
 [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It is
 divided in this file and nowhere else:
     before the collective    in float16, where the sum could overflow
-    inside the collective    if the process group is asked to average
+    inside the collective    if the process group is asked to average (NCCL, in float16 too)
     on the result            otherwise, because it is the smallest tensor
 
 [Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ in
@@ -151,7 +151,7 @@ class Communicator:
             full: ``[inner_size * n]``; may be overwritten.
             shard: ``[n]``.
         """
-        reduction = _reduce_scatter(full, shard, self.inner, self._operation)
+        reduction = _reduce_scatter(full, shard, self.inner, self._operation(full))
         reduction = observed(REDUCE, "reduce_scatter", (full,), self.inner, reduction)
         return self._divide(full, shard, reduction)
 
@@ -159,7 +159,7 @@ class Communicator:
         """Reduce ``full`` in place over the inner axis, and divide; see [Note: the divisor]."""
         if self.inner_size == 1:
             return self._divide(full, full, None)
-        reduction = _all_reduce(full, self.inner, self._operation)
+        reduction = _all_reduce(full, self.inner, self._operation(full))
         reduction = observed(REDUCE, "all_reduce", (full,), self.inner, reduction)
         return self._divide(full, full, reduction)
 
@@ -170,19 +170,26 @@ class Communicator:
             shard: ``[outer_size * n]``, already divided by the reduction over the inner axis.
             owned: ``[n]``.
         """
-        reduction = _reduce_scatter(shard, owned, self.outer, self._operation)
+        reduction = _reduce_scatter(shard, owned, self.outer, self._operation(shard))
         reduction = observed(REDUCE, "reduce_scatter", (shard,), self.outer, reduction)
         return self.streams.launch("reduce", reduction)
 
     def all_reduce_outer(self, shard: torch.Tensor) -> Pending:
         """Reduce ``shard`` in place over the outer axis; it is already divided."""
-        reduction = _all_reduce(shard, self.outer, self._operation)
+        reduction = _all_reduce(shard, self.outer, self._operation(shard))
         reduction = observed(REDUCE, "all_reduce", (shard,), self.outer, reduction)
         return self.streams.launch("reduce", reduction)
 
-    @property
-    def _operation(self) -> dist.ReduceOp.RedOpType:
-        return dist.ReduceOp.AVG if self.average_in_collective else dist.ReduceOp.SUM
+    def _averages(self, operand: torch.Tensor) -> bool:
+        """Return True to let the process groups average: NCCL divides before it adds, gloo after.
+
+        So on a CPU the sum of float16 gradients could overflow.
+        """
+        overflows = operand.dtype == torch.float16 and operand.is_cpu
+        return self.average_in_collective and not overflows
+
+    def _operation(self, operand: torch.Tensor) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.AVG if self._averages(operand) else dist.ReduceOp.SUM
 
     def _divide(
         self, operand: torch.Tensor, result: torch.Tensor, collective: Collective | None
@@ -193,7 +200,7 @@ class Communicator:
         reduction over the outer axis adds up terms of the mean.
         """
         divisor: float = self.divisor
-        if self.average_in_collective:
+        if self._averages(operand):
             # Example: 8 data ranks; experts have 2 inner and 2 outer ranks. The two collectives
             # divide by 4, which leaves a divisor of 2.
             divisor = self.divisor / (self.inner_size * self.outer_size)

@@ -186,10 +186,17 @@ class GroupGradients:
             self._collective = next(self._reduction, None)
 
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and start the next; return False if there is none."""
+        """Wait for the collective under way and start the next; return False if there is none.
+
+        A reduction that has failed is over: it raises its error once.
+        """
         if self._collective is not None:
             with named(self._unit_name, "wait for reduce"):
-                self._collective.wait()
+                try:
+                    self._collective.wait()
+                except Exception:
+                    self._collective = None
+                    raise
                 self._collective = next(self._reduction, None)
         return self._collective is not None
 

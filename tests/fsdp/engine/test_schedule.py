@@ -4,6 +4,7 @@
 import collections
 import copy
 import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.recorder import GATHER
@@ -363,3 +365,75 @@ def test_weights_that_were_read_before_their_layer_was_called_stay_for_that_back
     ranks: Ranks,
 ) -> None:
     ranks(2, read_before_calls)
+
+
+class TwoHeads(nn.Module):
+    """Blocks over a raw input, and two heads in the root, of which a forward may leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(models.ResidualBlock() for _ in range(3))
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.first(x) + (self.second(x) if both else 0)
+
+
+def build_two_heads() -> nn.Module:
+    torch.manual_seed(3)
+    return TwoHeads().double()
+
+
+def use_both_heads_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
+    loss_of(model(batch(step, rank, 0), both=rank == 0)).backward()
+
+
+def train_two_heads(level: int) -> None:
+    train_side_by_side(build_two_heads, use_both_heads_on_one_rank, level)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_ranks_may_use_different_parameters_of_a_unit_whose_inputs_need_no_gradients(
+    ranks: Ranks, level: int
+) -> None:
+    """Units were reduced when all of their parameters had gradients, in another order each."""
+    ranks(2, train_two_heads, level)
+
+
+def errors_after_a_reduction_that_failed() -> list[str]:
+    """Return the errors of a backward, of `zero_grad`, and of another forward and backward."""
+    model, optimizer = shard(build_stack(), 3)
+    reduce_scatter = Communicator.reduce_scatter
+    reductions: list[Pending] = []
+
+    def fail() -> None:
+        raise RuntimeError("connection reset")
+
+    def fail_once(self: Communicator, full: Tensor, shard: Tensor) -> Pending:
+        reductions.append(reduce_scatter(self, full, shard))
+        if len(reductions) > 1:
+            return reductions[-1]
+        reductions[0].wait()
+        return Pending(fail)
+
+    def error_of(what: Callable[[], object]) -> str:
+        try:
+            what()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    with patch.object(Communicator, "reduce_scatter", fail_once):
+        rank = dist.get_rank()
+        steps = (
+            lambda: plain_backward(model, 0, rank),
+            optimizer.zero_grad,
+            lambda: plain_backward(model, 0, rank),
+        )
+        return list(map(error_of, steps))
+
+
+def test_a_reduction_that_fails_is_told_once(ranks: Ranks) -> None:
+    assert ranks(2, errors_after_a_reduction_that_failed) == [["connection reset", "", ""]] * 2
