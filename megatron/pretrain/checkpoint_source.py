@@ -171,7 +171,7 @@ def _newer_of_both(
         return load, newest
     found = directory.find(extra_root, extra)
     assert found is not None  # it is the newest sound one
-    if newest is None or not is_given_up(followed_by(found), tracked_in(load)):
+    if newest is None or not is_given_up(int(extra), followed_by(found), tracked_in(load)):
         return extra_root, extra
     if not damage:
         say(

@@ -53,7 +53,7 @@ class CollectiveTimes:
             yield profiles
         finally:
             for profile in profiles:
-                self._add(list(profile.entries))
+                self._add(self._open + list(profile.entries))
             if was_recording:
                 self.start()
 

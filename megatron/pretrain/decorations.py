@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TypeVar
+
+_Entered = TypeVar("_Entered")
 
 
 class Decorations:
@@ -34,3 +37,15 @@ class Decorations:
             if name not in self._failed:
                 self._failed.add(name)
                 self._say(f"{name} cannot be written, training goes on without: {error}")
+
+    @contextmanager
+    def guard_end(self, name: str, context: AbstractContextManager[_Entered]) -> Iterator[_Entered]:
+        """Enter ``context``, and go on where ``name``, which it writes at its end, cannot be.
+
+        Errors from inside of the context, and of entering it, are raised.
+        """
+        with ExitStack() as stack:
+            entered = stack.enter_context(context)
+            yield entered
+            with self.guard(name):
+                stack.close()

@@ -50,11 +50,16 @@ def followed_by(checkpoint: Path) -> str | None:
     return file.read_text(errors="replace") if file.is_file() else None
 
 
-def is_given_up(followed: str | None, tracked: str | None) -> bool:
-    """Return True if a newer non-persistent checkpoint is of a branch that was given up.
+def is_given_up(iteration: int, followed: str | None, tracked: str | None) -> bool:
+    """Return True if a non-persistent checkpoint is of a branch that was given up.
+
+    A tracker file that names a later checkpoint, which turned out to be damaged, does not go back.
 
     Args:
-        followed: by the checkpoint; None: it does not say.
+        iteration: of the non-persistent checkpoint.
+        followed: by it; None: it does not say.
         tracked: what the tracker file names; None: nothing that could be compared.
     """
-    return followed is not None and tracked is not None and tracked not in followed.split()
+    if followed is None or tracked is None or tracked in followed.split():
+        return False
+    return not (tracked.isdecimal() and int(tracked) > iteration)

@@ -267,7 +267,7 @@ def _examine(root: Path, iteration: int, expected: _Expected, own: Layout, verif
         found = json.loads(stored.read_object(_IDENTITY))
         if found["run"] != expected.run:
             return _Part(problem=f"{path} is of another run that saved here")
-        if is_given_up(found.get("followed"), expected.tracked):
+        if is_given_up(iteration, found.get("followed"), expected.tracked):
             names = f"{directory.TRACKER} names {expected.tracked}"
             problem = f"{path} followed another checkpoint than {names}"
             return _Part(path, str(found["save"]), problem)

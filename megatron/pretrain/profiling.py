@@ -13,6 +13,8 @@ import torch.distributed as dist
 from megatron.fsdp import trace
 from megatron.fsdp.engine.recorder import Recorder
 from megatron.pretrain.collective_times import CollectiveTimes
+from megatron.pretrain.decorations import Decorations
+from megatron.pretrain.terminal import complain
 
 
 def profile_directory(args: argparse.Namespace) -> str:
@@ -38,6 +40,7 @@ def profiling(
         A function to call after every step.
     """
     num_steps = 0
+    decorations = Decorations(complain)  # any rank may be one that writes
     with ExitStack() as profile:
 
         def follow() -> None:
@@ -50,10 +53,12 @@ def profiling(
                 if times is not None:
                     counted = profile.enter_context(times.left_to_profile())
                 record = trace.record(directory, ranks=args.profile_ranks)
-                counted.append(profile.enter_context(record))
+                written = decorations.guard_end(f"{directory}/rank{dist.get_rank()}.json", record)
+                counted.append(profile.enter_context(written))
                 if args.use_pytorch_profiler and dist.get_rank() in args.profile_ranks:
                     write = torch.profiler.tensorboard_trace_handler(directory)
-                    profile.enter_context(torch.profiler.profile(on_trace_ready=write))
+                    by_torch = torch.profiler.profile(on_trace_ready=write)
+                    profile.enter_context(decorations.guard_end(f"{directory} (torch)", by_torch))
 
         def step_is_over() -> None:
             nonlocal num_steps

@@ -13,11 +13,12 @@ import shlex
 import socket
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO, cast
 
 from megatron.pretrain import terminal
+from megatron.pretrain.decorations import Decorations
 from megatron.pretrain.ranks import environment_rank
 
 FORM = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -43,13 +44,15 @@ class RankLog:
     def __enter__(self) -> RankLog:
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = self._restore.enter_context(self._path.open("a", buffering=1))
+            opened = self._path.open("a", buffering=1)
+            self._restore.callback(_close, opened)
             when = time.strftime("%Y-%m-%d %H:%M:%S")
             print(
                 f"---- {when}, process {os.getpid()} on {socket.gethostname()}:"
                 f" {shlex.join(sys.argv)}",
-                file=file,
+                file=opened,
             )
+            file = cast(TextIO, LogFile(opened, self._path))
             self._add_logging(file)
             self._divert(file)
         return self
@@ -84,6 +87,11 @@ class RankLog:
         terminal.set_errors(both(errors, file))
 
 
+def _close(file: TextIO) -> None:
+    with suppress(OSError):  # a full disk
+        file.close()
+
+
 def _set_streams(output: TextIO, errors: TextIO) -> None:
     sys.stdout, sys.stderr = output, errors
 
@@ -91,6 +99,35 @@ def _set_streams(output: TextIO, errors: TextIO) -> None:
 def both(stream: TextIO, file: TextIO) -> TextIO:
     """Return a stream that writes to both; streams of `io` have no base class in `typing`."""
     return cast(TextIO, Both(stream, file))
+
+
+class LogFile(io.TextIOBase):
+    """A file without which a run goes on; that it cannot be written is said once.
+
+    Args:
+        file: is written to.
+        path: of the file, for the message.
+    """
+
+    def __init__(self, file: TextIO, path: Path):
+        super().__init__()
+        self._file, self._path = file, path
+        self._decorations = Decorations(terminal.complain)
+
+    def write(self, text: str) -> int:
+        """Write to the file if that is possible."""
+        with self._decorations.guard(str(self._path)):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush the file if that is possible."""
+        with self._decorations.guard(str(self._path)):
+            self._file.flush()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file."""
+        return self._file.fileno()
 
 
 class Both(io.TextIOBase):

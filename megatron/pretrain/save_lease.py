@@ -293,7 +293,10 @@ class SaveLease:
         self._written = begin
 
     def _object(self) -> LeasedStore:
-        return LeasedStore(self._url, self._staged)
+        try:
+            return LeasedStore(self._url, self._staged)
+        except ValueError as error:  # a file system that connects when it is made
+            raise OSError(str(error)) from error
 
 
 def _patience() -> float:

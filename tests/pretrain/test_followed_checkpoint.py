@@ -28,12 +28,14 @@ from megatron.pretrain.followed_checkpoint import (
         ("40", "4", True),
         (None, "2", False),
         ("4", None, False),
+        ("4", "8", False),  # a later one, which is damaged
+        ("", "release", True),
     ],
 )
 def test_only_another_name_gives_a_branch_up(
     followed: str | None, tracked: str | None, expected: bool
 ) -> None:
-    assert is_given_up(followed, tracked) is expected
+    assert is_given_up(6, followed, tracked) is expected
 
 
 def test_what_is_being_written_may_be_named_soon(tmp_path: Path) -> None:

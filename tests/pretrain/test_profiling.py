@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """--profile writes traces of the steps that are asked for, and changes no number."""
 
+import contextlib
 import csv
+import errno
+import io
 import json
 import os
 from collections import Counter
 from pathlib import Path
+from unittest.mock import patch
 
+import pytest
+
+from megatron.fsdp import trace
 from tests.pretrain.saved_runs import FSDP
 from tests.pretrain.training_runs import SMALL, Record, refuse, train
 from tests.rank_pool import run_ranks
 
 LINE = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params --exit-interval 4"
+RANKS = "--profile-ranks 0 1"
 
 
 def train_in(folder: Path, *command_lines: str) -> list[Record]:
@@ -46,6 +54,26 @@ def test_the_steps_between_start_and_end_are_recorded(tmp_path: Path) -> None:
     assert len(reductions) > 2
     assert set(reductions.values()) == {4}  # two steps of two microbatches
     assert {row["microbatch"] for row in rows if row["track"] == "reduce"} == {"0", "1"}
+
+
+def train_and_complain(folder: Path, command_line: str) -> tuple[int, str]:
+    """Train where traces cannot be written; return the last iteration and what was complained."""
+    errors = io.StringIO()
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with contextlib.redirect_stderr(errors), patch.object(trace, "write_trace", side_effect=full):
+        (record,) = train_in(folder, command_line)
+    return record.iteration, errors.getvalue()
+
+
+@pytest.mark.parametrize("end", [3, 9], ids=["in_mid_run", "at_its_end"])
+def test_a_full_disk_loses_the_profile_and_not_the_last_checkpoint(
+    tmp_path: Path, end: int
+) -> None:
+    line = f"{LINE} --save {tmp_path}/run --profile --profile-step-start 1 --profile-step-end {end}"
+    for iteration, complaint in run_ranks(2, train_and_complain, tmp_path, f"{line} {RANKS}"):
+        assert iteration == 4
+        assert complaint.count("cannot be written, training goes on without: [Errno 28]") == 1
+    assert (tmp_path / "run" / "iter_0000004" / ".metadata").is_file()
 
 
 def test_a_profile_that_cannot_be_written_ends_the_run_before_it_starts(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ import contextlib
 import io
 import logging
 import os
+import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import patch
 
@@ -68,3 +70,37 @@ def test_a_log_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     (code, _, errors), _ = run_ranks(2, run_main, f"{LINE} --log-dir {tmp_path}/taken")
     assert code == 2 and f"--log-dir {tmp_path}/taken: {tmp_path}/taken is a file" in errors
+
+
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def speak_on_a_full_disk(folder: str) -> tuple[str, str]:
+    """Job: print and log twice where the log cannot grow; return what the terminal got."""
+    output, errors = io.StringIO(), io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        RankLog(folder),
+        full_disk(),
+    ):
+        for _ in range(2):
+            print("a line")
+            logging.getLogger("library").warning("a warning")
+        terminal.complain("an error of the run")
+    return output.getvalue(), errors.getvalue()
+
+
+def test_a_full_disk_below_the_log_is_said_once_and_ends_nothing(tmp_path: Path) -> None:
+    (first,) = run_ranks(1, speak_on_a_full_disk, str(tmp_path))
+    assert first[0] == "a line\n" * 2 and first[1].count("an error of the run\n") == 1
+    told = f"{tmp_path}/rank0.log cannot be written, training goes on without: "
+    assert first[1].count(told) == 1

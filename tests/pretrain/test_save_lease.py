@@ -141,6 +141,21 @@ def test_a_store_that_is_out_of_reach_for_a_moment_is_a_warning(root: Path, leas
     assert len(lines) == 1 and not lease.exists()
 
 
+def test_a_file_system_that_cannot_be_made_for_a_moment_is_a_warning(
+    root: Path, lease: Path
+) -> None:
+    """Those that connect when they are made are made anew in every thread."""
+    lines: list[str] = []
+    with clock(FAST), leased(root, lines.append):
+        refused = ValueError("sftp://host/runs: Connection refused")
+        with patch.object(save_lease, "LeasedStore", side_effect=refused) as make:
+            wait_until(lambda: make.call_count > 2)
+        assert ["Connection refused" in line for line in lines] == [True]
+        counter = content(lease)["counter"]
+        wait_until(lambda: content(lease)["counter"] > counter)
+    assert not lease.exists()
+
+
 @pytest.mark.parametrize("rest", [None, b"", b"[1"], ids=["removed", "empty", "torn"])
 def test_a_lease_that_is_damaged_is_written_anew(
     rest: bytes | None, root: Path, lease: Path
