@@ -36,9 +36,6 @@ _NEW = ".new_"
 _REPLACING = ".replace_"
 """Prefix of the marker of an exchange that has begun: it lists the files of the new checkpoint."""
 
-_WRITABLE = ".writable_"
-"""Prefix of files that are written and removed to see whether that is possible."""
-
 LEASE = ".save_lease"
 """Name of the object by which a run keeps others out; readers do not see it."""
 
@@ -212,12 +209,11 @@ class Store(StoreReader):
         Raises:
             ValueError: if that fails.
         """
-        name = f"{_WRITABLE}{socket.gethostname()}_{os.getpid()}"
+        name = f"{_NEW}file_{socket.gethostname()}_{os.getpid()}"  # :meth:`tidy` knows it
         try:
             with errors_of(self.url):
                 self._write(name, b"")
-                with suppress(FileNotFoundError):  # another run has tidied up at this moment
-                    self._system.rm_file(self._remote(name))
+                self._remove(name)
         except OSError as error:
             raise ValueError(f"{error}; it cannot be written to") from error
 
@@ -346,9 +342,6 @@ class Store(StoreReader):
                 self._exchange(_below(path, self._root).removeprefix(_REPLACING))
             for path in self._system.glob(f"{self._root}/{_NEW}*"):
                 self._remove(_below(path, self._root))
-            for path in self._system.glob(f"{self._root}/{_WRITABLE}*"):
-                with suppress(FileNotFoundError):  # of a start at this moment
-                    self._system.rm_file(path)
             if begun:
                 self.refresh()
 

@@ -186,17 +186,11 @@ class GroupGradients:
             self._collective = next(self._reduction, None)
 
     def advance_reduce(self) -> bool:
-        """Wait for the collective under way and start the next; return False if there is none.
-
-        A reduction that has failed is over: it raises its error once.
-        """
+        """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
             with named(self._unit_name, "wait for reduce"):
-                try:
-                    self._collective.wait()
-                except Exception:
-                    self._collective = None
-                    raise
+                collective, self._collective = self._collective, None
+                collective.wait()  # a reduction that fails is over, and raises its error once
                 self._collective = next(self._reduction, None)
         return self._collective is not None
 

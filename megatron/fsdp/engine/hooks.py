@@ -75,7 +75,7 @@ class UnitHooks:
 
         def arrived(parameter: nn.Parameter) -> None:
             self._enter_backward()
-            unit.add_grad(parameter)
+            self._schedule.grad_arrived(unit, parameter)
 
         for group in unit.trainable_groups:
             for parameter in group.parameters:
@@ -234,8 +234,6 @@ class UnitHooks:
             call.unit.begin_backward(call)
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None
-            if call.awaited_inputs <= 0 or call.has_leaf_inputs:
-                _queue_callback(lambda: self._schedule.pass_ended(call))
             if call.unit.groups:
                 recorder.begin_backward(call.unit.shown_name)
             self._unshard(call)

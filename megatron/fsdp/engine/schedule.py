@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 
 import torch
+from torch import nn
 
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.microbatches import Microbatches
@@ -19,7 +20,6 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
-from megatron.fsdp.engine.states import BackwardState, CallState
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
@@ -154,31 +154,20 @@ class Schedule:
         queue_callback(self._finish_backward)
         return True
 
+    def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""
+        unit.add_grad(parameter)
+        if _is_complete(unit, self.reduces_late) and not unit.awaits_inputs:
+            self._finish_unit(unit)
+
     def inputs_arrived(self, call: UnitCall) -> None:
-        """Note that the gradients of a call's inputs are complete.
-
-        Not of leaf inputs, whose gradients may come before those of the unit's parameters.
-        """
-        if call.has_leaf_inputs and call.unit.trained_groups:
-            call.change_state(CallState.AWAITING_END_OF_PASS)
-        else:
-            self._end_backward(call)
-
-    def pass_ended(self, call: UnitCall) -> None:
-        """Note the end of the pass in which the backward of ``call`` began.
-
-        It may be a pass inside another one (recomputation). A unit whose inputs do not tell when
-        its backward is over is finished here, and not when all of its parameters have gradients: on
-        another rank some may get none, and units must be reduced in the same order everywhere.
-        """
-        is_pending = call.state is CallState.AWAITING_END_OF_PASS
-        if is_pending and call.unit.state is not BackwardState.RECOMPUTED:
-            self._end_backward(call)
-
-    def _end_backward(self, call: UnitCall) -> None:
-        call.unit.end_backward(call)
-        if not call.unit.has_calls_in_backward:
-            self._finish_unit(call.unit)
+        """Note that the gradients of a call's inputs are complete."""
+        unit = call.unit
+        unit.end_backward(call)
+        if unit.awaits_inputs:
+            return
+        if _is_complete(unit, self.reduces_late) or not unit.has_calls_in_backward:
+            self._finish_unit(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
@@ -244,3 +233,9 @@ class Schedule:
     def wait_for_reductions(self) -> None:
         """Wait until the results of all reductions that have started are in the gradient shards."""
         self._reductions.wait()
+
+
+def _is_complete(unit: Unit, reduces_late: bool) -> bool:
+    # Where the loss may reach other parameters on other ranks, counting them would finish units in
+    # another order there.
+    return unit.has_all_grads and not reduces_late

@@ -54,7 +54,7 @@ class BackwardState(EngineState):
     IDLE = auto()
     """No gradient of this pass has reached the unit, or its part of the pass is over."""
     RUNNING = auto()
-    """A call is in backward, or gradients arrive."""
+    """A call is in backward, or gradients arrive; the unit is done when every parameter has one."""
     RECOMPUTED = auto()
     """Another pass than the one in which the unit came into use has produced gradients for it: the
     nested backward of activation recomputation, a backward inside a forward, or one of several over
@@ -69,8 +69,9 @@ class CallState(EngineState):
     AWAITING_INPUTS = auto()
     """Its backward has begun; the gradients of its inputs, or the backward of a call that came
     before it, will tell when it is over."""
-    AWAITING_END_OF_PASS = auto()
-    """Its backward has begun, and no gradients of inputs will tell when it is over."""
+    AWAITING_PARAMETERS = auto()
+    """Its backward has begun, and no gradients of inputs are outstanding: the gradients of the
+    unit's parameters, or the end of the pass, will tell when it is over."""
 
 
 _State = TypeVar("_State", WeightState, BackwardState, CallState)
@@ -84,9 +85,9 @@ _ALLOWED: dict[EngineState, tuple[EngineState, ...]] = {
     BackwardState.IDLE: (BackwardState.RUNNING, BackwardState.RECOMPUTED),
     BackwardState.RUNNING: (BackwardState.RECOMPUTED, BackwardState.IDLE),
     BackwardState.RECOMPUTED: (BackwardState.IDLE,),
-    CallState.FORWARD: (CallState.AWAITING_INPUTS, CallState.AWAITING_END_OF_PASS),
-    CallState.AWAITING_INPUTS: (CallState.AWAITING_END_OF_PASS, CallState.FORWARD),
-    CallState.AWAITING_END_OF_PASS: (CallState.FORWARD,),
+    CallState.FORWARD: (CallState.AWAITING_INPUTS, CallState.AWAITING_PARAMETERS),
+    CallState.AWAITING_INPUTS: (CallState.AWAITING_PARAMETERS, CallState.FORWARD),
+    CallState.AWAITING_PARAMETERS: (CallState.FORWARD,),
 }
 """The states that may follow each state, other than itself."""
 

@@ -199,15 +199,18 @@ class Unit:
         if call.awaited_inputs > 0:
             call.change_state(CallState.AWAITING_INPUTS)
         else:
-            call.change_state(CallState.AWAITING_END_OF_PASS)
+            call.change_state(CallState.AWAITING_PARAMETERS)
         self._calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
 
     def end_backward(self, call: UnitCall) -> None:
-        """Note that the backward of ``call`` is over."""
-        call.change_state(CallState.FORWARD)
-        self._calls_in_backward.remove(call)
+        """Note that the gradients of the inputs of ``call`` are complete."""
+        if call.has_leaf_inputs and self._num_trained:
+            call.change_state(CallState.AWAITING_PARAMETERS)
+        else:
+            call.change_state(CallState.FORWARD)
+            self._calls_in_backward.remove(call)
 
     def add_grad(self, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter."""
@@ -243,6 +246,11 @@ class Unit:
     def has_calls_in_backward(self) -> bool:
         """True if the backward of some call has begun and is not known to be over."""
         return bool(self._calls_in_backward)
+
+    @property
+    def awaits_inputs(self) -> bool:
+        """True if gradients of some call's inputs are outstanding."""
+        return any(call.state is CallState.AWAITING_INPUTS for call in self._calls_in_backward)
 
     @property
     def is_in_backward(self) -> bool:

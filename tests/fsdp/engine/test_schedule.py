@@ -391,7 +391,9 @@ def use_both_heads_on_one_rank(model: nn.Module, step: int, rank: int) -> None:
 
 
 def train_two_heads(level: int) -> None:
-    train_side_by_side(build_two_heads, use_both_heads_on_one_rank, level)
+    train_side_by_side(
+        build_two_heads, use_both_heads_on_one_rank, level, find_unused_parameters=True
+    )
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
