@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.fsdp.engine.recorder import REDUCE
+from megatron.fsdp.engine.recorder import GATHER, REDUCE
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.models import WIDTH, TanhLayer
 from tests.fsdp.recorded_steps import record_step
@@ -142,6 +142,43 @@ def test_layers_called_twice_have_fewer_collectives_than_in_fsdp2(
     gathers = 2 * NUM_LAYERS if in_a_row else 4 * NUM_LAYERS
     assert ours == 1 + gathers - 1 + 1 + NUM_LAYERS
     assert ours < theirs
+
+
+def gathers_with_a_window_of(num_layers: int) -> tuple[int, int]:
+    """Return the all-gathers of a step, and the most layers that are unsharded at once."""
+    module = LanguageModel()
+    layer_bytes = sum(parameter.nbytes for parameter in module.layers[0].parameters())
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        shard_mesh(),
+        fsdp_unit_modules=[TanhLayer],
+        suggested_communication_unit_size=int((num_layers + 0.5) * layer_bytes),  # with padding
+    )
+    most = 0
+
+    def count(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(group.compute.is_allocated for group in model.groups[1:]))
+
+    for layer in module.layers:
+        layer.register_forward_pre_hook(count)
+        layer.register_full_backward_pre_hook(count)
+    step = step_of(model, optimizer, 1)
+    for _ in range(2):
+        step()
+    with trace.record() as recorder:
+        step()
+    return sum(entry.track == GATHER for entry in recorder.collectives), most
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3])
+def test_all_layers_in_the_window_stay_unsharded_for_backward(
+    ranks: Ranks, num_layers: int
+) -> None:
+    """Next to the one that computes, so many are unsharded at most."""
+    gathers = 1 + 2 * NUM_LAYERS - num_layers
+    assert ranks(2, gathers_with_a_window_of, num_layers) == [(gathers, 1 + num_layers)] * 2
 
 
 class CrossLayer(nn.Module):

@@ -119,16 +119,15 @@ class Prefetcher:
         which backward begins, and for the units that would be prefetched then. They count as
         prefetched, so nothing more than the window is unsharded.
         """
-        is_first_in_backward = (
-            unit in self._last_in_forward
-            and len(self._order) > self._first_kept
-            and torch.is_grad_enabled()
-            and not in_backward()
-        )
-        is_kept = is_first_in_backward or unit in self._upcoming
+        is_kept = unit in self._upcoming or unit in self._kept_for_backward()
         if is_kept:
             self._prefetched.add(unit)
         return is_kept
+
+    def _kept_for_backward(self) -> list[Unit]:
+        """Return the units that stay unsharded from now on: the last ones of a forward."""
+        is_end_of_forward = len(self._order) > self._first_kept and not in_backward()
+        return self._last_in_forward if is_end_of_forward and torch.is_grad_enabled() else []
 
     def reached(self, unit: Unit) -> None:
         """Record that a call of ``unit`` begins, and prefetch the units that follow it."""
@@ -169,7 +168,8 @@ class Prefetcher:
         if not self._is_enabled:
             return
         self._upcoming = self._window()
-        self._reshard_prefetched(self._prefetched.difference(self._upcoming))
+        wanted = [*self._upcoming, *self._kept_for_backward()]
+        self._reshard_prefetched(self._prefetched.difference(wanted))
         for unit in self._upcoming:
             if not unit.users and not unit.is_blocked:
                 unit.unshard()
