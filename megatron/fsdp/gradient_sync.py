@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
-from operator import attrgetter, is_not
+from operator import attrgetter, is_, is_not
 from sys import getrefcount
 
 import torch
@@ -351,8 +351,15 @@ class GradientSync:
         for handover in self._handovers:
             handover.group.gradients.scale(factor)
 
-    def clear(self) -> None:
-        """Drop all gradients: accumulated, reduced, and attached."""
+    def clear(self, only_hidden: bool = False) -> None:
+        """Drop all gradients: accumulated, reduced, and attached.
+
+        Args:
+            only_hidden: drop final gradients alone, of groups whose parameters show none.
+        """
+        if only_hidden:
+            self._clear_hidden()
+            return
         self._family.assign([])
         for handover in self._handovers:
             handover.group.gradients.clear()
@@ -365,6 +372,18 @@ class GradientSync:
         self._is_final = True
 
     # ---- internals
+
+    def _clear_hidden(self) -> None:
+        """Drop the final gradients of groups whose parameters show none any more."""
+        for handover in self._handovers if self._is_attached else ():
+            if all(map(is_, handover.shown(), repeat(None))):
+                handover.group.gradients.forget_reduced()
+                handover.detach()
+                handover.forget(self._num_passes)
+        self._family.assign(chain.from_iterable([each.attached for each in self._handovers]))
+        for handover in self._handovers:
+            if not handover.attached:
+                handover.free()
 
     def _forget_use(self) -> None:
         if self._groups_of_use is not None:

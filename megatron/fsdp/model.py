@@ -197,9 +197,7 @@ class MegatronFSDP(ClientMembers):
             GradientError: for a NaN or Inf gradient, if they are reported.
         """
         if force_all_reduce and self.strategy.shards_optimizer:
-            raise NotImplementedError(
-                "force_all_reduce: gradients are reduced to the rank that owns them"
-            )
+            raise NotImplementedError("force_all_reduce: gradients are reduced to their owners")
         self._gradients.finish()
 
     def attach_grad_to_optimizer_state(self) -> None:
@@ -216,9 +214,13 @@ class MegatronFSDP(ClientMembers):
         """Multiply every gradient, reduced or not yet, by ``factor``, a number or a 0-d tensor."""
         self._gradients.scale(factor)
 
-    def zero_grad_buffer(self) -> None:
-        """Drop all gradients: accumulated, reduced, and those on parameters."""
-        self._gradients.clear()
+    def zero_grad_buffer(self, only_hidden: bool = False) -> None:
+        """Drop all gradients: accumulated, reduced, and those on parameters.
+
+        Args:
+            only_hidden: drop final gradients that no parameter of a group shows any more.
+        """
+        self._gradients.clear(only_hidden)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, like :meth:`zero_grad_buffer`.

@@ -112,6 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for model in shared:
                 self._clear_own_shards(model)
             super().zero_grad(set_to_none)
+            for model in shared:
+                model.zero_grad_buffer(only_hidden=True)
         for model in self._fsdp_whole_models:
             model.zero_grad_buffer()
             if not set_to_none:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MixedPrecisionPolicy, flat_segments, fully_shard
+from megatron.fsdp import MixedPrecisionPolicy, flat_segments, fully_shard, fully_shard_optimizer
 from tests.fsdp.meshes import shard_mesh
 from tests.fsdp.optimizers import OPTIMIZERS, two_groups
 from tests.fsdp.reference import Ranks
@@ -296,6 +296,31 @@ def watch_storage(kept: str) -> list[int]:
     assert all(stored_gradients(model))
     del users_own
     return stored
+
+
+def watch_storage_of_two_optimizers() -> list[list[int]]:
+    """Return the bytes of gradient shards after each of two optimizers has cleared its own."""
+    model, _ = shard_layers(2)
+    parameters = list(model.parameters())
+    first, second = (
+        fully_shard_optimizer(torch.optim.SGD(part)) for part in (parameters[::2], parameters[1::2])
+    )
+    stored = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        expected = [parameter.grad._local_tensor.clone() for parameter in parameters]
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            stored.append(stored_gradients(model))
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, gradient in zip(parameters, expected):
+        assert torch.equal(parameter.grad._local_tensor, gradient)
+    return stored
+
+
+def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs(ranks: Ranks) -> None:
+    for stored in ranks(2, watch_storage_of_two_optimizers):
+        assert [any(sizes) for sizes in stored] == [True, False] * 2
 
 
 @pytest.mark.parametrize("kept", KEPT)

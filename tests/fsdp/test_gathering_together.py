@@ -25,12 +25,8 @@ from tests.fsdp.meshes import Meshes, shard_mesh
 from tests.fsdp.models import WIDTH
 from tests.fsdp.reference import LEVELS, Ranks
 from tests.fsdp.side_by_side import plain_backward, shard, train_side_by_side
-from tests.fsdp.test_collectives_per_step import (
-    NUM_LAYERS,
-    ExpertBlock,
-    LanguageModel,
-    both_counts,
-)
+from tests.fsdp.test_collectives_of_axes import ExpertBlock
+from tests.fsdp.test_collectives_per_step import NUM_LAYERS, LanguageModel, both_counts
 
 
 class AdaptedLayer(nn.Module):
