@@ -143,7 +143,7 @@ def fully_shard_model(
             whose addresses never change. The first step finds out what is needed at the same time;
             ``model.memory_slots`` tells the bytes of the slots.
         fsdp_db_use_persist_buf_on_alloc_fail: if slots cannot be allocated, train with separate
-            storage for each buffer; otherwise that is an error.
+            storage for each buffer; otherwise, and in ``cuda_graph_mode``, that is an error.
         disable_symmetric_registration: register memory with NCCL locally, not as symmetric windows.
         enable_fine_grained_param_gather: make each module that owns parameters a unit by itself,
             inside named units too.

@@ -178,11 +178,13 @@ class MemorySlots:
         except RuntimeError as error:  # torch raises it on CPU, and a subclass of it on CUDA
             reason = str(error).strip().splitlines()[0]
             problem = f"the memory slots of {self._contents} cannot be allocated: {self._told()}"
+            remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
+            if self._policy.holds_addresses:  # storage of their own is freed and allocated again
+                return f"{remedy}; cuda_graph_mode needs the fixed addresses of slots"
             if not self._policy.allows_own_storage:
                 return (
-                    f"{problem} ({reason}). Shard over more ranks or into smaller units;"
-                    " fsdp_db_use_persist_buf_on_alloc_fail=True trains with separate storage for"
-                    " the buffers that have no slot"
+                    f"{remedy}; fsdp_db_use_persist_buf_on_alloc_fail=True trains with separate"
+                    " storage for the buffers that have no slot"
                 )
             _logger.warning("%s (%s); their buffers have separate storage", problem, reason)
             return None

@@ -133,7 +133,8 @@ class SlotPolicy:
     Args:
         equal_sizes: give every slot the size of the largest buffer.
         allows_own_storage: train without the memory of slots if it cannot be allocated.
-        holds_addresses: a buffer that has a slot never leaves it; that would be an error.
+        holds_addresses: a buffer that has a slot never leaves it; that would be an error. So is
+            memory that runs out, whatever ``allows_own_storage`` says.
         registers: register the slots with NCCL.
         is_symmetric: register them as symmetric windows, otherwise locally.
     """

@@ -163,6 +163,14 @@ def test_slots_that_do_not_fit_in_memory_are_told_with_their_bytes() -> None:
     )
 
 
+def test_slots_whose_addresses_are_held_must_fit() -> None:
+    policy = SlotPolicy(allows_own_storage=True, holds_addresses=True)
+    slots = MemorySlots("weights", False, policy, fail)
+    use(slots, PlainBuffer("one", 1000))
+    problem = slots.assign()
+    assert problem is not None and "cuda_graph_mode needs the fixed addresses" in problem
+
+
 def test_slots_that_do_not_fit_may_leave_buffers_their_own_storage() -> None:
     buffers = PlainBuffer("left", 1000), PlainBuffer("right", 500)
     slots = MemorySlots("weights", False, SlotPolicy(allows_own_storage=True), fail)
