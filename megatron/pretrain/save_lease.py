@@ -227,7 +227,12 @@ class SaveLease:
                 )
             time.sleep(RENEWAL_SECONDS / _LOOKS_PER_RENEWAL)
             is_stale = time.monotonic() - begin > _patience()
-            latest = self._object().read_lease()
+            try:
+                latest = self._object().read_lease()
+            except OSError:
+                if is_stale:  # the last look must succeed
+                    raise
+                continue
             if latest is not None and latest != found:
                 # In a store that overwrites in place it may be read while it is written.
                 raise in_use(

@@ -257,6 +257,21 @@ def test_a_lease_that_nobody_renews_is_taken_after_three_renewals(
     assert told in line and "has a lease" in line
 
 
+def test_a_look_at_a_stale_lease_may_fail_but_not_the_last_one(root: Path, lease: Path) -> None:
+    lease.write_bytes(foreign().to_bytes())
+    looks: list[bytes | None | OSError] = [lease.read_bytes(), OSError("no route"), None]
+    with clock(FAST), patch.object(LeasedStore, "read_lease", side_effect=looks) as read:
+        save_lease.SaveLease(f"local://{lease.parent}", root, print)._wait_for_its_end()
+    assert read.call_count == 3
+    looks = [lease.read_bytes(), *[OSError("no route")] * 1000]
+    with (
+        clock(FAST),
+        patch.object(LeasedStore, "read_lease", side_effect=looks),
+        pytest.raises(OSError, match="no route"),
+    ):
+        save_lease.SaveLease(f"local://{lease.parent}", root, print)._wait_for_its_end()
+
+
 def test_a_run_on_another_host_that_renews_its_lease_is_left_alone(root: Path, lease: Path) -> None:
     other = foreign()
     message = r"in use by process .* on elsewhere, started 2.*, job 7: two runs at one URL"
