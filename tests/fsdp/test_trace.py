@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from megatron.fsdp import trace
 from megatron.fsdp.divergence import PublishedCollective, first_difference
 from megatron.fsdp.engine import recorder
-from megatron.fsdp.engine.recorder import CollectiveError, Recorder
+from megatron.fsdp.engine.recorder import STORAGE, CollectiveError, Recorder
 from megatron.fsdp.trace_files import COLUMNS, Lanes
 from tests.fsdp.models import BATCH, WIDTH
 from tests.fsdp.recorded_steps import build_recorded, record_step, train_step
@@ -123,6 +123,29 @@ def test_a_recorder_keeps_as_many_entries_as_it_is_asked_to() -> None:
         recorder.stop()
     assert [entry.name for entry in kept.entries] == ["allocate", "work", "allocate"]
     assert {entry.unit for entry in kept.entries} == {"unit"}
+
+
+def storage_with_slots() -> tuple[dict[str, list[int]], list[list[tuple[str, int]]]]:
+    """Return the slots of a model, and what two steps allocate and release."""
+    model, optimizer = build_recorded(3, fsdp_double_buffer=True)
+    steps = []
+    for _ in range(2):
+        with trace.record() as own:
+            train_step(model, optimizer)
+        entries = [entry for entry in own.entries if entry.track == STORAGE]
+        steps.append([(entry.name, entry.num_bytes) for entry in entries])
+    return model.memory_slots, steps
+
+
+def test_memory_slots_are_allocated_once(ranks: Ranks) -> None:
+    """After the first step; then gradient shards alone are allocated and released."""
+    for slots, (first, second) in ranks(2, storage_with_slots):
+        assert set(slots["weights"]) & {size for name, size in first if name == "release"}
+        for size in {*slots["weights"], *slots["gradients"]}:
+            allocated, released = (first.count((name, size)) for name in ("allocate", "release"))
+            assert allocated >= released + 1
+        assert [name for name, _ in second] == ["allocate"] * 4 + ["release"] * 4
+        assert sum(size for _, size in second[:4]) == sum(size for _, size in second[4:])
 
 
 def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:

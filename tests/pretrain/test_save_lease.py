@@ -259,7 +259,7 @@ def test_a_lease_that_nobody_renews_is_taken_after_three_renewals(
 
 def test_a_look_at_a_stale_lease_may_fail_but_not_the_last_one(root: Path, lease: Path) -> None:
     lease.write_bytes(foreign().to_bytes())
-    looks: list[bytes | None | OSError] = [lease.read_bytes(), OSError("no route"), None]
+    looks: list[bytes | OSError | None] = [lease.read_bytes(), OSError("no route"), None]
     with clock(FAST), patch.object(LeasedStore, "read_lease", side_effect=looks) as read:
         save_lease.SaveLease(f"local://{lease.parent}", root, print)._wait_for_its_end()
     assert read.call_count == 3

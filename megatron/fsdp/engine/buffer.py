@@ -63,16 +63,16 @@ class FlatBuffer:
                 self._slots.occupy(self)
             if self._has_own_storage:
                 memory.allocate(self.flat)
+                recorder.storage("allocate", self.flat)
             self.is_allocated = True
-            recorder.storage("allocate", self.flat)
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self.is_allocated:
             if self._has_own_storage:
                 memory.free(self.flat)
+                recorder.storage("release", self.flat)
             self.is_allocated = False
-            recorder.storage("release", self.flat)
             if self._slots is not None:
                 self._slots.vacate(self)
 

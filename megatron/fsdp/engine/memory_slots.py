@@ -24,6 +24,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.policy import SlotPolicy
 
 _logger = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ class MemorySlots:
             return None
         for slot, tensor in zip(slots, memory, strict=True):
             slot.memory = tensor
+            recorder.storage("allocate", tensor)
         return None
 
     def _told(self) -> str:
