@@ -67,7 +67,7 @@ def draw_case(random: Random, world_size: int) -> Case:
         model = draw_model(random, num_experts=random.choice([2, 4]) if mesh == "ep2" else 4)
     else:
         model = draw_model(random) if random.random() < 0.7 else random.choice(sorted(MODELS))
-    return Case(
+    case = Case(
         model=model,
         mesh=mesh,
         sync=sync,
@@ -82,6 +82,9 @@ def draw_case(random: Random, world_size: int) -> Case:
         dtype=dtype,
         settings=settings,
     )
+    if random.random() < 0.4:  # a window in bytes, in place of one unit
+        settings["suggested_communication_unit_size"] = random.choice((1, 1000, 4000, 20000))
+    return case
 
 
 def draw_mesh(random: Random, world_size: int) -> str:
