@@ -351,15 +351,8 @@ class GradientSync:
         for handover in self._handovers:
             handover.group.gradients.scale(factor)
 
-    def clear(self, only_hidden: bool = False) -> None:
-        """Drop all gradients: accumulated, reduced, and attached.
-
-        Args:
-            only_hidden: drop final gradients alone, of groups whose parameters show none.
-        """
-        if only_hidden:
-            self._clear_hidden()
-            return
+    def clear(self) -> None:
+        """Drop all gradients: accumulated, reduced, and attached."""
         self._family.assign([])
         for handover in self._handovers:
             handover.group.gradients.clear()
@@ -371,9 +364,7 @@ class GradientSync:
         self._is_attached = False
         self._is_final = True
 
-    # ---- internals
-
-    def _clear_hidden(self) -> None:
+    def clear_hidden(self) -> None:
         """Drop the final gradients of groups whose parameters show none any more."""
         for handover in self._handovers if self._is_attached else ():
             if all(map(is_, handover.shown(), repeat(None))):
@@ -384,6 +375,8 @@ class GradientSync:
         for handover in self._handovers:
             if not handover.attached:
                 handover.free()
+
+    # ---- internals
 
     def _forget_use(self) -> None:
         if self._groups_of_use is not None:

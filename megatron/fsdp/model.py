@@ -215,12 +215,11 @@ class MegatronFSDP(ClientMembers):
         self._gradients.scale(factor)
 
     def zero_grad_buffer(self, only_hidden: bool = False) -> None:
-        """Drop all gradients: accumulated, reduced, and those on parameters.
-
-        Args:
-            only_hidden: drop final gradients that no parameter of a group shows any more.
-        """
-        self._gradients.clear(only_hidden)
+        """Drop all gradients, or only the final ones of groups whose parameters show none."""
+        if only_hidden:
+            self._gradients.clear_hidden()
+        else:
+            self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, like :meth:`zero_grad_buffer`.

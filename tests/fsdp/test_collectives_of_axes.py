@@ -36,23 +36,14 @@ def test_one_rank_has_no_collectives(ranks: Ranks, level: int, outer: int, mesh:
     assert collectives(ranks(1, record_step, level, mesh, 2, **settings)[0]) == []
 
 
-OUTER_ORDER = {
-    0: """
-        backward all_reduce blocks.2 blocks.1 blocks.0 root
-    """,
-    1: """
-        forward all_gather root blocks.0 blocks.1 blocks.2
-        backward reduce_scatter blocks.2 blocks.1 blocks.0 root
-    """,
-}
-"""With one inner rank and two outer ranks, by the strategy of the outer axis, at every level."""
-
-
 @pytest.mark.parametrize("level, outer", STRATEGIES)
 def test_an_inner_axis_of_one_rank_costs_nothing(ranks: Ranks, level: int, outer: int) -> None:
-    """The outer axis is reduced at the last microbatch alone."""
+    """The outer axis is reduced at the last microbatch alone.
+
+    Its strategy alone counts: without shards it is level 0, with sharded optimizer state level 1.
+    """
     entries = ranks(2, record_step, level, "outer2", 3, outer_dp_sharding_strategy=outer)[0]
-    assert order_of(entries) == [line.strip() for line in OUTER_ORDER[outer].strip().splitlines()]
+    assert order_of(entries) == [line.strip() for line in ORDER[outer].strip().splitlines()]
     assert {each.microbatch for each in collectives(entries) if each.track == REDUCE} == {2}
 
 
