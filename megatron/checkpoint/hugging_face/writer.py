@@ -24,6 +24,7 @@ from megatron.checkpoint.hugging_face.model_directory import (
     INDEX,
     SINGLE_FILE,
     read_json,
+    read_tensors,
     refuse,
     write_json,
 )
@@ -45,11 +46,11 @@ class HuggingFaceTarget:
         state: what to write: ``weights`` and ``buffers`` of a model, and ``args``, which describe
             it.
         family: ``model_type``; default: the template's, else the one that fits the arguments.
-        dtype: of weights; default: that in which the run computes, ``args.params_dtype``. Buffers
-            keep theirs.
+        dtype: of weights; default: that in which the run computes, ``args.params_dtype``, but for
+            weights that the template keeps in another dtype than its own. Buffers keep theirs.
         template: a directory whose config.json completes the new one, and whose tokenizer is
             copied. It has to be of the same family. Settings of the model are those of the
-            arguments.
+            arguments. It may be without tensors.
         shard_bytes: a file has one tensor, or at most so many bytes.
         vocab_size: rows of the embedding that are tokens; others are cut off. Default: the
             template's, else ``args.vocab_size``, else all rows.
@@ -85,8 +86,9 @@ class HuggingFaceTarget:
         args = _arguments_to_write(state.args, state.weights, base, vocab_size)
         self.family_name, config = _config_to_write(family or base.get("model_type"), args)
         self.family = FAMILIES[self.family_name]
+        kept = _dtypes_kept_by(template, base) if dtype is None else {}
         dtype = dtype or getattr(args, "params_dtype", None)
-        tensors = _their_tensors(self.family, args, state, dtype)
+        tensors = _their_tensors(self.family, args, state, dtype, kept)
         self.config = self._whole_config(base, config, dtype or tensors[min(tensors)].dtype)
         self.parts = [
             _part(name, shard, state.notes) for name, shard in _shards(tensors, shard_bytes).items()
@@ -217,10 +219,37 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
 # ---- tensors
 
 
+def _dtypes_kept_by(template: Path | None, base: Config) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that a template keeps in another one than its own.
+
+    Example: since transformers 5.24 the routers of DeepSeek-V3 are float32 in models of bfloat16.
+    """
+    if template is None:
+        return {}
+    own = base.get("dtype") or base.get("torch_dtype")
+    try:
+        tensors = read_tensors(template)
+    except ValueError:  # config and tokenizer are enough for a template
+        return {}
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return {name: dtype for name, dtype in dtypes.items() if own and str(dtype) != f"torch.{own}"}
+
+
 def _their_tensors(
-    family: Family, args: argparse.Namespace, state: TrainingState, dtype: torch.dtype | None
+    family: Family,
+    args: argparse.Namespace,
+    state: TrainingState,
+    dtype: torch.dtype | None,
+    kept: Mapping[str, torch.dtype],
 ) -> dict[str, LazyTensor]:
     """Return the tensors of the new model by name.
+
+    Args:
+        family: of the model.
+        args: arguments that describe the model.
+        state: has the weights and buffers.
+        dtype: of weights; None: their own.
+        kept: name -> dtype of weights that have another one.
 
     Raises:
         ValueError: with all tensors of the state that are missing, of another shape, or not in the
@@ -239,10 +268,10 @@ def _their_tensors(
     refuse("has other tensors than its arguments say", "the checkpoint", problems)
     found: dict[str, LazyTensor] = {}
     for pairing in pairings:
-        tensor = ours[pairing.ours]
-        if dtype is not None and not is_buffer(pairing.ours):
-            tensor = tensor.to(dtype)
-        found |= zip(pairing.theirs, pairing.rearrangement.split(tensor, args))
+        parts = pairing.rearrangement.split(ours[pairing.ours], args)
+        for name, tensor in zip(pairing.theirs, parts):
+            wanted = None if is_buffer(pairing.ours) else kept.get(name, dtype)
+            found[name] = tensor if wanted is None else tensor.to(wanted)
     return found
 
 

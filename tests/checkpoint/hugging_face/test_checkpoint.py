@@ -2,6 +2,7 @@
 """Directories of Hugging Face models: reading, writing, templates, and damage."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,27 @@ def test_weights_are_in_the_dtype_of_the_run_unless_another_is_asked_for(tmp_pat
         assert json.loads((directory / "config.json").read_text())["torch_dtype"] == str(
             dtype
         ).removeprefix("torch.")
+
+
+def test_weights_that_the_template_keeps_in_another_dtype_have_it(tmp_path: Path) -> None:
+    template = saved(random_state("llama"), tmp_path / "template", dtype=torch.bfloat16)
+    tensors = load_file(template / SINGLE_FILE)
+    norm = "model.norm.weight"
+    tensors[norm] = torch.rand(tensors[norm].shape)  # in float32
+    save_file(tensors, template / SINGLE_FILE)
+    state = read(template)
+    written = load_file(saved(state, tmp_path / "new", template=template) / SINGLE_FILE)
+    assert torch.equal(written[norm], tensors[norm])
+    others = {tensor.dtype for name, tensor in written.items() if name != norm}
+    assert others == {torch.bfloat16}
+    asked = saved(state, tmp_path / "asked", template=template, dtype=torch.float16)
+    assert {each.dtype for each in load_file(asked / SINGLE_FILE).values()} == {torch.float16}
+    without_tensors = tmp_path / "config"
+    without_tensors.mkdir()
+    shutil.copyfile(template / "config.json", without_tensors / "config.json")
+    new = saved(state, tmp_path / "newer", template=without_tensors)
+    written = load_file(new / SINGLE_FILE)
+    assert written[norm].dtype == torch.bfloat16
 
 
 def test_the_template_gives_tokenizer_and_other_settings_but_not_the_model(tmp_path: Path) -> None:
