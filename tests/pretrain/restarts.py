@@ -40,6 +40,7 @@ SETTINGS = [("c10d", 1), ("static", 1), ("c10d", 2), ("static", 2)]
 """Rendezvous, and number of agents."""
 
 STEP = re.compile(r"^iteration +(\d+)/.*?(lm loss: \S+) [\s\S]*?(grad norm: \S+)", re.MULTILINE)
+LOADED = re.compile(r"^loaded .*, iteration \d+", re.MULTILINE)
 PROGRAM = str(ROOT / "pretrain_gpt.py")
 LONGEST_SILENCE = 600
 """Seconds without news from a job after which it counts as one that does not come back."""
@@ -126,6 +127,10 @@ class RestartedJob:
             for log in self._logs:
                 self._steps += [step.groups() for step in STEP.finditer(log.read_text())]
         return self._steps
+
+    def num_loads(self) -> int:
+        """Return how many attempts have loaded a checkpoint."""
+        return sum(len(LOADED.findall(log.read_text())) for log in self._logs)
 
     def saves(self) -> set[int]:
         """Return the staging directories of saves, as inodes."""

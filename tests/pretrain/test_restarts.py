@@ -37,5 +37,5 @@ def test_a_killed_rank_is_started_again_and_no_loss_changes(
         assert not job.wait(lambda: False, 0.05), "it ends well"
     finally:
         job.stop()
-    assert len(job.steps()) > 15
+    assert job.num_loads() == 1
     assert [each["train"] for each in job.history()] == run_ranks(2, train, SHORT)[0][0].losses
