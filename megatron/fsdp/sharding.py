@@ -8,6 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.dtensor.gradient import NormGroup
@@ -164,9 +165,7 @@ class Sharder:
 
     def _norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of dense parameters: tensor-parallel slices, and copies."""
-        groups = [axes.inner.get_group()] if self._settings.strategy.shards_optimizer else []
-        if self._settings.outer_strategy.shards_optimizer and axes.outer is not None:
-            groups.append(axes.outer.get_group())
+        groups = self._data_groups() if self._settings.strategy.shards_optimizer else []
         tensor = [axes.tensor.get_group()] if axes.tensor is not None else []
         return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
 
@@ -176,14 +175,24 @@ class Sharder:
         Other ranks own other experts of the same name; the norm is over all of them.
         """
         dense = self._settings.mesh.dense
-        groups = [dense.inner.get_group()]
-        if self._settings.outer_strategy.shards_optimizer and dense.outer is not None:
-            groups.append(dense.outer.get_group())
+        groups = self._data_groups()
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
         copies = 1 if self._settings.strategy.shards_optimizer else axes.inner.size()
         tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
         return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), copies * tensor_copies)
+
+    def _data_groups(self) -> list[dist.ProcessGroup]:
+        """Return groups that reach all ranks with other shards of a dense parameter.
+
+        It is one group if the mesh can provide it, so that norms cost one collective.
+        """
+        dense = self._settings.mesh.dense
+        if not self._settings.outer_strategy.shards_optimizer or dense.outer is None:
+            return [dense.inner.get_group()]
+        if dense.data_group is not None:
+            return [dense.data_group]
+        return [dense.inner.get_group(), dense.outer.get_group()]
 
 
 def make_memory_slots(settings: ResolvedSettings) -> EngineSlots | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clipping by torch's function and by the one of this package."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,10 +17,10 @@ from tests.fsdp.models import TanhLayer
 from tests.fsdp.reference import Ranks
 
 
-def model_with_gradients() -> MegatronFSDP:
+def model_with_gradients(**settings: Any) -> MegatronFSDP:
     torch.manual_seed(0)
     layers = nn.Sequential(TanhLayer(), TanhLayer())
-    model = fully_shard_model(layers, fsdp_unit_modules=[TanhLayer])
+    model = fully_shard_model(layers, fsdp_unit_modules=[TanhLayer], **settings)
     model(torch.ones(2, 8)).sum().backward()
     return model
 
@@ -27,12 +28,13 @@ def model_with_gradients() -> MegatronFSDP:
 CLIPS = {"torch": nn.utils.clip_grad_norm_, "ours": clip_grad_norm_}
 
 
-def clip_in_both_ways(order: float) -> list[int]:
+def clip_in_both_ways(order: float, mesh: str = "flat", **settings: Any) -> list[int]:
     """Return the number of collectives of torch's function and of ours; compare their results."""
     counts, results = [], []
+    arguments = Meshes().arguments(mesh)
     for clip in CLIPS.values():
         torch.manual_seed(0)
-        model = model_with_gradients()
+        model = model_with_gradients(**arguments, **settings)
         with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as watched:
             norm = clip(model.parameters(), 0.01, order)
         counts.append(watched.call_count)
@@ -45,6 +47,12 @@ def clip_in_both_ways(order: float) -> list[int]:
 @pytest.mark.parametrize("order", [2.0, 1.0, torch.inf])
 def test_clipping_costs_one_collective(ranks: Ranks, order: float) -> None:
     assert ranks(2, clip_in_both_ways, order) == [[1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("outer", [0, 1], ids=["replicated", "sharded"])
+def test_clipping_costs_one_collective_in_hybrid_sharding(ranks: Ranks, outer: int) -> None:
+    settings = {"outer_dp_sharding_strategy": outer}
+    assert ranks(4, clip_in_both_ways, 2.0, "outer2", **settings) == [[1, 1]] * 4
 
 
 def norm_of_experts(level: int) -> list[float]:
