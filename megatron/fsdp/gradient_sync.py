@@ -135,11 +135,14 @@ class GroupHandover:
             _set_all(self.parameters, self._attribute, repeat(None))
 
     def free(self) -> None:
-        """Free the storage of the gradient shard, unless the user has kept one of its gradients.
+        """Free the storage of the gradient shard, unless its address must not change.
 
-        The sum is empty, and no parameter shows a gradient.
+        It must not where the user has kept one of its gradients. The sum is empty, and no parameter
+        shows a gradient.
         """
-        if self._flat is None or not self._flat.untyped_storage().nbytes():
+        if self._flat is None or self.group.gradients.holds_addresses:
+            return
+        if not self._flat.untyped_storage().nbytes():
             return
         storage = self._flat.untyped_storage()
         # Tensors over the storage: the shard, the local tensor of each gradient, and aliases in

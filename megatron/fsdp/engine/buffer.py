@@ -134,13 +134,17 @@ class RunningSum:
         numel: number of elements.
         dtype: in which addends are summed.
         device: of the storage, which is allocated with the first addend.
+        holds_address: the storage is never freed.
 
     While the sum is empty, its storage may be freed (:func:`~megatron.fsdp.engine.device.free`).
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, holds_address: bool = False
+    ):
         self.dtype = dtype
         self.is_empty = True
+        self._holds_address = holds_address
         self._numel = numel
         self._device = device
         self._total: torch.Tensor | None = None
@@ -185,9 +189,11 @@ class RunningSum:
         self.is_empty = True
 
     def free(self) -> None:
-        """Begin a new sum and free the storage."""
+        """Begin a new sum, and free the storage unless its address is held."""
         self.is_empty = True
-        if self._total is not None and self._total.untyped_storage().nbytes():
+        if self._total is None or self._holds_address:
+            return
+        if self._total.untyped_storage().nbytes():
             recorder.storage("release", self._total)
             memory.free(self._total)
 

@@ -94,9 +94,11 @@ class GroupGradients:
 
         Unlike those, it is the same on all ranks: experts without tokens have no gradients."""
 
+        # True if gradients are never at another address, as captured graphs expect.
+        self.holds_addresses = holds = slots is not None and slots.holds_addresses
         shard_numel = layout.numel // partition.num_inner
-        self._inner_sum = RunningSum(shard_numel, precision.main_grad, device)
-        self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device)
+        self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
+        self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
         self._optimizer_grad: torch.Tensor | None = None  # where its dtype is not the sum's
         self._is_moved = False  # the values are there, and not in the sum
         self._is_shown = False  # the user may have tensors over the storage of the sum

@@ -85,6 +85,11 @@ class MemorySlots:
         """Bytes of every slot."""
         return [slot.num_bytes for slot in self._slots]
 
+    @property
+    def holds_addresses(self) -> bool:
+        """True if no address may ever change, also of what is in no slot."""
+        return self._policy.holds_addresses
+
     # ---- use
 
     def occupy(self, user: SlotUser) -> None:

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With cuda_graph_mode, nothing that a captured graph would read or write ever moves."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.fsdp import fully_shard
+from tests.fsdp.meshes import Meshes
+from tests.fsdp.reference import Ranks
+from tests.fsdp.test_double_buffer import TanhLayer
+
+
+def addresses_of_gradients(mesh: str, dtype: torch.dtype, **settings: Any) -> list[int]:
+    """Return how many addresses each gradient has, and each sum behind them, in several steps."""
+    module = torch.nn.Sequential(*[TanhLayer() for _ in range(3)]).to(dtype)
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        fsdp_unit_modules=[TanhLayer],
+        **Meshes().arguments(mesh),
+        **settings,
+    )
+    seen: list[set[int]] = [set() for _ in range(6 + 2 * 3)]
+    others = []
+    for _ in range(4):
+        for _ in range(2):
+            model(torch.ones(3, 8, dtype=dtype)).sum().backward()
+            others += [torch.empty(4 * size) for size in range(1, 40)]
+        tensors = [parameter.grad.to_local() for parameter in model.parameters()]
+        for group in model.groups:
+            tensors += [group.gradients._grad_sum.total, group.gradients._inner_sum.total]
+        for addresses, tensor in zip(seen, tensors, strict=True):
+            addresses.add(tensor.data_ptr())
+        optimizer.step()
+        optimizer.zero_grad()
+        others += [torch.empty(4 * size) for size in range(1, 40)]
+    return [len(addresses) for addresses in seen]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("mesh", "settings"),
+    [
+        ("flat", {}),
+        ("flat", {"zero_dp_strategy": 1}),
+        ("outer2", {}),
+        ("outer2", {"outer_dp_sharding_strategy": 1}),
+    ],
+    ids=["zero3", "zero1", "hsdp", "hsdp_optim"],
+)
+def test_gradients_stay_where_they_are(
+    ranks: Ranks, mesh: str, settings: dict[str, Any], dtype: torch.dtype
+) -> None:
+    world_size = 4 if mesh == "outer2" else 2
+    for counts in ranks(
+        world_size, addresses_of_gradients, mesh, dtype, cuda_graph_mode=True, **settings
+    ):
+        assert counts == [1] * len(counts)
+    moving = ranks(world_size, addresses_of_gradients, mesh, dtype, **settings)
+    assert all(max(counts) > 1 for counts in moving)
