@@ -186,8 +186,7 @@ class ShardedModule(WrappedAttributes):
         if self._memory_slots is None or self._memory_slots.is_complete:
             return
         problems = agree(self._memory_slots.assign(), self._groups_that_end_together())
-        if problems:
-            raise RuntimeError("\n".join(problems))
+        self._memory_slots.end_assignment(problems)
 
     # ---- torch.nn.Module
 

@@ -8,20 +8,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import (
-    MegatronFSDP,
-    fully_shard,
-    fully_shard_model,
-    fully_shard_optimizer,
-    sharding,
-)
+from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.fsdp.models import MODELS, TanhLayer
@@ -380,40 +373,4 @@ def test_slots_serve_gradients_that_are_reduced_in_another_dtype(ranks: Ranks) -
         ranks(2, reduce_in_another_dtype, **SLOTS), ranks(2, reduce_in_another_dtype)
     ):
         assert len(slots["gradients"]) == 1
-        assert all(map(torch.equal, weights, expected))
-
-
-def run_out_of_memory_on_rank_1(**settings: Any) -> str | list[torch.Tensor]:
-    """Train where the second rank cannot allocate slots; return the error or the weights."""
-    failing = mock.patch.object(sharding, "allocate_slots", side_effect=RuntimeError("no memory"))
-    if dist.get_rank() == 1:
-        failing.start()
-    try:
-        model, optimizer = sharded_chain(**settings)
-        if "fsdp_db_use_persist_buf_on_alloc_fail" not in settings:
-            return message_of(RuntimeError, train, model, optimizer, range(NUM_LAYERS))
-        train(model, optimizer, *[range(NUM_LAYERS)] * 3)
-        return weights_of(model)
-    finally:
-        mock.patch.stopall()
-
-
-def test_slots_that_one_rank_cannot_allocate_are_an_error_on_every_rank(ranks: Ranks) -> None:
-    messages = ranks(2, run_out_of_memory_on_rank_1, **SLOTS)
-    assert messages[0] == messages[1]
-    assert "gathered weights cannot be allocated: 2 of 320, 320 bytes, 640 in all" in messages[0]
-    assert "local gradients cannot be allocated: 1 of 320 bytes, 320 in all" in messages[0]
-
-
-def train_plainly() -> list[torch.Tensor]:
-    model, optimizer = sharded_chain()
-    train(model, optimizer, *[range(NUM_LAYERS)] * 3)
-    return weights_of(model)
-
-
-def test_a_rank_without_memory_for_slots_trains_with_storage_of_its_own(ranks: Ranks) -> None:
-    allowing = SLOTS | {"fsdp_db_use_persist_buf_on_alloc_fail": True}
-    for weights, expected in zip(
-        ranks(2, run_out_of_memory_on_rank_1, **allowing), ranks(2, train_plainly)
-    ):
         assert all(map(torch.equal, weights, expected))

@@ -77,6 +77,8 @@ class MemorySlots:
         self._policy = policy
         self._allocate = allocate
         self._slots: list[MemorySlot] = []
+        self._num_before = 0  # slots before the last assignment
+        self._assigned: list[SlotUser] = []  # users that got a slot in it
         self._allocated: dict[SlotUser, None] = {}
         self._overlaps: dict[SlotUser, set[SlotUser]] = {}  # in the order of their first use
 
@@ -153,17 +155,32 @@ class MemorySlots:
             An error message if memory ran out and the policy does not allow for that.
         """
         waiting = [user for user in self._overlaps if user.slot is None and not user.is_allocated]
-        num_before = len(self._slots)
+        self._num_before, self._assigned = len(self._slots), waiting
         for user in sorted(waiting, key=lambda user: -user.num_bytes):
             user.slot = self._slot_for(user)
             user.slot.users.append(user)
-        problem = self._allocate_memory(self._slots[num_before:])
+        new_slots = self._slots[self._num_before :]
+        problem = self._allocate_memory(new_slots)
         for user in waiting:
             if user.slot is not None and user.slot.memory is not None:
                 user.move(user.slot.memory)
-        if len(self._slots) > num_before and not problem and _is_first_rank():
+        if new_slots and not problem and _is_first_rank():
             _logger.info("memory slots of %s: %s", self._contents, self._told())
         return problem
+
+    def withdraw(self) -> None:
+        """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
+        for user in self._assigned:
+            if user.slot is not None:
+                user.slot.users.remove(user)
+                if user.slot.memory is not None:
+                    user.move(None)
+                user.slot = None
+        for slot in self._slots[self._num_before :]:
+            if slot.memory is not None:
+                recorder.storage("release", slot.memory)
+        del self._slots[self._num_before :]
+        self._assigned = []
 
     def _slot_for(self, user: SlotUser) -> MemorySlot:
         """Return the first slot that ``user`` fits in; add one if there is none."""
@@ -233,6 +250,19 @@ class EngineSlots:
         """Give a slot to each buffer that has none; return error messages."""
         problems = [self.weights.assign(), self.gradients.assign()]
         return [each for each in problems if each is not None]
+
+    def end_assignment(self, problems: Sequence[str]) -> None:
+        """Raise the problems of all ranks, if there are any.
+
+        The assignment is undone then, so that nothing trains on without slots.
+
+        Raises:
+            RuntimeError: with ``problems``.
+        """
+        if problems:
+            self.weights.withdraw()
+            self.gradients.withdraw()
+            raise RuntimeError("\n".join(problems))
 
 
 def _is_first_rank() -> bool:
