@@ -2,8 +2,8 @@
 """The first collective in which ranks differ, found through the store when one has failed.
 
 A rank whose collective fails publishes its last ones. A thread of every other rank sees that, then
-publishes and prints those of its rank, even if the rank hangs or computes. Nothing here is a
-collective.
+publishes and prints those of its rank, even if the rank hangs or computes. A rank whose recording
+has ended has published its own. Nothing here is a collective.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
@@ -136,9 +137,14 @@ class DivergenceWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop looking."""
+        """Stop looking, and leave the last collectives of this rank to ranks that fail later.
+
+        They may wait for this one, which has failed elsewhere or had fewer batches.
+        """
         self._is_over.set()
         self._thread.join()
+        with suppress(RuntimeError):  # the store has ended with the process that has it
+            self._publish()
 
     def _look(self) -> None:
         """Publish and print the last collectives of this rank when another rank has failed."""

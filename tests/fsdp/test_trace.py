@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import trace
+from megatron.fsdp import MegatronFSDP, trace
 from megatron.fsdp.divergence import PublishedCollective, first_difference
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.recorder import STORAGE, CollectiveError, Recorder
@@ -177,11 +177,16 @@ def test_ranges_of_torch_profiler_name_unit_and_phase(ranks: Ranks) -> None:
         } <= names
 
 
+def build_for_timeouts(seconds: float) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    """Shard a model over two ranks whose collectives may take so long."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=seconds))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
+    return build_recorded(3, mesh)
+
+
 def leave_one_rank_behind(directory: Path) -> str:
     """Train on two ranks, of which one runs no backward; return what each of them tells."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=5))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp_shard",))
-    model, optimizer = build_recorded(3, mesh)
+    model, optimizer = build_for_timeouts(5)
     train_step(model, optimizer)
     dist.barrier()  # of another group: from here on ranks have the time of this one
     printed = io.StringIO()
@@ -214,6 +219,31 @@ def test_a_timeout_names_the_first_rank_that_differs(ranks: Ranks, tmp_path: Pat
     cells = [event["args"] for event in read_events(tmp_path / "rank0.json")]
     under_way = [each["unit"] for each in cells if each.get("is_over") is False]
     assert under_way == ["blocks.1", "blocks.2"]  # a gather, and the reduction behind it
+
+
+def end_one_rank_early(fails: bool) -> str:
+    """Train on two ranks, of which one has no more data, or fails; return what the other tells."""
+    model, optimizer = build_for_timeouts(2)
+    train_step(model, optimizer)
+    dist.barrier()
+    try:
+        with trace.record():
+            train_step(model, optimizer)
+            if dist.get_rank() == 0:
+                train_step(model, optimizer)
+            elif fails:
+                raise ZeroDivisionError
+    except (CollectiveError, ZeroDivisionError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_rank_that_has_ended_its_recording_is_compared_too(ranks: Ranks, fails: bool) -> None:
+    error, _ = ranks(2, end_one_rank_early, fails)
+    assert "no answer" not in error
+    assert "rank 1 is the first that differs, in collective 10 of ranks [0, 1]:" in error
+    assert error.endswith("rank 1: not started")
 
 
 def sequence(
