@@ -51,13 +51,15 @@ def record(
         The recorder, with the entries so far.
 
     Raises:
-        ValueError: on every rank, if any rank cannot write into the directory.
+        ValueError: on every rank, for wrong arguments, and if any rank cannot write into the
+            directory.
         RuntimeError: without process groups, or if a trace is being recorded already.
         CollectiveError: inside the block, for a collective that fails.
     """
     if not dist.is_initialized():
         raise RuntimeError("record() expects that torch.distributed is initialised")
-    check_directory(directory, ranks)
+    problems = _problems_of_arguments(ranks, keep)
+    _raise_everywhere(problems or _problems_of_directory(directory, ranks))
     origin = min(float(each) for each in agree([repr(time.time())]))
     own = Recorder(keep)
     recorder.start(own)
@@ -86,16 +88,42 @@ def check_directory(
     Raises:
         ValueError: on every rank, if any of ``ranks`` cannot write.
     """
+    _raise_everywhere(_problems_of_directory(directory, ranks))
+
+
+def _problems_of_arguments(ranks: object, keep: object) -> list[str]:
     problems = []
-    if directory is not None and _writes(ranks):
-        try:
-            os.makedirs(directory, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        except OSError as error:
-            is_file = isinstance(error, FileExistsError)
-            reason = "it is a file, not a directory" if is_file else error.strerror
-            problems = [f"cannot write traces to {os.fspath(directory)}: {reason}"]
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        problems.append(f"keep expects a positive number of entries or None but got {keep!r}")
+    known = range(dist.get_world_size())
+    if ranks is not None and not (
+        isinstance(ranks, Collection)
+        and not isinstance(ranks, str)
+        and all(each in known for each in ranks)
+    ):
+        problems.append(
+            f"ranks expects a collection of ranks from 0 to {known[-1]} or None but got {ranks!r}"
+        )
+    return problems
+
+
+def _problems_of_directory(
+    directory: str | os.PathLike[str] | None, ranks: Collection[int] | None
+) -> list[str]:
+    if directory is None or not _writes(ranks):
+        return []
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        is_file = isinstance(error, FileExistsError)
+        reason = "it is a file, not a directory" if is_file else error.strerror
+        return [f"cannot write traces to {os.fspath(directory)}: {reason}"]
+    return []
+
+
+def _raise_everywhere(problems: list[str]) -> None:
     problems = agree(problems)
     if problems:
         raise ValueError("\n".join(problems))

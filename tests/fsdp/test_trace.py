@@ -99,6 +99,23 @@ def test_a_file_in_the_place_of_the_directory_is_one_error(ranks: Ranks, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keep": -1}, "keep expects a positive number of entries or None but got -1"),
+        ({"keep": "1"}, "keep expects a positive number of entries or None but got '1'"),
+        ({"ranks": 0}, "ranks expects a collection of ranks from 0 to 1 or None but got 0"),
+        ({"ranks": [2]}, "ranks expects a collection of ranks from 0 to 1 or None but got [2]"),
+        ({"ranks": "1"}, "ranks expects a collection of ranks from 0 to 1 or None but got '1'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_error(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    assert ranks(2, error_of_record, [tmp_path] * 2, **options) == [message] * 2
+
+
 def record_twice() -> None:
     with trace.record() as first:
         with pytest.raises(RuntimeError, match="already"), trace.record():
