@@ -37,6 +37,8 @@ from megatron.pretrain.gpt_model import unwrap
 from megatron.pretrain.save_strategy import SaveStrategies, load_strategy
 from megatron.pretrain.write_results import written_by_threads
 
+SHARDING_TYPE = "distrib_optim_sharding_type"
+"""The field of the description that names the distributed optimizer's layout; absent without it."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """The field of the description that says how a save gathers the optimizer's state."""
 
@@ -90,7 +92,10 @@ def load(
     """
     _refuse_code(source)
     with gathered_weights(model), without_warnings(), _common_state_readable(source):
-        metadata = dist_checkpointing.load_content_metadata(str(source)) or metadata_of(args)
+        described = dist_checkpointing.load_content_metadata(str(source))
+        if described and optimizer is not None:
+            _refuse_other_optimizer(args, described, source)
+        metadata = described or metadata_of(args)
         # A load needs no gathering, and gloo groups only with it.
         metadata = {**metadata, MEMORY_EFFICIENT: False}
         content = sharded_state(state, model, optimizer, metadata, is_loading=True)
@@ -113,6 +118,31 @@ def load(
         if optimizer is not None:
             load_optimizer(optimizer, loaded["optimizer"])
     return loaded
+
+
+def _refuse_other_optimizer(
+    args: argparse.Namespace, described: dict[str, Any], source: Path
+) -> None:
+    """Refuse optimizer state that Megatron-Core's optimizer of this run cannot read.
+
+    Args:
+        args: of this run.
+        described: the description in the file, as :func:`content_metadata` makes it.
+        source: the checkpoint.
+
+    Raises:
+        ValueError: the file has the state of the distributed optimizer and this run has another
+            one, or the other way round.
+    """
+    is_distributed = SHARDING_TYPE in described
+    if is_distributed == args.use_distributed_optimizer:
+        return
+    without, way = ("", "give") if is_distributed else ("out", "leave out")
+    raise ValueError(
+        f"{source} was written with{without} --use-distributed-optimizer, whose optimizer state is"
+        f" another one: {way} --use-distributed-optimizer, or load the weights alone with"
+        " --no-load-optim; runs with --use-megatron-fsdp load both"
+    )
 
 
 def _refuse_code(source: Path) -> None:
@@ -184,9 +214,7 @@ def content_metadata(
         "chained_optim_avoid_prefix": True,
     }
     if use_distributed_optimizer:
-        metadata["distrib_optim_sharding_type"] = (
-            "fully_reshardable" if fully_reshardable else "dp_reshardable"
-        )
+        metadata[SHARDING_TYPE] = "fully_reshardable" if fully_reshardable else "dp_reshardable"
         metadata[MEMORY_EFFICIENT] = fully_reshardable and memory_efficient
     return metadata
 

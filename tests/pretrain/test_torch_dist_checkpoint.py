@@ -87,6 +87,29 @@ def test_without_fsdp_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -
         )
 
 
+@pytest.mark.parametrize(
+    ("saved", "own", "remedy"),
+    [
+        ("whole", "dp_reshardable", "leave out --use-distributed-optimizer"),
+        ("dp_reshardable", "whole", "give --use-distributed-optimizer"),
+        ("fully_reshardable", "whole", "give --use-distributed-optimizer"),
+    ],
+)
+def test_the_state_of_the_other_kind_of_optimizer_is_refused_with_the_way(
+    saved: str, own: str, remedy: str, tmp_path: Path
+) -> None:
+    line = f"{SIX} {GATED}"
+    save = f"--train-iters 1 --save {tmp_path} --save-interval 1"
+    run_ranks(2, train, f"{line} {LAYOUTS[saved]} {save}")
+    load = f"{line} {LAYOUTS[own]} --load {tmp_path}"
+    first, second = run_ranks(2, refuse, load)
+    assert first == second and first.startswith("ValueError: ")
+    assert str(tmp_path) in first and remedy in first and "--no-load-optim" in first
+    line = f"{load} --train-iters 2 --no-load-optim --override-opt-param-scheduler"
+    weights = run_ranks(2, train, line)[0][0]
+    assert weights.column("iteration") == [2]
+
+
 def read_a_part(command_line: str) -> tuple[list[Record], int, int]:
     """Job: resume; return the run, the number of tensors that were read here, and of the others."""
     counts = [0, 0]
