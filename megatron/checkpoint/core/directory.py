@@ -230,19 +230,27 @@ def tidy(root: str | Path) -> None:
     root = Path(root)
     for staging in root.glob(".writing_*"):
         if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
-            shutil.rmtree(staging)
+            _remove(staging)
     for old in root.glob(".old_*"):
         final = old.with_name(old.name.removeprefix(".old_"))
-        if final.exists():
-            shutil.rmtree(old)
+        if final.exists() or not old.is_dir():
+            _remove(old)
         else:
             durable.rename(old, final)
     for deleted in root.glob(".deleted_*"):
-        shutil.rmtree(deleted)
+        _remove(deleted)
     for pattern in _TEMPORARY:
         for temporary in root.glob(pattern):
             if temporary.is_file():
                 temporary.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or whatever else has that name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def publish(root: str | Path, iteration: int | str) -> Path:

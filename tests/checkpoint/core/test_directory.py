@@ -74,6 +74,15 @@ def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     ]
 
 
+def test_files_under_the_names_of_leftover_directories_stop_no_save(tmp_path: Path) -> None:
+    write(tmp_path, 3)
+    for name in (".writing_iter_0000004", ".old_iter_0000002", ".deleted_iter_0000001"):
+        (tmp_path / name).touch()
+    (tmp_path / ".old_iter_0000003").symlink_to(tmp_path / "iter_0000003")
+    write(tmp_path, 4)
+    assert visible(tmp_path) == ["iter_0000003", "iter_0000004", TRACKER]
+
+
 def test_an_iteration_that_is_saved_again_is_replaced(tmp_path: Path) -> None:
     write(tmp_path, 3, "old")
     write(tmp_path, 3, "new")
