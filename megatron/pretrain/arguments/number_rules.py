@@ -4,6 +4,8 @@
 import math
 from collections.abc import Callable, Iterable
 
+import torch
+
 from megatron.pretrain.arguments.check import Check
 
 REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
@@ -96,6 +98,10 @@ PROBABILITIES = ("attention_dropout", "hidden_dropout")
 """Destinations whose values are from 0 to 1."""
 DECAYS = ("adam_beta1", "adam_beta2", "sgd_momentum")
 """Destinations of the shares of an optimizer's running means that a step keeps: below 1."""
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+"""The largest number in single precision, in which tensors have them."""
+LONGEST_TIMEOUT = 10**9
+"""Minutes; :class:`datetime.timedelta` ends soon after."""
 SEEDS = 2**32
 """Numbers that NumPy takes as a seed. A rank adds at most 100 for each rank before it."""
 
@@ -118,6 +124,11 @@ def check_numbers(check: Check) -> None:
             value = getattr(check.args, dest, None)  # a release may lack the flag
             if value is not None and dest not in infinite:
                 check.require(is_met(value), f"{check.flag(dest)} must be {words}, got {value}")
+    minutes = check.args.distributed_timeout_minutes
+    check.require(
+        minutes <= LONGEST_TIMEOUT,
+        f"--distributed-timeout-minutes must be at most {LONGEST_TIMEOUT}, got {minutes}",
+    )
     least, first = check.args.min_loss_scale, check.args.initial_loss_scale
     check.require(
         least <= first or infinite & {"min_loss_scale", "initial_loss_scale"},
@@ -130,11 +141,17 @@ def check_numbers(check: Check) -> None:
 
 
 def check_finite(check: Check) -> set[str]:
-    """Refuse infinities and NaN, which comparisons let through; return where they were given."""
+    """Refuse infinities, NaN, which comparisons let through, and numbers that no tensor can hold.
+
+    Returns:
+        The destinations of these.
+    """
     infinite = set()
     for dest, value in check.given.items():
         for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                check.problems.append(f"{check.flag(dest)} must be a finite number, got {number}")
-                infinite.add(dest)
+            if not isinstance(number, float) or abs(number) <= LARGEST_FLOAT:
+                continue
+            kind = "number that fits in 32 bits" if math.isfinite(number) else "finite number"
+            check.problems.append(f"{check.flag(dest)} must be a {kind}, got {number}")
+            infinite.add(dest)
     return infinite
