@@ -67,6 +67,9 @@ MAY_DIFFER = (
     *("split", "tokenizer_type", "tokenizer_model", "vocab_size", "vocab_file", "merge_file"),
     *("tiktoken_pattern", "fim_data", "grad_norm_skip_threshold", "mtp_detach_heads"),
     *("moe_router_quantile_balancing_ema", "moe_router_force_biased"),
+    *("moe_router_bias_update_rate", "decoupled_lr", "decoupled_min_lr"),
+    *("apply_wd_to_qk_layernorm", "eod_mask_loss", "reset_position_ids", "reset_attention_mask"),
+    *("mock_data", "data_args_path", "per_split_data_args_path", "fp32_residual_connection"),
 )
 """Arguments of training and data, of which a difference is told and no error."""
 

@@ -141,6 +141,22 @@ def test_differences_of_training_are_told_and_do_no_harm() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("saved", "flag"),
+    [
+        ("--reset-position-ids", "--reset-position-ids"),
+        ("--reset-attention-mask", "--reset-attention-mask"),
+        ("--eod-mask-loss", "--eod-mask-loss"),
+        ("--decoupled-lr 1e-4", "--decoupled-lr"),
+        ("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5", "--decoupled-min-lr"),
+        (f"{SIGMOID} --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.1", "-rate"),
+        ("--qk-layernorm --apply-wd-to-qk-layernorm", "--apply-wd-to-qk-layernorm"),
+    ],
+)
+def test_settings_of_data_rates_and_decay_that_differ_are_told(saved: str, flag: str) -> None:
+    assert any(flag in line for line in training_differences(arguments(saved), arguments("")))
+
+
 @pytest.fixture(scope="module")
 def without_fsdp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One step without FSDP, in torch_dist."""
