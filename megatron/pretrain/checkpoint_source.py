@@ -12,8 +12,10 @@ from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.core.stored_metadata import METADATA
+from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
 from megatron.checkpoint.torch_dist.checkpoint import MARKER, check_marker
+from megatron.checkpoint.torch_dist.common_state import COMMON_FILE
 from megatron.pretrain.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.followed_checkpoint import followed_by, is_given_up, tracked_in
@@ -23,6 +25,13 @@ Say = Callable[[str], None]
 
 Damage = dict[Path, str]
 """Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""
+FILES_OF_ONE = {
+    "*.distcp": METADATA,
+    COMMON_FILE: METADATA,
+    "model*.safetensors*": CONFIG,
+    "pytorch_model*.bin*": CONFIG,
+}
+"""Pattern of files in the directory of one checkpoint or model -> the file that it needs."""
 NON_PERSISTENT = "non_persistent"
 """Directory of the checkpoint that --non-persistent-save-interval overwrites, beside the others."""
 
@@ -201,11 +210,8 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
     if path.exists() and not path.is_dir():
         raise ValueError(f"{root} is a file; a directory with checkpoints is expected")
     candidates, problem = _candidates(root)
-    if not candidates and (path / ".metadata").is_file():
-        raise ValueError(
-            f"{root} is itself the directory of one checkpoint: name the directory above it, and"
-            " its iteration by --ckpt-step"
-        )
+    if not candidates:
+        _refuse_parts(path)
     if problem is not None:
         if args.no_load_fallback or not candidates:
             raise ValueError(problem)
@@ -227,6 +233,28 @@ def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | 
     if refused:
         raise ValueError(listed(f"{root} has no checkpoint that can be loaded", refused))
     return None
+
+
+def _refuse_parts(path: Path) -> None:
+    """Refuse a directory without checkpoints that has files of one.
+
+    Raises:
+        ValueError: it is the directory of a single checkpoint, or of a Hugging Face model that is
+            not complete.
+    """
+    if (path / METADATA).is_file():
+        raise ValueError(
+            f"{path} is itself the directory of one checkpoint: name the directory above it, and"
+            " its iteration by --ckpt-step"
+        )
+    if is_model_directory(path):
+        return
+    for pattern, needed in FILES_OF_ONE.items():
+        for part in sorted(path.glob(pattern)):
+            raise ValueError(
+                f"{path} has {part.name} but no {needed}: it is the directory of one checkpoint or"
+                " model, which is not complete"
+            )
 
 
 def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:

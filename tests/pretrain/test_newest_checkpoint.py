@@ -210,3 +210,27 @@ def test_arguments_are_taken_from_the_checkpoint_that_is_loaded(flags: str, fold
     assert any(f"the model is that of {folder / 'iter_0000001'}" in note for note in notes)
     source, _ = newest(folder, use_checkpoint_args=True, no_verify_integrity=bool(flags))
     assert source.path == folder / "iter_0000001" and args.num_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("present", "absent"),
+    [
+        (("__0_0.distcp", MARKER), ".metadata"),
+        (("common.pt",), ".metadata"),
+        (("model.safetensors", "tokenizer.json"), "config.json"),
+        (("model.safetensors.index.json",), "config.json"),
+        (("pytorch_model.bin",), "config.json"),
+    ],
+)
+def test_a_folder_with_files_of_an_incomplete_checkpoint_starts_nothing_from_scratch(
+    present: tuple[str, ...], absent: str, tmp_path: Path
+) -> None:
+    for name in present:
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError) as caught:
+        newest(tmp_path)
+    assert f"{tmp_path} has {present[0]} but no {absent}" in str(caught.value)
+    for name in present:
+        (tmp_path / name).unlink()
+    (tmp_path / "notes.txt").touch()
+    assert find_source(arguments(tmp_path), lambda line: None, {}) is None
