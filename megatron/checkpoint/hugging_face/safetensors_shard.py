@@ -66,6 +66,7 @@ def stored_tensors(path: Path) -> dict[str, LazyTensor]:
         problem = _problem(entry, size - start)
         if problem is not None:
             problems.append(f"{name}: {problem}")
+    problems = problems or _gaps(header, size - start)
     if problems:
         raise ValueError(
             f"{path} cannot be read as a safetensors file:\n  " + "\n  ".join(problems)
@@ -88,6 +89,21 @@ def _problem(entry: Any, num_bytes: int) -> str | None:
             " the file cut off?"
         )
     return None
+
+
+def _gaps(header: dict[str, Any], num_bytes: int) -> list[str]:
+    """Return where tensors overlap or leave some of ``num_bytes`` bytes of values to none."""
+    problems, expected = [], 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        if begin != expected:
+            problems.append(
+                f"{name} begins at byte {begin}, not at {expected}, where the tensor before it ends"
+            )
+        expected = end
+    if expected != num_bytes:
+        problems.append(f"its tensors end at byte {expected} of {num_bytes}")
+    return problems
 
 
 def _stored_tensor(path: Path, start: int, entry: dict[str, Any]) -> LazyTensor:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
@@ -93,6 +94,30 @@ def test_a_damaged_file_is_named_with_its_damage(
         ValueError, match=f"damaged cannot be read as a safetensors file:(.|\n)*{words}|{words}"
     ):
         stored_tensors(tmp_path / "damaged")
+
+
+@pytest.mark.parametrize(
+    ("second", "num_bytes", "words"),
+    [
+        ([8, 16], 20, "its tensors end at byte 16 of 20"),
+        ([12, 20], 20, "b begins at byte 12, not at 8, where the tensor before it ends"),
+        ([4, 12], 12, "b begins at byte 4, not at 8, where the tensor before it ends"),
+    ],
+    ids=["longer", "gap", "overlap"],
+)
+def test_values_that_the_header_does_not_describe_are_damage(
+    second: list[int], num_bytes: int, words: str, tmp_path: Path
+) -> None:
+    entry = {"dtype": "F32", "shape": [2]}
+    header = json.dumps(
+        {"a": {**entry, "data_offsets": [0, 8]}, "b": {**entry, "data_offsets": second}}
+    ).encode()
+    path = tmp_path / "damaged"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(num_bytes))
+    with pytest.raises(ValueError, match=words):
+        stored_tensors(path)
+    with pytest.raises(SafetensorError):  # as the library's
+        load_file(path)
 
 
 def test_values_are_aligned_whatever_their_dtypes(tmp_path: Path) -> None:
