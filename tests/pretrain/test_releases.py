@@ -79,6 +79,7 @@ def goes_on_with_files_of(release: str, model: str, ways: Sequence[Way], folder:
     assert [str(each) for each in outcomes if not each.is_equal] == []
 
 
+@pytest.mark.exhaustive
 def test_files_of_the_newest_release_load_and_convert_both_ways(tmp_path: Path) -> None:
     loaded_by_megatron_core = WAYS[:1]
     converted = [way for way in WAYS if way.convert]
