@@ -8,7 +8,8 @@
     wait              the results of all reductions are in the gradient shards
     attach            the shards are put on ``param.grad``, as DTensors
     clear             all gradients are dropped (``zero_grad``), and the storage of the shards is
-                      freed until the first reduction of the next backward
+                      freed until the first reduction of the next backward, or left to the user
+                      who has kept gradients
 A plain ``optimizer.zero_grad()`` of torch clears ``param.grad`` and nothing else. The next backward
 pass notices that, and clears the gradient shards too.
 
@@ -135,25 +136,49 @@ class GroupHandover:
             _set_all(self.parameters, self._attribute, repeat(None))
 
     def free(self) -> None:
-        """Free the storage of the gradient shard, unless its address must not change.
+        """Free the storage of the gradient shard, or leave it to the user who has kept gradients.
 
-        It must not where the user has kept one of its gradients. The sum is empty, and no parameter
-        shows a gradient.
+        The sum is empty, and no parameter shows a gradient. Addresses that are held do not change.
         """
         if self._flat is None or self.group.gradients.holds_addresses:
             return
-        if not self._flat.untyped_storage().nbytes():
+        if self.are_kept:
+            self.leave()
             return
+        if self._flat.untyped_storage().nbytes():
+            memory.free(self._flat)
+            self._record_release(self._flat)
+
+    def leave(self) -> None:
+        """Leave the gradient shard to the user: gradients that come later are in another one."""
+        if self._flat is not None:
+            self._record_release(self._flat)
+        self.group.gradients.forget_reduced(are_kept=True)
+        self._flat, self._gradients, self._references = None, [], []
+
+    def _record_release(self, flat: torch.Tensor) -> None:
+        with recorder.named(self.group.unit_name, "free gradients"):
+            recorder.storage("release", flat)
+
+    @property
+    def are_kept(self) -> bool:
+        """True if the user has kept a gradient that no parameter shows any more.
+
+        Never where addresses are held: the user's gradients change with the next ones then.
+        """
+        if self._flat is None or self.group.gradients.holds_addresses:
+            return False
+        if not self._flat.untyped_storage().nbytes():
+            return False
         storage = self._flat.untyped_storage()
         # Tensors over the storage: the shard, the local tensor of each gradient, and aliases in
         # which local gradients accumulate. `storage` itself counts too.
         num_own = len(self._gradients) + self.group.gradients.local.num_aliases(self._flat) + 2
-        is_kept = torch._C._storage_Use_Count(storage._cdata) > num_own
+        is_shared = torch._C._storage_Use_Count(storage._cdata) > num_own
         # NumPy arrays make storage fixed for good.
-        if storage.resizable() and not is_kept and self._count_references() == self._references:
-            memory.free(self._flat)
-            with recorder.named(self.group.unit_name, "free gradients"):
-                recorder.storage("release", self._flat)
+        if is_shared or not storage.resizable():
+            return True
+        return self._count_references() != self._references
 
     def _count_references(self) -> list[int]:
         """Count the references to every gradient and its local tensor."""
@@ -266,7 +291,11 @@ class GradientSync:
             cleared = [index for index, gradient in enumerate(shown) if gradient is None]
             if len(cleared) == len(shown):
                 handover.forget(self._num_passes)
-                handover.group.gradients.forget_reduced()
+                self._family.assign([])  # it refers to gradients too
+                if handover.are_kept:
+                    handover.leave()
+                else:
+                    handover.group.gradients.forget_reduced()
                 continue
             for index in cleared:
                 handover.forget_one(index, self._num_passes)

@@ -73,7 +73,7 @@ def bytes_of_parts(
         local = most_local_bytes(model)
     model.finish_grad_sync()
     gradients = sum(stored(group.gradients._grad_sum._total) for group in model.groups)
-    gradients += sum(stored(group.gradients._optimizer_grad) for group in model.groups)
+    gradients += sum(stored(group.gradients._optimizer_grad._total) for group in model.groups)
     optimizer.step()
     storages = {}
     for group in model.groups:

@@ -188,6 +188,11 @@ class RunningSum:
         """Begin a new sum; its storage remains."""
         self.is_empty = True
 
+    def abandon(self) -> None:
+        """Begin a new sum in another tensor, where somebody goes on to use this one."""
+        self.is_empty = True
+        self._total = None
+
     def free(self) -> None:
         """Begin a new sum, and free the storage unless its address is held."""
         self.is_empty = True

@@ -30,9 +30,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-# Imported as a module, because tests replace its functions to watch memory.
-from megatron.fsdp.engine import device as memory
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
@@ -75,7 +72,6 @@ class GroupGradients:
         self._layout = layout
         self._partition = partition
         self._communicator = communicator
-        self._device = device
         self._unit_name = unit_name
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
@@ -99,7 +95,8 @@ class GroupGradients:
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
-        self._optimizer_grad: torch.Tensor | None = None  # where its dtype is not the sum's
+        # Where the dtype of the optimizer is not the sum's. Nothing is ever added to it.
+        self._optimizer_grad = RunningSum(layout.shard_size, precision.main_param, device, holds)
         self._is_moved = False  # the values are there, and not in the sum
         self._is_shown = False  # the user may have tensors over the storage of the sum
         self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
@@ -277,24 +274,17 @@ class GroupGradients:
                 need; otherwise in the main gradient dtype, without a copy.
 
         Returns:
-            The same tensor in every step.
+            The same tensor in every step, unless the user has kept gradients of the last one.
         """
         if self._grad_sum.dtype == self._main_param_dtype or not in_main_dtype:
             self._is_shown = True
             return self._reduced()
-        if self._optimizer_grad is None:
-            self._optimizer_grad = torch.empty(
-                self._layout.shard_size, dtype=self._main_param_dtype, device=self._device
-            )
-            recorder.storage("allocate", self._optimizer_grad)
-        elif not self._optimizer_grad.untyped_storage().nbytes():
-            memory.allocate(self._optimizer_grad)
-            recorder.storage("allocate", self._optimizer_grad)
+        gradient = self._optimizer_grad.allocated()
         if not self._is_moved:
-            self._optimizer_grad.copy_(self._reduced())
+            gradient.copy_(self._reduced())
             self._grad_sum.free()
             self._is_moved = True
-        return self._optimizer_grad
+        return gradient
 
     def _reduced(self) -> torch.Tensor:
         """Return the sum; local gradients do not appear in it before they are reduced."""
@@ -306,8 +296,8 @@ class GroupGradients:
 
     def _move_back(self) -> None:
         """Let the sum go on from the final gradient, which the user may have changed."""
-        if self._is_moved and self._optimizer_grad is not None:
-            self._grad_sum.add(self._optimizer_grad)
+        if self._is_moved:
+            self._grad_sum.add(self._optimizer_grad.allocated())
             self._is_moved = False
 
     @torch.no_grad()
@@ -318,15 +308,22 @@ class GroupGradients:
             if not running_sum.is_empty:
                 running_sum.total.mul_(factor)
         self.local.scale(factor)
-        if self._is_moved and self._optimizer_grad is not None:
-            self._optimizer_grad.mul_(factor)
+        if self._is_moved:
+            self._optimizer_grad.allocated().mul_(factor)
 
-    def forget_reduced(self) -> None:
-        """Drop the reduced gradients: the next reduction begins a new sum."""
+    def forget_reduced(self, are_kept: bool = False) -> None:
+        """Drop the reduced gradients: the next reduction begins a new sum.
+
+        Args:
+            are_kept: the user has kept some of them, and later ones get another tensor.
+        """
         self.wait_for_reduce()
         self._is_moved = False
         self.local.users.clear()
-        if self._is_shown:
+        if are_kept:
+            self._grad_sum.abandon()
+            self._optimizer_grad.abandon()
+        elif self._is_shown:
             self._grad_sum.clear()
         else:
             self._grad_sum.free()

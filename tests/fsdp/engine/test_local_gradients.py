@@ -216,7 +216,7 @@ def stored_gradients(model: MegatronFSDP) -> int:
         gradients = group.gradients
         buffer = gradients.local._buffer
         tensors = (gradients._grad_sum._total, gradients._inner_sum._total)
-        for each in (*tensors, gradients._optimizer_grad, buffer.flat if buffer else None):
+        for each in (*tensors, gradients._optimizer_grad._total, buffer.flat if buffer else None):
             total += 0 if each is None else each.untyped_storage().nbytes()
     return total
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that code keeps when it clears those of the parameters do not change, as in torch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.fsdp import MegatronFSDP, fully_shard
+from tests.fsdp.meshes import Meshes
+from tests.fsdp.models import TanhLayer
+from tests.fsdp.reference import Ranks
+from tests.fsdp.test_optimizer_gradients import clear_gradients
+
+KINDS = {
+    "gradient": lambda gradient: gradient,
+    "local": lambda gradient: gradient.to_local(),
+    "detached": lambda gradient: gradient.detach(),
+    "array": lambda gradient: gradient.to_local().numpy(),
+}
+
+
+def values(kept: Any) -> Tensor:
+    """Return a copy of the values of this rank."""
+    if isinstance(kept, Tensor):
+        return getattr(kept, "_local_tensor", kept).clone()
+    return torch.from_numpy(kept).clone()
+
+
+def built(mesh: str, **settings: Any) -> tuple[MegatronFSDP, torch.optim.Optimizer, Tensor]:
+    """Return a model, its optimizer and its input."""
+    torch.manual_seed(0)
+    dtype = settings.pop("dtype", torch.float32)
+    module = torch.nn.Sequential(*[TanhLayer() for _ in range(3)]).to(dtype)
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        fsdp_unit_modules=[TanhLayer],
+        **Meshes().arguments(mesh),
+        **settings,
+    )
+    return model, optimizer, torch.ones(3, 8, dtype=dtype)
+
+
+def keep_gradients(mesh: str, way: str, kind: str, **settings: Any) -> bool:
+    """Keep the gradient of one parameter in each step; return True if none has changed."""
+    model, optimizer, x = built(mesh, **settings)
+    parameter = list(model.parameters())[2]
+    kept, copies = [], []
+    for _ in range(3):
+        for _ in range(2):
+            model(x).sum().backward()
+        kept.append(KINDS[kind](parameter.grad))
+        copies.append(values(kept[-1]))
+        optimizer.step()
+        clear_gradients(model, optimizer, way)
+    assert not copies[0].numel() or not torch.equal(copies[0], copies[1])
+    return all(torch.equal(values(each), copy) for each, copy in zip(kept, copies, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["optimizer", "model", "torch", "by_hand"])
+def test_kept_gradients_do_not_change(ranks: Ranks, way: str, kind: str) -> None:
+    for settings in (
+        {},
+        {"zero_dp_strategy": 1},
+        {"zero_dp_strategy": 0},
+        {"fsdp_double_buffer": True},
+        {"dtype": torch.bfloat16},
+    ):
+        assert ranks(2, keep_gradients, "flat", way, kind, **settings) == [True] * 2
+
+
+def test_kept_gradients_do_not_change_in_hybrid_sharding(ranks: Ranks) -> None:
+    for outer in (0, 1):
+        settings = {"outer_dp_sharding_strategy": outer}
+        assert ranks(4, keep_gradients, "outer2", "optimizer", "gradient", **settings) == [True] * 4
+
+
+def storage_after_kept_ones_are_gone(level: int) -> int:
+    """Return the bytes of gradient shards after a step in which nothing is kept any more."""
+    model, optimizer, x = built("flat", zero_dp_strategy=level)
+    kept = None
+    for step in range(3):
+        model(x).sum().backward()
+        if step == 0:
+            kept = [parameter.grad for parameter in model.parameters()]
+        elif step == 1:
+            del kept
+        optimizer.zero_grad()
+    return sum(each.gradients._grad_sum._total.untyped_storage().nbytes() for each in model.groups)
+
+
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_gradient_shards_take_no_storage_after_kept_gradients_are_gone(
+    ranks: Ranks, level: int
+) -> None:
+    assert ranks(2, storage_after_kept_ones_are_gone, level) == [0, 0]
