@@ -49,6 +49,11 @@ def profiling(
             if args.profile and num_steps == args.profile_step_start:
                 directory = profile_directory(args)
                 say(f"profiling steps {num_steps} to {args.profile_step_end - 1}: see {directory}")
+                if not (args.use_megatron_fsdp or args.use_pytorch_profiler):
+                    say(
+                        "profiling: only --use-megatron-fsdp is traced; --use-pytorch-profiler"
+                        " shows this run"
+                    )
                 counted: list[Recorder] = []
                 if times is not None:
                     counted = profile.enter_context(times.left_to_profile())

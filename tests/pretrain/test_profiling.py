@@ -56,6 +56,16 @@ def test_the_steps_between_start_and_end_are_recorded(tmp_path: Path) -> None:
     assert {row["microbatch"] for row in rows if row["track"] == "reduce"} == {"0", "1"}
 
 
+def test_a_profile_that_shows_nothing_is_told(tmp_path: Path) -> None:
+    line = f"{SMALL} --exit-interval 2 --profile --profile-step-start 1 --profile-step-end 2"
+    (record,) = run_ranks(1, train_in, tmp_path, line)[0]
+    told = [line for line in record.lines if line.startswith("profiling")]
+    assert told == [
+        "profiling steps 1 to 1: see profile",
+        "profiling: only --use-megatron-fsdp is traced; --use-pytorch-profiler shows this run",
+    ]
+
+
 def train_and_complain(folder: Path, command_line: str) -> tuple[int, str]:
     """Train where traces cannot be written; return the last iteration and what was complained."""
     errors = io.StringIO()
