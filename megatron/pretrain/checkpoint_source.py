@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.commands.formats import TORCH_DIST, open_checkpoint
 from megatron.checkpoint.core import directory, stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
-from megatron.checkpoint.torch_dist.checkpoint import MARKER, check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE
+from megatron.checkpoint.torch_dist.checkpoint import check_marker
+from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.followed_checkpoint import followed_by, is_given_up, tracked_in
@@ -307,9 +308,13 @@ def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
     Tensors are compared later, by all ranks.
     """
     try:
-        StoredCheckpoint(path, verify=not args.no_verify_integrity)
-        if (path / MARKER).is_file():
+        verify = not args.no_verify_integrity
+        if not (path / METADATA).is_file():
+            StoredCheckpoint(path, verify)  # says what else is missing
+        opened = open_checkpoint(path, verify)
+        if opened.format == TORCH_DIST:
             check_marker(path)
+            read_common(opened.dcp_files())
         if args.use_checkpoint_args or not args.no_check_checkpoint_args:
             stored_arguments(path)
     except RefusedPickleError:

@@ -12,7 +12,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
+from megatron.checkpoint.commands.formats import (
+    FSDP_DTENSOR,
+    HUGGING_FACE,
+    TORCH_DIST,
+    open_checkpoint,
+)
 from megatron.checkpoint.core.entry_reader import EntryReader
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import METADATA
@@ -36,7 +41,11 @@ def format_of(source: Path) -> str:
         return HUGGING_FACE
     if not (source / METADATA).is_file():
         raise ValueError(f"{source} is no complete checkpoint: it has no {METADATA}")
-    return TORCH_DIST if (source / torch_dist.MARKER).is_file() else FSDP_DTENSOR
+    if (source / torch_dist.MARKER).is_file():
+        return TORCH_DIST
+    if (source / torch_dist.COMMON_FILE).is_file():
+        open_checkpoint(source, verify=False)  # refuses a save that was not finished
+    return FSDP_DTENSOR
 
 
 def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:

@@ -7,10 +7,11 @@ from random import Random
 
 import pytest
 
+from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from tests.checkpoint.changed_checkpoints import without_manifest
-from tests.checkpoint.command_runs import run_json
+from tests.checkpoint.command_runs import run, run_json
 from tests.pretrain.flips import ITERATION, LINES, Flip, draw_flips, outcomes_of, save, toggle
 from tests.pretrain.training_runs import refuse, train
 from tests.rank_pool import run_ranks
@@ -129,6 +130,25 @@ def test_a_damaged_marker_of_torch_dist_is_refused(
         assert "metadata.json" in refusal("torch_dist", copy)
         assert "metadata.json" in str(run_json("verify", copy, code=1))
         without_manifest(copy)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "common.pt"])
+def test_without_manifest_a_lost_file_of_torch_dist_is_damage_of_the_newest(
+    name: str, saved: dict[str, Path], tmp_path: Path
+) -> None:
+    """A save of Megatron-Core that was killed leaves no metadata.json, which it writes last."""
+    copy = without_manifest(shutil.copytree(saved["torch_dist"], tmp_path / "copy"))
+    newer = shutil.copytree(copy / ITERATION, copy / "iter_0000002")
+    (copy / TRACKER).write_text("2")
+    (newer / name).unlink()
+    for flags in ("--no-load-fallback", "--ckpt-step 2"):
+        error = refusal("torch_dist", copy, flags)
+        assert name in error and "iter_0000002" in error and "not in the file" not in error
+    verified = run("verify", newer, code=1)
+    assert name in verified.output
+    for line in LINES.values():
+        lines = run_ranks(2, train, f"{line} --exit-interval 2 --load {copy}")[0][0].lines
+        assert any(name in each and f"{ITERATION} is loaded instead" in each for each in lines)
 
 
 def test_a_marker_of_another_format_is_refused(saved: dict[str, Path], tmp_path: Path) -> None:
