@@ -50,6 +50,16 @@ class CheckpointSource:
     is_local: bool = False
     """Every rank has a path of its own, to the part that it wrote."""
 
+    def in_words(self, iteration: int) -> str:
+        """Return the path and the iteration that was in it, which should be that of its name."""
+        words = f"{self.path}, iteration {iteration}"
+        if iteration == self.iteration:
+            return words
+        return (
+            f"{words}, which is not that of its name: it was renamed, or files of another"
+            " checkpoint are in it"
+        )
+
 
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch; reads no tensor.

@@ -317,7 +317,7 @@ def load(
     if source.weights_only:
         say(f"loaded the weights of {path}")
     else:
-        say(f"loaded {path}, iteration {progress.iteration}")
+        say(f"loaded {source.in_words(progress.iteration)}")
     return progress
 
 

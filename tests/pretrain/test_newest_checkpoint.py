@@ -87,6 +87,14 @@ def test_a_damaged_marker_of_torch_dist_is_found_without_a_manifest(
     assert f"{source / MARKER} is damaged" in damage[source]
 
 
+def test_a_checkpoint_under_the_name_of_another_iteration_is_told(folder: Path) -> None:
+    shutil.rmtree(folder / "iter_0000002")
+    shutil.copytree(folder / "iter_0000001", folder / "iter_0000002")
+    lines = run_ranks(2, train, f"{TWO} --load {folder}")[0][0].lines
+    (line,) = [each for each in lines if each.startswith("loaded ")]
+    assert f"{folder / 'iter_0000002'}, iteration 1, which is not that of its name: " in line
+
+
 def test_a_load_writes_nothing(folder: Path) -> None:
     flip(folder / "iter_0000002" / "__1_0.distcp")
     before = tree(folder)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
+from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.manifest import MANIFEST
@@ -57,12 +58,24 @@ def find_problems(
     problems += _wrong_values(state, progress)
     contradicting = [name for name, is_fresh in state.is_fresh.items() if _is_fault(is_fresh)]
     faults = {*state.unknown, *contradicting}
+    if notes is not None:
+        notes += _other_iteration(opened, state)
     for note in state.notes:
         if note.partition(":")[0] in faults:
             problems.append(note)
         elif notes is not None:
             notes.append(note)
     return problems
+
+
+def _other_iteration(opened: Opened, state: TrainingState) -> Iterator[str]:
+    """Yield a note if a directory has the name of another iteration than that of its content."""
+    named = directory.iteration_of(opened.directory.name)
+    if named is not None and state.iteration not in (None, named):
+        yield (
+            f"{opened.directory.name} holds iteration {state.iteration}: it was renamed, or files"
+            " of another checkpoint are in it"
+        )
 
 
 def find_changed_files(opened: Opened, progress: Progress = ignore_progress) -> list[str]:

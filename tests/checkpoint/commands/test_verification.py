@@ -37,6 +37,16 @@ def test_a_good_checkpoint_is_sound(form: str, small: dict[str, Path]) -> None:
     }
 
 
+@pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])
+def test_a_folder_with_the_name_of_another_iteration_is_told(
+    form: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    renamed = shutil.copytree(small[form] / "iter_0000003", tmp_path / "iter_0000004")
+    found = run_json("verify", renamed)
+    assert found["sound"] and len(found["notes"]) == 1
+    assert "iter_0000004 holds iteration 3" in found["notes"][0]
+
+
 def spoiled(kind: str, path: Path) -> Path:
     """Write a checkpoint with one thing wrong."""
     state = small_models.state_of(small_models.shapes_of(layers=["gated"]), num_layers=1)
