@@ -149,6 +149,19 @@ def newest_kept(save: str | Path) -> int | None:
     return next((each for each in directory.iterations(save) if each not in given_up), None)
 
 
+def run_to_load(save: str | Path) -> str:
+    """Return the identifier of the run whose local checkpoints a run that only loads may take.
+
+    It is that of the run that is given up as long as the new one has published nothing. A run that
+    saves there asks :func:`run_in`, after :func:`settle`.
+    """
+    run, abandoned = run_in(save), Abandoned.read(save)
+    if abandoned is None or abandoned.is_succeeded or run != abandoned.identifier:
+        return run
+    there = [directory.iteration_directory(save, each) for each in directory.iterations(save)]
+    return run if any(map(abandoned.is_successor, there)) else abandoned.run
+
+
 def settle(save: str | Path, others: Iterable[str | Path], is_local: bool = False) -> None:
     """Do what a run that was killed has left to do; called on one rank, before anything is loaded.
 

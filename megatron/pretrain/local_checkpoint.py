@@ -26,6 +26,7 @@ from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
 from megatron.pretrain import url_saves
+from megatron.pretrain.abandoned_checkpoints import run_to_load
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, Say, find_source
 from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.followed_checkpoint import is_given_up, tracked_in
@@ -190,7 +191,7 @@ def find_local(
     candidates = sorted(number for number in there - passed if number > after)
     own = layout() if candidates else {}
     expected = on_first_rank(
-        lambda: _Expected(run_in(args.load), tracked_in(args.load) if persistent else None)
+        lambda: _Expected(_run_of(args), tracked_in(args.load) if persistent else None)
     )
     for iteration in reversed(candidates):
         part = _examine(root, iteration, expected, own, verify=not args.no_verify_integrity)
@@ -225,6 +226,12 @@ class _Part:
     """Identifier of the save that its part is of."""
     problem: str | None = None
     is_damaged: bool = False
+
+
+def _run_of(args: argparse.Namespace) -> str:
+    """Return the identifier of the run whose parts this run may load."""
+    is_own = args.save and Path(args.save).resolve() == Path(args.load).resolve()
+    return run_in(args.load) if is_own else run_to_load(args.load)
 
 
 def _problems(parts: Sequence[_Part]) -> list[str]:

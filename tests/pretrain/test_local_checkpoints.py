@@ -316,8 +316,9 @@ def test_local_checkpoints_are_still_there_if_the_run_that_gives_them_up_has_sav
     assert "broken off" in run_ranks(2, broken_off, saving, 3)[0]
     anew = saving.replace("interval 1", "interval 5") if is_local else line
     assert "broken off" in run_ranks(2, broken_off, f"{anew} --overwrite --seed 7", 2)[0]
-    (resumed,) = run_ranks(2, train, f"{saving} --load {folder} --exit-interval 4")[0]
-    assert resumed.losses == fp32[1].losses[3:4]
+    for own in (f"{LINE} {local(disk)}", saving):  # the first only loads
+        (resumed,) = run_ranks(2, train, f"{own} --load {folder} --exit-interval 4")[0]
+        assert resumed.losses == fp32[1].losses[3:4]
 
 
 def test_local_checkpoints_of_a_run_that_was_overwritten_without_them_are_not_loaded(
