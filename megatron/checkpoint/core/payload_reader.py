@@ -38,7 +38,7 @@ class PayloadReader:
             while done < length:
                 count = file.readinto(view[done:])
                 if not count:
-                    raise DamagedCheckpointError(f"{payload.file} is cut off")
+                    raise DamagedCheckpointError(f"{payload.file} is cut off in {payload.key}")
                 done += count
         if self._compares and is_all:
             self._compare(payload, crc32(view))
@@ -62,7 +62,7 @@ class PayloadReader:
     def _compare(self, payload: TensorPayload, checksum: int) -> None:
         if payload.checksum is not None and checksum != payload.checksum:
             raise DamagedCheckpointError(
-                f"{payload.file} has changed since it was written: the checksum of the tensor at"
-                f" {payload.offset} differs"
+                f"{payload.file} has changed since it was written: the checksum of {payload.key}"
+                f" at byte {payload.offset} differs"
             )
         self._unchanged.add((str(payload.file), payload.offset))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,11 @@ class StoredCheckpoint:
         info = self._storage[key, tuple(chunk.offsets)]
         position = (info.relative_path, info.offset)
         if position not in self._payloads:
-            payload = read_header(self.directory / info.relative_path, info)
+            try:
+                found = read_header(self.directory / info.relative_path, info)
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(f"{error}; {key} should be there") from error
+            payload = replace(found, key=key)
             if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
                 raise DamagedCheckpointError(
                     f"{self.directory}: {key} is {payload.dtype} {payload.size} in"

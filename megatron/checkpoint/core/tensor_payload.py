@@ -38,6 +38,7 @@ class TensorPayload:
         size: of the tensor, in elements.
         stride: of the tensor in the storage, in elements.
         start: of the tensor in the storage, in elements.
+        key: of the tensor, for messages.
     """
 
     file: Path
@@ -48,6 +49,7 @@ class TensorPayload:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     start: int
+    key: str = ""
 
     @property
     def is_plain(self) -> bool:

@@ -3,6 +3,7 @@
 
 import functools
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -91,11 +92,27 @@ def test_every_bit_of_a_tensor_is_under_its_checksum(
         data[at] ^= 1
         (copy / "__0_0.distcp").write_bytes(data)
         index = (0,) if form == "torch_dist" else ()  # its first layer
-        with pytest.raises(DamagedCheckpointError, match="checksum"):
+        words = rf"__0_0\.distcp .*checksum of {re.escape(key)} "
+        with pytest.raises(DamagedCheckpointError, match=words):
             StoredCheckpoint(copy).lazy(key).read()
-        with pytest.raises(DamagedCheckpointError, match="checksum"):
+        with pytest.raises(DamagedCheckpointError, match=words):
             StoredCheckpoint(copy).lazy(key, index).rows(2, 3).read()
         data[at] ^= 1
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_a_damaged_archive_is_named_with_its_tensor(
+    form: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(small[form], tmp_path / "copy")
+    stored = StoredCheckpoint(copy)
+    key = next(key for key in stored.tensors if key.endswith("linear_qkv.weight"))
+    info = stored._storage[key, tuple(stored.tensors[key].chunks[0].offsets)]
+    data = bytearray((copy / "__0_0.distcp").read_bytes())
+    data[info.offset + info.length - 22] ^= 1  # of the record at the end of a zip archive
+    (copy / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match=rf"__0_0\.distcp .*{re.escape(key)}"):
+        StoredCheckpoint(copy).lazy(key).read()
 
 
 @pytest.mark.parametrize("form", FILES)
