@@ -101,6 +101,8 @@ def _message(error: Exception, oom_traceback: bool) -> str:
         return conversion.OUT_OF_MEMORY
     if isinstance(error, (ValueError, NotImplementedError)):
         return str(error)
+    if isinstance(error, click.ClickException):
+        return error.format_message()
     if isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
     # Files can hold anything: whatever a reader does not expect is an error of the checkpoint.

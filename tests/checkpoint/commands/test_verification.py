@@ -47,6 +47,11 @@ def test_a_folder_with_the_name_of_another_iteration_is_told(
     assert "iter_0000004 holds iteration 3" in found["notes"][0]
 
 
+def test_flags_that_leave_nothing_to_verify_are_refused_as_such(small: dict[str, Path]) -> None:
+    words = ("verify", small["torch_dist"], "--fast", "--no-verify-integrity")
+    assert run(*words, code=1).output.startswith("Error: --fast --no-verify-integrity: nothing")
+
+
 def spoiled(kind: str, path: Path) -> Path:
     """Write a checkpoint with one thing wrong."""
     state = small_models.state_of(small_models.shapes_of(layers=["gated"]), num_layers=1)
