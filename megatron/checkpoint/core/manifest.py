@@ -131,11 +131,13 @@ class Manifest:
         """Read the manifest of a checkpoint; None if it has none.
 
         Raises:
-            DamagedCheckpointError: if it has changed since it was written.
+            DamagedCheckpointError: if it has changed since it was written, or is no file.
         """
         path = directory / MANIFEST
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
+        if not path.is_file():
+            raise DamagedCheckpointError(f"{path} is no file, but a directory or a link to nothing")
         text = path.read_text(errors="replace")
         try:
             files = {}

@@ -12,6 +12,7 @@ import pytest
 from megatron.checkpoint.commands.comparison import compare_states
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
+from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
@@ -153,3 +154,16 @@ def test_a_changed_letter_of_a_key_is_told(
     assert old.encode() in data
     (copy / ".metadata").write_bytes(data.replace(old.encode(), new.encode()))
     assert not says_the_same(copy, small["fsdp_dtensor"])
+
+
+@pytest.mark.parametrize("kind", ["directory", "link to nowhere"])
+def test_a_manifest_that_is_no_file_is_damage(
+    kind: str, small: dict[str, Path], tmp_path: Path
+) -> None:
+    copy = shutil.copytree(small["torch_dist"], tmp_path / "copy")
+    if kind == "directory":
+        (copy / MANIFEST).mkdir()
+    else:
+        (copy / MANIFEST).symlink_to(tmp_path / "gone")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is no file"):
+        StoredCheckpoint(copy)
