@@ -5,10 +5,11 @@
 
 Runs the GPT of ``compare.py`` bare (every rank alone) and with each wrapper, by turns, and prints
 in ms per step: the time of the step; that in which the main thread computes, of which matrix
-products, attention, copies and other operations of torch by its profiler, and the rest is Python;
-that in which it is blocked, for other ranks or for a core; and the processor time of other threads,
-which are gloo's. Profiled steps are others than timed ones. The last column is the ratio to FSDP2's
-time; no wrapper can come below that of the bare model.
+products, attention, copies, calls of torch.distributed (gloo begins to send in the thread that
+calls it) and other operations of torch by its profiler, and the rest is Python; that in which it is
+blocked, for other ranks or for a core; and the processor time of other threads, which are gloo's.
+Profiled steps are others than timed ones. The last column is the ratio to FSDP2's time; no wrapper
+can come below that of the bare model.
 """
 
 from __future__ import annotations
@@ -39,14 +40,18 @@ OPERATIONS = {
 }
 """Parts of the names of torch's operations; all others are "other operations"."""
 
-COLUMNS = ("step", *OPERATIONS, "other operations", "Python", "blocked", "other threads")
+KINDS = (*OPERATIONS, "collectives", "other operations")
+COLUMNS = ("step", *KINDS, "Python", "blocked", "other threads")
 
 Parts = dict[str, float]
 
 
 def kind_of(operation: str) -> str:
     """Return the column of an operation, such as ``aten::addmm``."""
-    name = operation.rpartition("::")[2].strip("_")
+    namespace, _, name = operation.rpartition("::")
+    if namespace in ("c10d", "_c10d_functional"):
+        return "collectives"
+    name = name.strip("_")
     for kind, parts in OPERATIONS.items():
         for part in parts:
             part = part.strip("_")
@@ -105,7 +110,7 @@ def measure(workload: Workload, rounds: int) -> dict[str, Parts]:
     results = {}
     for name in steps:
         parts = medians(timed[name]) | medians(profiled[name])
-        of_torch = sum(parts.get(kind, 0.0) for kind in (*OPERATIONS, "other operations"))
+        of_torch = sum(parts.get(kind, 0.0) for kind in KINDS)
         parts["Python"] = max(parts["computes"] - of_torch, 0.0)
         ratios = [row["step"] / other["step"] for row, other in zip(timed[name], timed[REFERENCE])]
         results[name] = parts | {"ratio": statistics.median(ratios)}
