@@ -2,6 +2,7 @@
 """Arguments of a checkpoint: a model that means something else is refused, or taken as it is."""
 
 import argparse
+import json
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
+from megatron.checkpoint.torch_dist.checkpoint import MARKER
 from megatron.pretrain.arguments import checkpoint_rules
 from megatron.pretrain.arguments.further_fields import refusal
 from megatron.pretrain.arguments.parser import further_destinations
@@ -237,6 +239,7 @@ def write_common(folder: Path, args: argparse.Namespace | None) -> None:
     (folder / TRACKER).write_text("1")
     dcp.save({}, checkpoint_id=source, no_dist=True)
     torch.save({} if args is None else {"args": args}, source / "common.pt")
+    (source / MARKER).write_text(json.dumps({"sharded_backend": "torch_dist"}))
 
 
 def test_a_checkpoint_that_cannot_give_its_arguments_is_a_problem_of_the_command_line(
