@@ -20,7 +20,7 @@ VENV = .venv$(if $(filter-out $(USUAL_TORCH),$(TORCH)),-$(subst /,-,$(subst ==,-
 MEGATRON ?=
 ARGS ?=
 # Two processes share the test files: while one waits for its ranks or for the disk, the other works.
-WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.megatron_release $(MEGATRON)) && eval "$$variables" &&)
+WITH_RELEASE = $(if $(MEGATRON),variables=$$($(VENV)/bin/python -m tests.support.megatron_release $(MEGATRON)) && eval "$$variables" &&)
 PYTEST = $(WITH_RELEASE) $(VENV)/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 .PHONY: pretrain lint test test-all docs clean

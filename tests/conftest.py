@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
-from tests import rank_pool, stand_ins
-from tests.rank_process import OUR_MODULES
-from tests.warm_programs import ROOT, free_port, warm_programs
+from tests.support import rank_pool
+from tests.support import stand_ins
+from tests.support.rank_process import OUR_MODULES
+from tests.support.warm_programs import ROOT, free_port, warm_programs
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -47,7 +48,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
-    """Return `tests.rank_pool.run_ranks`."""
+    """Return `tests.support.rank_pool.run_ranks`."""
     return rank_pool.run_ranks
 
 

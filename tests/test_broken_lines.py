@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of `tests/broken_lines.py` fits the code."""
+"""The table of `tests/support/broken_lines.py` fits the code."""
 
 import pytest
 
-from tests.broken_lines import BROKEN_LINES, REPOSITORY, BrokenLine
+from tests.support.broken_lines import BROKEN_LINES, REPOSITORY, BrokenLine
 
 
 def test_there_are_at_least_twenty_breaks_with_names_of_their_own() -> None:

@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.model_parallel import ONE_AXIS, initialize
-from tests.rank_pool import MAX_GROUPS, RankFailure, run_ranks
-from tests.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
-from tests.selection import only_in_full
+from tests.support.model_parallel import ONE_AXIS, initialize
+from tests.support.rank_pool import MAX_GROUPS, RankFailure, run_ranks
+from tests.support.rank_process import JOBS_BETWEEN_FULL_COLLECTIONS
+from tests.support.selection import only_in_full
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -304,7 +304,7 @@ def test_no_rank_outlives_the_test_process(ending: signal.Signals) -> None:
     """Start two ranks that hang in a collective, and end the process that started them."""
     program = """
 import signal, threading, time, psutil
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 from tests.test_rank_pool import hang_on_rank_zero, process_id
 if __name__ == "__main__":
     # A shell may have started the tests in the background, where interrupts are ignored.

@@ -23,8 +23,9 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from tests.checkpoint import samples, small_models
-from tests.checkpoint.samples import DENSE, EXPERTS, TORCH_DIST, differing
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.samples import DENSE, EXPERTS, TORCH_DIST, differing
 
 TARGETS = {"torch_dist": torch_dist.target, "fsdp_dtensor": fsdp_dtensor.target}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.pretrain.conftest import counting_corpus  # noqa: F401
-from tests.warm_programs import ROOT
+from tests.support.warm_programs import ROOT
 
 
 @dataclass(frozen=True)

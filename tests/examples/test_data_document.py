@@ -9,8 +9,8 @@ from megatron.pretrain.arguments.not_built import NOT_BUILT
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES
 from tests.examples.conftest import Shell
-from tests.examples.documents import check_block, command_blocks, run_document
-from tests.warm_programs import ROOT
+from tests.support.examples.documents import check_block, command_blocks, run_document
+from tests.support.warm_programs import ROOT
 
 DOCUMENT = ROOT / "docs" / "data_and_tokenizers.md"
 

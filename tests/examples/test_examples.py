@@ -11,9 +11,9 @@ import pytest
 
 from megatron.pretrain.arguments import parse_arguments
 from tests.examples.conftest import Shell
-from tests.pretrain.training_runs import DATA, assert_close, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import DATA, assert_close, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from tests.examples.conftest import Shell, repository_in
-from tests.examples.documents import DocumentRun, check_block, command_blocks, run_document
-from tests.warm_programs import ROOT
+from tests.support.examples.documents import DocumentRun, check_block, command_blocks, run_document
+from tests.support.warm_programs import ROOT
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytest.importorskip("accelerate", reason="needs the package accelerate")

@@ -7,14 +7,14 @@ import re
 import pytest
 
 from tests.examples.conftest import Shell, repository_in
-from tests.examples.documents import (
+from tests.support.examples.documents import (
     CommandBlock,
     DocumentRun,
     check_block,
     command_blocks,
     run_document,
 )
-from tests.warm_programs import ROOT
+from tests.support.warm_programs import ROOT
 
 GUIDE = ROOT / "docs" / "migrating_to_fsdp.md"
 BLOCKS = command_blocks(GUIDE)

@@ -21,14 +21,14 @@ from tests.examples import (
     test_readme,
     test_site,
 )
-from tests.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
+from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
 from tests.examples.conftest import Shell
-from tests.examples.documents import check_block, command_blocks, run_document
-from tests.examples.operations_table import rows_of, wrong_rows
-from tests.examples.page_programs import PROGRAMS, run_page
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
-from tests.warm_programs import ROOT
+from tests.support.examples.documents import check_block, command_blocks, run_document
+from tests.support.examples.operations_table import rows_of, wrong_rows
+from tests.support.examples.page_programs import PROGRAMS, run_page
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
+from tests.support.warm_programs import ROOT
 
 PAGES = ["README.md", *(path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md")))]
 
@@ -100,7 +100,7 @@ ELSEWHERE = {
     "docs/checkpoints_at_urls.md: pip install s3fs  # gcsfs for gs://, adlfs for abfs://: a message"
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
-    " tests/mcore_adapter/real_loop.py starts the loops of three in this way",
+    " tests/support/mcore_adapter/real_loop.py starts the loops of three in this way",
     "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 pretrain_gpt.py --log-dir"
     " logs ...": "shows what follows a defect; tests/tools/test_launch.py causes some",
 }

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.examples.conftest import Shell, repository_in
-from tests.examples.documents import (
+from tests.support.examples.documents import (
     CommandBlock,
     DocumentRun,
     check_block,
@@ -19,7 +19,7 @@ from tests.examples.documents import (
     run_document,
 )
 from tests.examples.test_examples import ROOT
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 README = ROOT / "README.md"
 BLOCKS = command_blocks(README)

@@ -20,10 +20,10 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 from megatron.checkpoint.commands import command_line, conversion
 from megatron.pretrain.arguments import parse_arguments
-from tests.checkpoint.samples import DATA
+from tests.support.checkpoint.samples import DATA
 from tests.examples.conftest import Shell
-from tests.pretrain.training_runs import CORPUS
-from tests.warm_programs import ROOT
+from tests.support.pretrain.training_runs import CORPUS
+from tests.support.warm_programs import ROOT
 
 FOLDER = Path("examples", "megatron_fsdp")
 SCRIPTS = sorted(path.name for path in (ROOT / FOLDER).glob("*.sh"))

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.examples.blocks import DOCS, Block, blocks_of, python_of
+from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.examples.conftest import Shell
-from tests.examples.documents import command_blocks
-from tests.huggingface.tiny_runs import fresh_accelerate
-from tests.rank_pool import run_ranks
-from tests.warm_programs import ROOT, free_port
+from tests.support.examples.documents import command_blocks
+from tests.support.huggingface.tiny_runs import fresh_accelerate
+from tests.support.rank_pool import run_ranks
+from tests.support.warm_programs import ROOT, free_port
 from tools.argument_table import PAGE, WAYS, with_table
 
 SIDE_BY_SIDE = {"docs/coming_from_fsdp2.md": "FSDP2", "docs/hugging_face.md": "Hugging Face"}

@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import fully_shard_model
 from megatron.fsdp.agreement import FreezingAgreement
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch
-from tests.fsdp.side_by_side import plain_backward, shard
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import WIDTH, build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch
+from tests.support.fsdp.side_by_side import plain_backward, shard
 
 
 def freeze_another_block() -> list[str]:

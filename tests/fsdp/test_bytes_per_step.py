@@ -20,9 +20,9 @@ from megatron.fsdp import MegatronFSDP, fully_shard, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.recorder import GATHER
 from megatron_fsdp import MixedPrecisionPolicy
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import TanhLayer
+from tests.support.fsdp.reference import LEVELS, Ranks
 
 NUM_LAYERS = 6
 WIDTH = 64

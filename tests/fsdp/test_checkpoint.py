@@ -13,10 +13,10 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
-from tests.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
+from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole
 
 
 def save(level: int, path: str, with_torch_functions: bool) -> None:

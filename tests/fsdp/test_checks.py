@@ -23,10 +23,10 @@ from megatron.fsdp import (
 )
 from megatron.fsdp.checks import check_nccl
 from tests.fsdp.engine.test_mesh import HYBRID
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import Ranks
-from tests.fsdp.wrong_calls import (
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.wrong_calls import (
     Scene,
     WrongCall,
     check_refusal,
@@ -142,7 +142,7 @@ OPTIONS: dict[str, WrongCall] = {
         "fsdp_unit_modules expects", "list", fsdp_unit_modules=ResidualBlock
     ),
     "units are one path": with_arguments(
-        "fsdp_unit_modules expects", "list", fsdp_unit_modules="tests.fsdp.models.ResidualBlock"
+        "fsdp_unit_modules expects", "list", fsdp_unit_modules="tests.support.fsdp.models.ResidualBlock"
     ),
     "units cannot be imported": with_arguments(
         "fsdp_unit_modules", "nowhere.Block", fsdp_unit_modules=["nowhere.Block"]

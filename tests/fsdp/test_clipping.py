@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, clip_grad_norm_, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import TanhLayer
+from tests.support.fsdp.reference import Ranks
 
 
 def model_with_gradients(**settings: Any) -> MegatronFSDP:

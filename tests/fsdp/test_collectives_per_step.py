@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.recorder import GATHER, REDUCE
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import TanhLayer
+from tests.support.fsdp.reference import Ranks
 
 NUM_LAYERS = 5
 

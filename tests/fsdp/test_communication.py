@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from megatron.fsdp.engine.recorder import GATHER, REDUCE, STORAGE, TraceEntry
-from tests.fsdp.recorded_steps import record_step
-from tests.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.recorded_steps import record_step
+from tests.support.fsdp.reference import LEVELS, Ranks
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def test_compiled_models_match_plain_ones_and_are_compiled_once(runs: list[str])
     environment = {key: value for key, value in os.environ.items() if key != "TORCHDYNAMO_DISABLE"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     result = subprocess.run(
-        [*launcher, "-m", "tests.fsdp.compiled_training", *runs],
+        [*launcher, "-m", "tests.support.fsdp.compiled_training", *runs],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron_fsdp import MegatronFSDP, fully_shard
-from tests.fsdp import models
-from tests.fsdp.interface.walk import whole
-from tests.fsdp.models import WIDTH, ResidualBlock
-from tests.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp import models
+from tests.support.fsdp.interface.walk import whole
+from tests.support.fsdp.models import WIDTH, ResidualBlock
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of
 
 
 class DocumentedModel(nn.Module):

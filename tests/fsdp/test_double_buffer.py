@@ -17,10 +17,10 @@ from torch import nn
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
-from tests.fsdp.models import MODELS, TanhLayer
-from tests.fsdp.random_models import Drawn, DrawnLayer
-from tests.fsdp.reference import Case, Ranks, compare_all
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.models import MODELS, TanhLayer
+from tests.support.fsdp.random_models import Drawn, DrawnLayer
+from tests.support.fsdp.reference import Case, Ranks, compare_all
+from tests.support.fsdp.wrong_calls import message_of
 
 SLOTS = {"fsdp_double_buffer": True}
 NUM_LAYERS = 6

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MixedPrecisionPolicy, flat_segments, fully_shard, fully_shard_optimizer
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.optimizers import OPTIMIZERS, two_groups
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.optimizers import OPTIMIZERS, two_groups
+from tests.support.fsdp.reference import Ranks
 from tests.fsdp.test_host_time import shard_layers, train
 
 Optimizer = torch.optim.Optimizer

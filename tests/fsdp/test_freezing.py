@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, optimizer_over
-from tests.fsdp.side_by_side import (
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, optimizer_over
+from tests.support.fsdp.side_by_side import (
     Backward,
     inner,
     mean_gradients,
@@ -24,7 +24,7 @@ from tests.fsdp.side_by_side import (
     train_side_by_side,
     whole_weights,
 )
-from tests.fsdp.watched_communication import watching_reductions
+from tests.support.fsdp.watched_communication import watching_reductions
 
 
 def freeze_the_blocks(model: nn.Module) -> None:

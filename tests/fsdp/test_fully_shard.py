@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, fully_shard, fully_shard_model
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
-from tests.fsdp.reference import (
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
+from tests.support.fsdp.reference import (
     LEVELS,
     Ranks,
     batch,
@@ -27,8 +27,8 @@ from tests.fsdp.reference import (
     loss_of,
     optimizer_over,
 )
-from tests.fsdp.side_by_side import mean_gradients, plain_backward, shard
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.side_by_side import mean_gradients, plain_backward, shard
+from tests.support.fsdp.wrong_calls import message_of
 
 
 def settings_that_arrive() -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random combinations keep the gradient contract; `python -m tests.fsdp.fuzz` runs any number."""
+"""Random combinations keep the gradient contract; `python -m tests.support.fsdp.fuzz` runs any number."""
 
 from itertools import chain
 from random import Random
 
 import pytest
 
-from tests.fsdp.fuzz import DRAWS_PER_JOB, WORLD_SIZES, draw_case, run_draws
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.fuzz import DRAWS_PER_JOB, WORLD_SIZES, draw_case, run_draws
+from tests.support.fsdp.reference import Ranks
 
 DRAWS = [4, pytest.param(100, marks=pytest.mark.exhaustive)]
 """For each world size; a failing draw becomes a named test elsewhere."""

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import ResidualBlock, build_stack
-from tests.fsdp.reference import Ranks, batch, close, loss_of
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import ResidualBlock, build_stack
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.wrong_calls import message_of
 
 
 def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:

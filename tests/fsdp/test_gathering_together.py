@@ -21,10 +21,10 @@ from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.recorder import GATHER, TraceEntry
 from megatron.fsdp.engine.states import WeightState
-from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.models import WIDTH
-from tests.fsdp.reference import LEVELS, Ranks
-from tests.fsdp.side_by_side import plain_backward, shard, train_side_by_side
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.models import WIDTH
+from tests.support.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.side_by_side import plain_backward, shard, train_side_by_side
 from tests.fsdp.test_collectives_of_axes import ExpertBlock
 from tests.fsdp.test_collectives_per_step import NUM_LAYERS, LanguageModel, both_counts
 

@@ -13,11 +13,12 @@ from torch import nn
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp import models, random_models
-from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.models import MODELS, ResidualBlock
-from tests.fsdp.random_models import Drawn, DrawnLayer
-from tests.fsdp.reference import LEVELS, Case, Ranks, batch, compare, compare_all, loss_of
+from tests.support.fsdp import models
+from tests.support.fsdp import random_models
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.models import MODELS, ResidualBlock
+from tests.support.fsdp.random_models import Drawn, DrawnLayer
+from tests.support.fsdp.reference import LEVELS, Case, Ranks, batch, compare, compare_all, loss_of
 
 LEVELS_OF_WORLD = {1: (0, 3), 2: LEVELS, 3: (3,), 4: (1,)}
 """What every model runs at: every level in one world, and every world.

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from megatron.fsdp import fully_shard
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.reference import Ranks
 from tests.fsdp.test_double_buffer import TanhLayer
 
 

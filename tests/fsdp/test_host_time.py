@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer
 

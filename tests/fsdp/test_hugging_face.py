@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
-from tests.huggingface import tiny_runs
-from tests.huggingface.tiny_runs import VOCABULARY
+from tests.support.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
+from tests.support.huggingface import tiny_runs
+from tests.support.huggingface.tiny_runs import VOCABULARY
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 

@@ -17,12 +17,15 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from tests.fsdp.interface import config_fields, members, mesh_arguments, model_arguments
-from tests.fsdp.interface.members import with_optimizer
-from tests.fsdp.interface.walk import OWNERS, WALK, wrapped
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.models import ResidualBlock, build_stack
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.interface import config_fields
+from tests.support.fsdp.interface import members
+from tests.support.fsdp.interface import mesh_arguments
+from tests.support.fsdp.interface import model_arguments
+from tests.support.fsdp.interface.members import with_optimizer
+from tests.support.fsdp.interface.walk import OWNERS, WALK, wrapped
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.models import ResidualBlock, build_stack
+from tests.support.fsdp.reference import Ranks
 
 ENTRIES = (mesh_arguments, model_arguments, config_fields, members)
 """The modules whose functions enter themselves in the table when they are imported."""

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import TanhLayer
+from tests.support.fsdp.reference import Ranks
 from tests.fsdp.test_optimizer_gradients import clear_gradients
 
 KINDS = {

@@ -18,8 +18,8 @@ from megatron.fsdp import (
 )
 from megatron.fsdp.engine import device
 from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
-from tests.fsdp.watched_memory import local_gradients, stored
-from tests.rank_pool import run_ranks
+from tests.support.fsdp.watched_memory import local_gradients, stored
+from tests.support.rank_pool import run_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WIDTH = 64

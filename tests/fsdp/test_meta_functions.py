@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH
-from tests.fsdp.reference import Ranks, close
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import WIDTH
+from tests.support.fsdp.reference import Ranks, close
 from tests.fsdp.test_hugging_face import MODELS, tokens
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.wrong_calls import message_of
 
 
 class ScaleNorm(nn.Module):

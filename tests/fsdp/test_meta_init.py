@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.live_bytes import LiveBytes
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import WIDTH
-from tests.fsdp.reference import Ranks, batch, close, loss_of
-from tests.fsdp.side_by_side import train_side_by_side
+from tests.support.fsdp.live_bytes import LiveBytes
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import WIDTH
+from tests.support.fsdp.reference import Ranks, batch, close, loss_of
+from tests.support.fsdp.side_by_side import train_side_by_side
 
 HEADS, HIDDEN = 2, 6
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import Meshes, shard_mesh
-from tests.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
-from tests.fsdp.watched_communication import watching_reductions
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.watched_communication import watching_reductions
 
 
 class Numbers(nn.Module):

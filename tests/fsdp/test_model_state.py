@@ -16,11 +16,11 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
 )
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
-from tests.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.reference import Ranks, batch, evaluate, loss_of, optimizer_over
+from tests.support.fsdp.state_dicts import NAMES, assert_equal, sharded, train, whole, whole_state
 
 
 def look_at_any_moment(name: str, level: int) -> None:

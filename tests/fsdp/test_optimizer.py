@@ -16,10 +16,10 @@ from torch.optim import lr_scheduler
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.optimizers import (
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.optimizers import (
     IN_ONE_GROUP,
     OPTIMIZERS,
     Signs,
@@ -31,8 +31,8 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import Ranks, batch, compare_shards, loss_of
-from tests.fsdp.wrong_calls import Scene, WrongCall, check_refusal, sharded_linear
+from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
+from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, sharded_linear
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights
-from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
-from tests.fsdp.side_by_side import shard_two_layers
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.side_by_side import shard_two_layers
 
 
 def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> None:

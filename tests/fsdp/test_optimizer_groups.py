@@ -12,9 +12,9 @@ from megatron.fsdp import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.optimizers import (
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.optimizers import (
     OPTIMIZERS,
     sharded_pair,
     sharded_step,
@@ -22,8 +22,8 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
-from tests.fsdp.state_dicts import whole_state
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.state_dicts import whole_state
 
 
 def grow_by_a_group(name: str, named: bool) -> None:

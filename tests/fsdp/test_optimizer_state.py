@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.optimizers import (
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.optimizers import (
     IN_ONE_GROUP,
     OPTIMIZERS,
     sharded_pair,
@@ -27,8 +27,8 @@ from tests.fsdp.optimizers import (
     unsharded_step,
     weights,
 )
-from tests.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
-from tests.fsdp.state_dicts import whole_state
+from tests.support.fsdp.reference import Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.state_dicts import whole_state
 
 FRESH = (
     *(

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.gathering import full_tensor
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks
 
 
 def plain_module(seed: int) -> nn.Module:

@@ -10,11 +10,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
-from tests.fsdp import models
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import Ranks, optimizer_over
-from tests.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.reference import Ranks, optimizer_over
+from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of
 
 
 def everything_wrong() -> str:

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import mesh_of, shard_mesh
-from tests.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
-from tests.fsdp.side_by_side import plain_backward, shard
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import mesh_of, shard_mesh
+from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of
+from tests.support.fsdp.side_by_side import plain_backward, shard
+from tests.support.fsdp.wrong_calls import message_of
 
 # ---- the view of parameters and gradients
 

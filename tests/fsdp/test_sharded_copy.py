@@ -10,10 +10,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.gathering import full_tensor
-from tests.fsdp import models
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of
-from tests.fsdp.state_dicts import sharded, train, whole
+from tests.support.fsdp import models
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, evaluate, loss_of
+from tests.support.fsdp.state_dicts import sharded, train, whole
 
 
 def copy_and_train(name: str, level: int) -> bool:

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import sharding
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks
 from tests.fsdp.test_double_buffer import NUM_LAYERS, SLOTS, sharded_chain, train, weights_of
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.wrong_calls import message_of
 
 
 def run_out_of_memory_on_rank_1(**settings: Any) -> str | list[torch.Tensor]:

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.reference import Ranks, close, optimizer_over
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.reference import Ranks, close, optimizer_over
 
 WIDTH, LENGTH = 6, 8
 

@@ -19,9 +19,9 @@ from megatron.fsdp.divergence import PublishedCollective, first_difference
 from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.recorder import STORAGE, CollectiveError, Recorder
 from megatron.fsdp.trace_files import COLUMNS, Lanes
-from tests.fsdp.models import BATCH, WIDTH
-from tests.fsdp.recorded_steps import build_recorded, record_step, train_step
-from tests.fsdp.reference import Ranks, loss_of
+from tests.support.fsdp.models import BATCH, WIDTH
+from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
+from tests.support.fsdp.reference import Ranks, loss_of
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
-from tests.fsdp.models import ResidualBlock, build_stack
-from tests.fsdp.reference import Ranks
-from tests.fsdp.side_by_side import plain_backward
+from tests.support.fsdp.models import ResidualBlock, build_stack
+from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.side_by_side import plain_backward
 
 
 class Messages(logging.Handler):

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.weight_average import WeightAverage
-from tests.fsdp import models
-from tests.fsdp.reference import LEVELS, Ranks, evaluate
-from tests.fsdp.state_dicts import assert_equal, sharded, train, whole
+from tests.support.fsdp import models
+from tests.support.fsdp.reference import LEVELS, Ranks, evaluate
+from tests.support.fsdp.state_dicts import assert_equal, sharded, train, whole
 
 
 def average_by_hand(decay: float, steps: int) -> list[dict[str, Tensor]]:

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from megatron.fsdp import fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
-from tests.fsdp.models import WIDTH, ResidualBlock
-from tests.fsdp.reference import LEVELS, Ranks, batch, close
+from tests.support.fsdp.models import WIDTH, ResidualBlock
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close
 from tests.fsdp.test_hugging_face import LLAMA_LAYER, build_llama, build_tied_llama, tokens
 
 

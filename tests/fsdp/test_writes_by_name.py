@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.engine.compute_writes import ComputeWrites
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import WIDTH, ResidualBlock, Stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
-from tests.fsdp.side_by_side import plain_backward, train_side_by_side
-from tests.selection import mostly_in_full
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
+from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
+from tests.support.selection import mostly_in_full
 
 
 class Resettable(nn.Module):

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from tests.fsdp.reference import Ranks
-from tests.huggingface.tiny_runs import (
+from tests.support.fsdp.reference import Ranks
+from tests.support.huggingface.tiny_runs import (
     Sequences,
     build_llama,
     fresh_accelerate,
     largest_difference,
     whole_weights,
 )
-from tests.selection import mostly_in_full
+from tests.support.selection import mostly_in_full
 
 pytest.importorskip("transformers", reason="needs the package transformers")
 accelerate = pytest.importorskip("accelerate", reason="needs the package accelerate")

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 from torch import nn
 
-from tests.huggingface.tiny_runs import build_llama, fresh_accelerate, training_arguments
+from tests.support.huggingface.tiny_runs import build_llama, fresh_accelerate, training_arguments
 
 pytest.importorskip("transformers", reason="needs the package transformers")
 pytest.importorskip("accelerate", reason="needs the package accelerate")

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.fsdp.reference import Ranks
-from tests.huggingface.tiny_runs import (
+from tests.support.fsdp.reference import Ranks
+from tests.support.huggingface.tiny_runs import (
     LENGTH,
     Sequences,
     build_llama,
@@ -24,7 +24,7 @@ from tests.huggingface.tiny_runs import (
     values,
     whole_weights,
 )
-from tests.selection import mostly_in_full, only_in_full
+from tests.support.selection import mostly_in_full, only_in_full
 
 transformers = pytest.importorskip("transformers", reason="needs the package transformers")
 pytest.importorskip("accelerate", reason="needs the package accelerate")

@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from tests.pretrain.parity import GPT2, LEVELS, MOE_BIAS, TIED, Combination
-from tests.pretrain.training_runs import name_of, pretrain_with
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import GPT2, LEVELS, MOE_BIAS, TIED, Combination
+from tests.support.pretrain.training_runs import name_of, pretrain_with
+from tests.support.rank_pool import run_ranks
 
 
 def final_weights(command_line: str) -> dict[str, tuple[bool, torch.Tensor]]:

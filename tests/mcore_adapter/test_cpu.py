@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.mcore_adapter import cpu
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 REPLACED = [

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.mcore_adapter.data_parallel import default_unit_modules
 from megatron.pretrain.arguments.configs import ddp_config
-from tests.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
-from tests.model_parallel import ONE_AXIS, initialize
-from tests.rank_pool import run_ranks
+from tests.support.mcore_adapter.wrapped_models import LAYERS, backward, make_module, make_wrapper
+from tests.support.model_parallel import ONE_AXIS, initialize
+from tests.support.rank_pool import run_ranks
 
 
 def call_every_member() -> dict[str, Any]:

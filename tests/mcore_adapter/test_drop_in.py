@@ -25,9 +25,9 @@ from megatron.fsdp import MegatronFSDP
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
 from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
 from megatron.mcore_adapter.releases import tested
-from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
-from tests.mcore_adapter.megatron_lm_loop import NAMES, loaded
-from tests.rank_pool import run_ranks
+from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
+from tests.support.mcore_adapter.megatron_lm_loop import NAMES, loaded
+from tests.support.rank_pool import run_ranks
 
 
 def train_both_ways(changes: dict[str, Any]) -> tuple[list[float], list[float], int]:

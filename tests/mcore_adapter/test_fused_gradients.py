@@ -20,11 +20,11 @@ from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
-from tests.pretrain import training_runs
-from tests.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
-from tests.pretrain.training_runs import Record, assert_same_run, pretrain, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain import training_runs
+from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
+from tests.support.pretrain.training_runs import Record, assert_same_run, pretrain, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 

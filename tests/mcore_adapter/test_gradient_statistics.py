@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.pretrain import loop, training_step
-from tests.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, OPTIM_OUTSIDE, Combination
-from tests.pretrain.training_runs import name_of, pretrain, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, OPTIM_OUTSIDE, Combination
+from tests.support.pretrain.training_runs import name_of, pretrain, train
+from tests.support.rank_pool import run_ranks
 
 ONE_STEP = "--train-iters 1"
 

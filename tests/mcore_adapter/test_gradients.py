@@ -11,7 +11,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.pretrain import loop
 from megatron.pretrain.forward_step import ForwardStep
-from tests.mcore_adapter.wrapped_models import (
+from tests.support.mcore_adapter.wrapped_models import (
     assert_same,
     backward,
     gradients,
@@ -19,9 +19,9 @@ from tests.mcore_adapter.wrapped_models import (
     make_wrapper,
     step,
 )
-from tests.pretrain.parity import LLAMA, Combination
-from tests.pretrain.training_runs import assert_close, build, tokenizer_of
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import LLAMA, Combination
+from tests.support.pretrain.training_runs import assert_close, build, tokenizer_of
+from tests.support.rank_pool import run_ranks
 
 
 def drop_no_sync(command_line: str) -> list[bool]:

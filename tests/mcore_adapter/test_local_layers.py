@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.local_layers import LocalAttention, LocalNorm
-from tests.model_parallel import initialize_data_parallel
-from tests.rank_pool import run_ranks
+from tests.support.model_parallel import initialize_data_parallel
+from tests.support.rank_pool import run_ranks
 
 HEADS, WIDTH, LENGTH = 4, 6, 16
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.mcore_adapter.loop_environment import check_installed
-from tests.warm_programs import ROOT
+from tests.support.warm_programs import ROOT
 
 LAYOUTS = {
     "0.18": ("transformer/moe/paged_stash.py", "triton"),

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.local_layers import LocalAttention
 from megatron.mcore_adapter.loop_on_cpu import LoopOnCpu
-from tests.model_parallel import ONE_AXIS, initialize
-from tests.rank_pool import run_ranks
+from tests.support.model_parallel import ONE_AXIS, initialize
+from tests.support.rank_pool import run_ranks
 
 OWNERS = (torch, torch.cuda, WrappedTorchNorm, LocalSpecProvider, gpt_layer_specs, schedules)
 

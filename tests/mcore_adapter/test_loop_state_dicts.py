@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.mcore_adapter.dropped_in import LoopRun, dropped_in
-from tests.rank_pool import run_ranks
-from tests.selection import only_in_full
+from tests.support.mcore_adapter.dropped_in import LoopRun, dropped_in
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import only_in_full
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 INFO = json.loads((SAMPLE / "info.json").read_text())

@@ -28,10 +28,10 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.layer_specs import layer_spec
-from tests.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
-from tests.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
+from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 ON_META = "--init-model-with-meta-device"
 

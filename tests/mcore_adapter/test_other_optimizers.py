@@ -14,8 +14,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel, other_optimizers
 from megatron.pretrain.arguments.configs import ddp_config
-from tests.mcore_adapter.wrapped_models import assert_same, backward, make_module
-from tests.rank_pool import run_ranks
+from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module
+from tests.support.rank_pool import run_ranks
 
 STRATEGIES = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 

@@ -11,7 +11,7 @@ import torch
 import megatron_fsdp
 from megatron.mcore_adapter import cpu, drop_in, loop_state_dicts
 from megatron.mcore_adapter.published_paths import NAMES, PACKAGE
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 PROGRAM = f"""
 import {PACKAGE} as package

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import megatron_release
-from tests.mcore_adapter.real_loop import MODEL, RESULTS, ROOT, compare, is_equal, with_cells
+from tests.support import megatron_release
+from tests.support.mcore_adapter.real_loop import MODEL, RESULTS, ROOT, compare, is_equal, with_cells
 from tests.mcore_adapter.releases.test_tested import checkout
 
 NEWEST = megatron_release.RELEASES[-1]

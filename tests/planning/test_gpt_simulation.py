@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron.planning.gpt_simulation import simulate_stage
 from megatron.planning.machine import MACHINES
 from megatron.planning.search import arguments_on
-from tests.pretrain.saved_runs import FSDP
-from tests.pretrain.training_runs import SMALL, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import FSDP
+from tests.support.pretrain.training_runs import SMALL, train
+from tests.support.rank_pool import run_ranks
 
 TRACKS = ("gather", "reduce", "storage")
 Row = tuple[str, ...]

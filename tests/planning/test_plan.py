@@ -13,7 +13,7 @@ from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import MACHINES
 from megatron.planning.presets import PRESETS
 from megatron.planning.search import model_arguments
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 from tools.plan import main, words_of
 
 TINY = (

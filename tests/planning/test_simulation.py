@@ -16,8 +16,8 @@ from megatron.fsdp.engine.recorder import STORAGE, TraceEntry
 from megatron.planning.simulation import attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.dry_run import pretended_ranks
-from tests.fsdp.live_bytes import LiveBytes
-from tests.rank_pool import run_ranks
+from tests.support.fsdp.live_bytes import LiveBytes
+from tests.support.rank_pool import run_ranks
 
 WIDTH = 64
 Entry = tuple[Any, ...]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.pretrain.saved_runs import LINE
-from tests.pretrain.training_runs import Record, train, write_counting_corpus
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import LINE
+from tests.support.pretrain.training_runs import Record, train, write_counting_corpus
+from tests.support.rank_pool import run_ranks
 
 
 @pytest.fixture(scope="session", autouse=True)

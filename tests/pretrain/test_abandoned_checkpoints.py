@@ -13,13 +13,13 @@ from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.pretrain.abandoned_checkpoints import LIST, delete, give_up, mark, settle
 from megatron.pretrain.loss_history import HISTORY
-from tests.pretrain.saved_runs import LINE, saved_at
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
-from tests.pretrain.training_runs import refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 GLOBAL = "--non-persistent-ckpt-type global"
 

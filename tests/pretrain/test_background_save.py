@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron.checkpoint.core import directory
 from megatron.pretrain.background_save import BackgroundSaves
-from tests.checkpoint.command_runs import run_json
-from tests.pretrain.saved_runs import (
+from tests.support.checkpoint.command_runs import run_json
+from tests.support.pretrain.saved_runs import (
     DROPOUT,
     FSDP,
     GATED,
@@ -26,8 +26,8 @@ from tests.pretrain.saved_runs import (
     read,
     saved_at,
 )
-from tests.pretrain.training_runs import Record, load_state, pretrain, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import Record, load_state, pretrain, refuse, train
+from tests.support.rank_pool import run_ranks
 
 IN_BACKGROUND = f"{LINE} --async-save"
 

@@ -24,10 +24,10 @@ from megatron.pretrain.checkpoint_arguments import (
     model_differences,
     training_differences,
 )
-from tests.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
-from tests.pretrain.saved_runs import FSDP, GATED, SIX
-from tests.pretrain.training_runs import DATA, NO_DROPOUT, STEPS, Record, prepare, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
+from tests.support.pretrain.saved_runs import FSDP, GATED, SIX
+from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, STEPS, Record, prepare, refuse, train
+from tests.support.rank_pool import run_ranks
 
 TE = {"cuda": True, "transformer_engine": True}
 ROPE = "--position-embedding-type rope"

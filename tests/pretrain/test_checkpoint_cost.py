@@ -17,10 +17,10 @@ from megatron.checkpoint.core.dcp_saving import without_others
 from megatron.checkpoint.core.manifest import MANIFEST, Manifest, digest_of
 from megatron.pretrain.fsdp_dtensor_checkpoint import collector_paused
 from megatron.pretrain.progress import Progress
-from tests.pretrain.saved_runs import FSDP, STRATEGIES
-from tests.pretrain.training_runs import SMALL, build, load_checkpoint, save_checkpoint
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.saved_runs import FSDP, STRATEGIES
+from tests.support.pretrain.training_runs import SMALL, build, load_checkpoint, save_checkpoint
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 ITERATION = "iter_0000001"
 WIDE = f"{SMALL} {FSDP}".replace("--hidden-size 32", "--hidden-size 256")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron.checkpoint.core.key_rules import VOCABULARY
-from tests.pretrain.parity import (
+from tests.support.pretrain.parity import (
     ALLTOALL,
     GPT2,
     LLAMA,
@@ -23,7 +23,7 @@ from tests.pretrain.parity import (
     UNTIED,
     Combination,
 )
-from tests.pretrain.training_runs import (
+from tests.support.pretrain.training_runs import (
     Record,
     State,
     assert_close,
@@ -34,8 +34,8 @@ from tests.pretrain.training_runs import (
     save_checkpoint,
     train,
 )
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 STEPS = 2
 """Under every layout. The second one shows the optimizer's state, which the first has used."""

@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from megatron.checkpoint.core.dcp_saving import SigningWriter
 from megatron.pretrain import checkpointing
-from tests.pretrain.saved_runs import (
+from tests.support.pretrain.saved_runs import (
     DROPOUT,
     FSDP,
     GATED,
@@ -25,7 +25,7 @@ from tests.pretrain.saved_runs import (
     keys,
     saved_at,
 )
-from tests.pretrain.training_runs import (
+from tests.support.pretrain.training_runs import (
     Record,
     assert_close,
     build,
@@ -35,8 +35,8 @@ from tests.pretrain.training_runs import (
     state_of,
     train,
 )
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 
 @pytest.mark.parametrize("strategy", mostly_in_full(STRATEGIES, ("no_shard", "optim_grads_params")))

@@ -21,9 +21,9 @@ from megatron.checkpoint.core import dcp_saving
 from megatron.checkpoint.core.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.plan_reuse import PlanReuse
 from megatron.pretrain.save_strategy import SaveStrategies, structure_of
-from tests.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
-from tests.pretrain.training_runs import pretrain, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
+from tests.support.pretrain.training_runs import pretrain, train
+from tests.support.rank_pool import run_ranks
 
 CONSTANT = "--ckpt-assume-constant-structure"
 

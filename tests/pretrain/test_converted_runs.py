@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
-from tests.checkpoint import samples
-from tests.pretrain.parity import (
+from tests.support.checkpoint import samples
+from tests.support.pretrain.parity import (
     ALLTOALL,
     BIAS,
     DEEPSEEK,
@@ -26,9 +26,9 @@ from tests.pretrain.parity import (
     UNTIED,
     Combination,
 )
-from tests.pretrain.training_runs import Record, assert_close, refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import Record, assert_close, refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 STEPS = 2
 MIXED = f"{ALLTOALL} {SHARED} {BIAS} --moe-layer-freq ([0]*1+[1]*1)"

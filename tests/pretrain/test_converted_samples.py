@@ -17,11 +17,11 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.pretrain import loop
-from tests.checkpoint import samples
+from tests.support.checkpoint import samples
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
-from tests.pretrain.training_runs import build, load_checkpoint, save_checkpoint
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import build, load_checkpoint, save_checkpoint
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 OF_THE_RUN = {"--ckpt-format": 1, "--save": 1, "--save-interval": 1}
 OF_OPTIMIZER_WITHOUT_FSDP = {

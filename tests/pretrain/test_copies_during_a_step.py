@@ -14,9 +14,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.pretrain import staging
 from megatron.pretrain.background_save import BackgroundSaves
 from megatron.pretrain.staging import StagedContent, StagingBuffer
-from tests.pretrain.saved_runs import DROPOUT, FSDP, GATED, SIX, assert_equal, read
-from tests.pretrain.training_runs import Record, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, SIX, assert_equal, read
+from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.rank_pool import run_ranks
 
 
 def kept(tensor: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from megatron.pretrain.corpus import (
     write_corpus,
 )
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
-from tests.pretrain.tokenizer_arguments import BYTES
+from tests.support.pretrain.tokenizer_arguments import BYTES
 
 
 def documents_of(prefix: Path) -> list[list[int]]:

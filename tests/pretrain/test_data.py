@@ -17,7 +17,7 @@ from megatron.pretrain.corpus import standard_library_corpus, write_corpus
 from megatron.pretrain.data import build_datasets, find_data, parse_blend, wanted_samples
 from megatron.pretrain.microbatches import build_iterator
 from megatron.pretrain.tokenizer import ByteTokenizer, NullTokenizer
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 BYTES = ByteTokenizer()
 NUMBERS = NullTokenizer(100)

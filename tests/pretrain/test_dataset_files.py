@@ -12,8 +12,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.pretrain import dataset_files, loop
 from megatron.pretrain.dataset_files import checked_lengths
-from tests.pretrain.training_runs import SMALL, refuse
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import SMALL, refuse
+from tests.support.rank_pool import run_ranks
 
 LENGTHS = [40, 1, 0, 17, 30, 8]
 VOCABULARY = 100

@@ -16,10 +16,10 @@ from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
-from tests.checkpoint.changed_checkpoints import rewritten
-from tests.checkpoint.hugging_face_models import RUN, saved_model
-from tests.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, assert_same_state
-from tests.pretrain.training_runs import (
+from tests.support.checkpoint.changed_checkpoints import rewritten
+from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, assert_same_state
+from tests.support.pretrain.training_runs import (
     Record,
     assert_close,
     build,
@@ -28,7 +28,7 @@ from tests.pretrain.training_runs import (
     refuse,
     train,
 )
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 WITHOUT = f"{SIX} {GATED} --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.pretrain import dry_run
-from tests.pretrain.arguments.command_lines import parse
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.arguments.command_lines import parse
+from tests.support.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 LINE = """--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32

@@ -13,13 +13,13 @@ from megatron.pretrain.corpus import write_corpus
 from megatron.pretrain.data import build_datasets
 from megatron.pretrain.fill_in_the_middle import FillInTheMiddle
 from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer
-from tests.pretrain.arguments.command_lines import MOCK, problems
-from tests.pretrain.saved_runs import FSDP
+from tests.support.pretrain.arguments.command_lines import MOCK, problems
+from tests.support.pretrain.saved_runs import FSDP
 from tests.pretrain.test_data import namespace
-from tests.pretrain.tokenizer_arguments import tokenizer_with
-from tests.pretrain.training_runs import NO_DROPOUT, SIZES, STEPS, train
-from tests.pretrain.vocabularies import TEXT, gpt2_bpe
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.tokenizer_arguments import tokenizer_with
+from tests.support.pretrain.training_runs import NO_DROPOUT, SIZES, STEPS, train
+from tests.support.pretrain.vocabularies import TEXT, gpt2_bpe
+from tests.support.rank_pool import run_ranks
 
 PREFIX, MIDDLE, SUFFIX, PAD, EOD, SPLIT = range(257, 263)
 SETTINGS = FillInTheMiddle(

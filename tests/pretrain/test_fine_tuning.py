@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
-from tests.checkpoint.hugging_face_models import RUN, saved_model
-from tests.pretrain.training_runs import train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.checkpoint.hugging_face_models import RUN, saved_model
+from tests.support.pretrain.training_runs import train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 SETTINGS = (
     f"{RUN} --global-batch-size 4 --lr-decay-style constant --num-workers 0 --eval-iters 0"

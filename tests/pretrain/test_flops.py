@@ -6,9 +6,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.pretrain.flops import attention_multiply_adds, training_flops
-from tests.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, MOE_SHARED, MTP, Combination
-from tests.pretrain.training_runs import build
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MLA, MOE_SHARED, MTP, Combination
+from tests.support.pretrain.training_runs import build
+from tests.support.rank_pool import run_ranks
 
 
 def counted_and_expected(line: str) -> tuple[float, float]:

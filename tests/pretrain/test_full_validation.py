@@ -11,10 +11,10 @@ import torch
 
 from megatron.pretrain.full_validation import WholeDataset
 from megatron.pretrain.microbatches import build_iterator
-from tests.pretrain.arguments.command_lines import MOCK, problems
-from tests.pretrain.saved_runs import FSDP
+from tests.support.pretrain.arguments.command_lines import MOCK, problems
+from tests.support.pretrain.saved_runs import FSDP
 from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
-from tests.pretrain.training_runs import (
+from tests.support.pretrain.training_runs import (
     CORPUS,
     NO_DROPOUT,
     SIZES,
@@ -23,7 +23,7 @@ from tests.pretrain.training_runs import (
     refuse,
     train,
 )
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 
 class Numbered(torch.utils.data.Dataset):

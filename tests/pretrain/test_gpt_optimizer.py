@@ -14,10 +14,10 @@ from torch.distributed.checkpoint import FileSystemReader, load
 
 from megatron.pretrain.gpt_model import build_model
 from megatron.pretrain.gpt_optimizer import build_optimizer
-from tests.pretrain.parity import ALLTOALL, BF16, GPT2, LLAMA, Combination
-from tests.pretrain.saved_runs import FSDP, SIX
-from tests.pretrain.training_runs import SMALL, build, name_of, prepare, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import ALLTOALL, BF16, GPT2, LLAMA, Combination
+from tests.support.pretrain.saved_runs import FSDP, SIX
+from tests.support.pretrain.training_runs import SMALL, build, name_of, prepare, train
+from tests.support.rank_pool import run_ranks
 
 
 def test_the_map_of_parameters_to_groups_is_a_checkpoint_that_torch_reads(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from megatron.pretrain import dataset_files, first_rank
 from megatron.pretrain.data import build_datasets
 from megatron.pretrain.dataset_files import check_samples
 from megatron.pretrain.index_cache import DATASETS, check_visible
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks
 from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
 
 

@@ -10,11 +10,11 @@ import pytest
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.checkpoint.changed_checkpoints import without_manifest
-from tests.checkpoint.command_runs import run, run_json
-from tests.pretrain.flips import ITERATION, LINES, Flip, draw_flips, outcomes_of, save, toggle
-from tests.pretrain.training_runs import refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint.command_runs import run, run_json
+from tests.support.pretrain.flips import ITERATION, LINES, Flip, draw_flips, outcomes_of, save, toggle
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
 
 FORMATS = pytest.mark.parametrize("form", LINES)
 
@@ -51,7 +51,7 @@ def bit_of_a_weight(source: Path) -> tuple[str, Flip]:
 
 @FORMATS
 def test_no_flipped_bit_is_loaded_or_called_sound(form: str, saved: dict[str, Path]) -> None:
-    """`python -m tests.pretrain.flips` makes any number."""
+    """`python -m tests.support.pretrain.flips` makes any number."""
     source = saved[form] / ITERATION
     flips = draw_flips(source, Random(form), 8)
     flips += [Flip(path.name, 0, 0) for path in sorted(source.iterdir())]

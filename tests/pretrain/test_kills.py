@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.pretrain.kills import AT_URL, KINDS
-from tests.warm_programs import ROOT
+from tests.support.pretrain.kills import AT_URL, KINDS
+from tests.support.warm_programs import ROOT
 
 
 @pytest.mark.exhaustive  # test_loss_history.py kills the save alone, at every change
@@ -18,7 +18,7 @@ from tests.warm_programs import ROOT
     ids=["in a directory", "at a URL"],
 )
 def test_a_run_that_is_struck_is_gone_on_with(form: str, kinds: tuple[str, ...]) -> None:
-    words = ["tests.pretrain.kills", "--kills", "6", "--seed", "1", "--form", form]
+    words = ["tests.support.pretrain.kills", "--kills", "6", "--seed", "1", "--form", form]
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,

@@ -21,8 +21,8 @@ from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
 from megatron.pretrain import layer_specs
 from megatron.pretrain.layer_specs import layer_spec, mtp_block_spec
-from tests.model_parallel import ONE_AXIS, initialize
-from tests.rank_pool import run_ranks
+from tests.support.model_parallel import ONE_AXIS, initialize
+from tests.support.rank_pool import run_ranks
 
 LENGTH = 16
 INNER_LAYERS = ("mtp_model_layer", "transformer_layer")

@@ -12,8 +12,8 @@ import pytest
 
 from megatron.pretrain import library_tokenizers
 from megatron.pretrain.library_tokenizers import PACKAGES
-from tests.pretrain.tokenizer_arguments import tokenizer_with
-from tests.pretrain.vocabularies import (
+from tests.support.pretrain.tokenizer_arguments import tokenizer_with
+from tests.support.pretrain.vocabularies import (
     TEXT,
     gpt2_bpe,
     hugging_face,

@@ -12,13 +12,13 @@ from megatron.checkpoint.core import directory
 from megatron.pretrain import abandoned_checkpoints
 from megatron.pretrain.abandoned_checkpoints import LIST
 from megatron.pretrain.run_identity import RUN
-from tests.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
+from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import cut
-from tests.pretrain.training_runs import Record, refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full, only_in_full
+from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full, only_in_full
 
 LAYOUTS = {
     **{name: f"--data-parallel-sharding-strategy {name}" for name in STRATEGIES},

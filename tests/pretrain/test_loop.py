@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from megatron.pretrain import loop
-from tests.pretrain.saved_runs import FSDP, STRATEGIES
-from tests.pretrain.training_runs import NO_DROPOUT, SMALL, Record, assert_close, pretrain, train
-from tests.rank_pool import run_ranks
-from tests.selection import only_in_full
+from tests.support.pretrain.saved_runs import FSDP, STRATEGIES
+from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, Record, assert_close, pretrain, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import only_in_full
 
 SHORT = f"{SMALL} --train-iters 3 --lr-decay-iters 20 --log-params-norm --log-num-zeros-in-grad"
 WITH_DROPOUT = SHORT.replace(NO_DROPOUT, "--attention-dropout 0.1 --hidden-dropout 0.1")

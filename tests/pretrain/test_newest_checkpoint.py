@@ -20,10 +20,10 @@ from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, find_source
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.save_directory import refuse_overwriting, settle
-from tests.pretrain.saved_runs import LINE
+from tests.support.pretrain.saved_runs import LINE
 from tests.pretrain.test_pretrain_gpt import cut, tree
-from tests.pretrain.training_runs import Record, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 TWO = f"{SHORT} --exit-interval 2"

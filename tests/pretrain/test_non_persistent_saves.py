@@ -10,11 +10,11 @@ import pytest
 from megatron.checkpoint.core import directory
 from megatron.pretrain import loop
 from megatron.pretrain.followed_checkpoint import FOLLOWED
-from tests.pretrain.saved_runs import LINE, saved_at
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_newest_checkpoint import flip
-from tests.pretrain.training_runs import Record, refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 LOADED = "--non-persistent-ckpt-type global"
 

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.pretrain.parity import (
+from tests.support.pretrain.parity import (
     LLAMA,
     MOE,
     OPTIM_OUTSIDE,
@@ -13,9 +13,9 @@ from tests.pretrain.parity import (
     Combination,
     measure,
 )
-from tests.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, assert_same_run, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 COVERING = (
     "4 ranks, tp2, level 0, llama",

@@ -7,9 +7,9 @@ import torch
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretrain.arguments.configs import transformer_config
-from tests.pretrain.parity import LLAMA, Combination
-from tests.pretrain.training_runs import Record, assert_close, name_of, prepare, pretrain_with
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.parity import LLAMA, Combination
+from tests.support.pretrain.training_runs import Record, assert_close, name_of, prepare, pretrain_with
+from tests.support.rank_pool import run_ranks
 
 
 def fill_by_name(model: list[MegatronModule]) -> None:

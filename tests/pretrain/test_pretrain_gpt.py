@@ -28,8 +28,8 @@ from megatron.pretrain import loop
 from megatron.pretrain.corpus import write_corpus
 from megatron.pretrain.logging_setup import set_up_logging
 from megatron.pretrain.tokenizer import ByteTokenizer
-from tests.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
+from tests.support.rank_pool import run_ranks
 
 ROOT = Path(__file__).parents[2]
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. "

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import pytest
 
 from megatron.fsdp import trace
-from tests.pretrain.saved_runs import FSDP
-from tests.pretrain.training_runs import SMALL, Record, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import FSDP
+from tests.support.pretrain.training_runs import SMALL, Record, refuse, train
+from tests.support.rank_pool import run_ranks
 
 LINE = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params --exit-interval 4"
 RANKS = "--profile-ranks 0 1"

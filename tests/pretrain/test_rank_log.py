@@ -15,8 +15,8 @@ import pretrain_gpt
 from megatron.pretrain import terminal
 from megatron.pretrain.rank_log import RankLog
 from tests.pretrain.test_pretrain_gpt import run_main
-from tests.pretrain.training_runs import SMALL
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import SMALL
+from tests.support.rank_pool import run_ranks
 
 LINE = f"{SMALL} --use-megatron-fsdp --train-iters 2 --lr-decay-iters 20"
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import megatron_release
-from tests.megatron_release import RELEASES
-from tests.pretrain.files_by_release import WAYS, Way, compare
-from tests.pretrain.release_runs import INSTALLED, train_on
-from tests.pretrain.training_runs import SMALL, assert_same_run, train
-from tests.rank_pool import run_ranks
+from tests.support import megatron_release
+from tests.support.megatron_release import RELEASES
+from tests.support.pretrain.files_by_release import WAYS, Way, compare
+from tests.support.pretrain.release_runs import INSTALLED, train_on
+from tests.support.pretrain.training_runs import SMALL, assert_same_run, train
+from tests.support.rank_pool import run_ranks
 
 RUN = f"{SMALL} --train-iters 3 --log-params-norm"
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")

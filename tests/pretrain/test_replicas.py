@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.pretrain import loop
-from tests.pretrain.saved_runs import FSDP
-from tests.pretrain.training_runs import SMALL, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import FSDP
+from tests.support.pretrain.training_runs import SMALL, refuse, train
+from tests.support.rank_pool import run_ranks
 
 CHECK = "--exit-interval 4 --check-weight-hash-across-dp-replicas-interval 2"
 SHARDED = f"{FSDP} --data-parallel-sharding-strategy"

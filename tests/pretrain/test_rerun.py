@@ -14,9 +14,9 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from megatron.pretrain import loop, training_step
 from megatron.pretrain.rerun import RerunExitError
-from tests.pretrain.saved_runs import DROPOUT, FSDP, saved_at
-from tests.pretrain.training_runs import Record, pretrain, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import DROPOUT, FSDP, saved_at
+from tests.support.pretrain.training_runs import Record, pretrain, train
+from tests.support.rank_pool import run_ranks
 
 SHORT = f"{DROPOUT} --exit-interval 4 --log-interval 1"
 SHARDED = f"{FSDP} --data-parallel-sharding-strategy"

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed.run
 
-from tests.pretrain.restarts import LINE, PROGRAM, SETTINGS, RestartedJob
-from tests.pretrain.training_runs import train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.restarts import LINE, PROGRAM, SETTINGS, RestartedJob
+from tests.support.pretrain.training_runs import train
+from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 15 --save-interval 7"
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretrain.saved_runs import FSDP
+from tests.support.pretrain.saved_runs import FSDP
 from tests.pretrain.test_timing import scalars
-from tests.pretrain.training_runs import SMALL, Record, assert_close, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import SMALL, Record, assert_close, train
+from tests.support.rank_pool import run_ranks
 
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss seq_aux_loss"

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 
 from megatron.pretrain import loop
-from tests.pretrain.training_runs import (
+from tests.support.pretrain.training_runs import (
     build,
     load_checkpoint,
     load_state,
@@ -22,8 +22,8 @@ from tests.pretrain.training_runs import (
     state_of,
     train,
 )
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 SAMPLE = Path(__file__).parents[1] / "data" / "fsdp_dtensor" / "dense_swiglu_bf16_dp2"
 INFO = json.loads((SAMPLE / "info.json").read_text())

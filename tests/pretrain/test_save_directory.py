@@ -19,11 +19,11 @@ from megatron.pretrain import save_lock
 from megatron.pretrain.checkpoint_source import CheckpointSource
 from megatron.pretrain.save_directory import refuse_overwriting
 from megatron.pretrain.save_lock import LOCK, locked
-from tests.pretrain.saved_runs import LINE, saved_at
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_pretrain_gpt import ROOT, tree
-from tests.pretrain.training_runs import refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
 
 SHORT = f"{LINE} --train-iters 3 --save-interval 1"
 

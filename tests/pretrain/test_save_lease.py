@@ -25,10 +25,10 @@ from megatron.checkpoint.core.urls import local_path
 from megatron.pretrain import save_lease
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.save_lease import LeaseHolder, check, leased
-from tests.pretrain.saved_runs import LINE, saved_at
-from tests.pretrain.training_runs import refuse, train
-from tests.rank_pool import run_ranks
-from tests.warm_programs import ROOT
+from tests.support.pretrain.saved_runs import LINE, saved_at
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.warm_programs import ROOT
 
 FAST = 0.1
 """Seconds between renewals."""

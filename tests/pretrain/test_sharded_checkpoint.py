@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.pretrain.saved_runs import (
+from tests.support.pretrain.saved_runs import (
     LINE,
     assert_equal,
     assert_same_state,
@@ -14,8 +14,8 @@ from tests.pretrain.saved_runs import (
     read,
     whole,
 )
-from tests.pretrain.training_runs import Record, load_state, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import Record, load_state, train
+from tests.support.rank_pool import run_ranks
 
 
 def test_the_keys_are_those_of_the_format(fp32: tuple[Path, Record], tmp_path: Path) -> None:

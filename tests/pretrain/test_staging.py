@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from megatron.checkpoint.core import reading_threads
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
 from megatron.pretrain.staging import StagingBuffer
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 CHUNKS = (((0, 2), (1, 1)), ((1, 0), (2, 3)))
 

@@ -17,9 +17,9 @@ from megatron.fsdp.engine.recorder import GATHER
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.collective_times import CollectiveTimes
 from megatron.pretrain.timing import BATCH, PhaseTimes
-from tests.pretrain.saved_runs import FSDP
-from tests.pretrain.training_runs import SMALL, Record, pretrain, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import FSDP
+from tests.support.pretrain.training_runs import SMALL, Record, pretrain, train
+from tests.support.rank_pool import run_ranks
 
 SHARDED = f"{SMALL} {FSDP} --data-parallel-sharding-strategy optim_grads_params"
 LINE = f"{SHARDED} --log-interval 2 --exit-interval 4"

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.pretrain.library_tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
-from tests.pretrain.tokenizer_arguments import BYTES, rows_of_bytes, tokenizer_with
+from tests.support.pretrain.tokenizer_arguments import BYTES, rows_of_bytes, tokenizer_with
 
 
 @given(st.text())

@@ -19,9 +19,9 @@ from megatron.pretrain.tokenizer_record import (
     record_path,
     record_text,
 )
-from tests.pretrain.arguments.command_lines import SMALL, parse, problems
+from tests.support.pretrain.arguments.command_lines import SMALL, parse, problems
 from tests.pretrain.test_library_tokenizers import settings_of
-from tests.pretrain.vocabularies import TEXT, sentence_piece
+from tests.support.pretrain.vocabularies import TEXT, sentence_piece
 
 LINE = SMALL
 

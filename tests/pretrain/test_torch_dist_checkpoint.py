@@ -12,11 +12,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.model_parallel import forget_groups
-from tests.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
-from tests.pretrain.training_runs import Record, refuse, train
-from tests.rank_pool import run_ranks
-from tests.selection import mostly_in_full
+from tests.support.model_parallel import forget_groups
+from tests.support.pretrain.saved_runs import DROPOUT, GATED, SIX, assert_equal, read, saved_at
+from tests.support.pretrain.training_runs import Record, refuse, train
+from tests.support.rank_pool import run_ranks
+from tests.support.selection import mostly_in_full
 
 LAYOUTS = {
     "whole": "",

@@ -17,10 +17,10 @@ from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.core.stores import Store
 from megatron.checkpoint.core.url_staging import BASE_VARIABLE
-from tests.pretrain.saved_runs import LINE, saved_at
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_pretrain_gpt import tree
-from tests.pretrain.training_runs import Record, pretrain, refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import Record, pretrain, refuse, train
+from tests.support.rank_pool import run_ranks
 
 CHANGES = ("pipe_file", "put_file", "cp_file", "rm_file", "rm")
 """Methods that change a store."""

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from megatron.pretrain.write_results import write_in_threads
-from tests.pretrain.saved_runs import GATED, SIX, saved_at
-from tests.pretrain.training_runs import refuse, train
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.saved_runs import GATED, SIX, saved_at
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
 
 LINE = f"{SIX} {GATED} --use-distributed-optimizer --train-iters 1 --save-interval 1"
 

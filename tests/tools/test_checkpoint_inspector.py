@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.checkpoint import samples
-from tests.checkpoint.command_runs import TO_FSDP, run_json
+from tests.support.checkpoint import samples
+from tests.support.checkpoint.command_runs import TO_FSDP, run_json
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "tools" / "checkpoint" / "checkpoint_inspector.py"

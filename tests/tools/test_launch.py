@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from tests.pretrain.training_runs import SMALL
-from tests.warm_programs import ROOT
+from tests.support.pretrain.training_runs import SMALL
+from tests.support.warm_programs import ROOT
 
 SCRIPT = ROOT / "tools" / "launch.py"
 

@@ -16,7 +16,7 @@ from megatron.pretrain.corpus import standard_library_files
 from megatron.pretrain.library_tokenizers import PACKAGES
 from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
 from tests.pretrain.test_library_tokenizers import settings_of
-from tests.pretrain.vocabularies import TEXT
+from tests.support.pretrain.vocabularies import TEXT
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tools" / "preprocess_data.py"

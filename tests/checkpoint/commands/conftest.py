@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.checkpoint import small_models
+from tests.support.checkpoint import small_models
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,10 @@ import torch
 
 from megatron.checkpoint.commands import conversion_commands
 from megatron.checkpoint.commands.command_line import main
-from tests.checkpoint import small_models
-from tests.checkpoint.changed_checkpoints import without_manifest
-from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
-from tests.checkpoint.crafted_files import archive, touch
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
+from tests.support.checkpoint.crafted_files import archive, touch
 
 COMMANDS = [
     *(

@@ -13,15 +13,15 @@ import torch
 from megatron.checkpoint.commands.comparison import compare_states
 from megatron.checkpoint.core.directory import OutputDirectory
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from tests.checkpoint import small_models
-from tests.checkpoint.changed_checkpoints import (
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,
     contradicting,
     with_another_momentum,
     write_entries,
 )
-from tests.checkpoint.command_runs import TO_FSDP, run, run_json
-from tests.checkpoint.small_models import shapes_of, state_of
+from tests.support.checkpoint.command_runs import TO_FSDP, run, run_json
+from tests.support.checkpoint.small_models import shapes_of, state_of
 
 
 def test_a_checkpoint_is_the_same_as_itself_and_as_its_conversion(small: dict[str, Path]) -> None:

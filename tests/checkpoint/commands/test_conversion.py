@@ -25,8 +25,9 @@ from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from tests.checkpoint import samples, small_models
-from tests.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import without_manifest
 
 REPOSITORY = Path(__file__).parents[3]
 

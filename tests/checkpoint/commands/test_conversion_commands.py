@@ -9,8 +9,9 @@ import torch
 
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.checkpoint import samples, small_models
-from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 
 
 def test_a_conversion_says_what_it_did(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 from megatron.checkpoint.commands.comparison import compare_states, same
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.checkpoint import samples
-from tests.checkpoint.command_runs import run, run_json
+from tests.support.checkpoint import samples
+from tests.support.checkpoint.command_runs import run, run_json
 
 
 def options(operations: Iterable[str]) -> list[str]:

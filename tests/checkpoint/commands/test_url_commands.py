@@ -12,8 +12,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from megatron.checkpoint.core.directory import TRACKER
 from megatron.checkpoint.core.stores import Store
 from megatron.checkpoint.core.url_staging import BASE_VARIABLE
-from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
-from tests.checkpoint.samples import torch_dist
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
+from tests.support.checkpoint.samples import torch_dist
 
 
 @pytest.fixture(autouse=True)

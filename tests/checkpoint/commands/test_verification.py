@@ -14,16 +14,16 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.checkpoint import small_models
-from tests.checkpoint.changed_checkpoints import (
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,
     contradicting,
     rewritten,
     with_another_momentum,
     without_manifest,
 )
-from tests.checkpoint.command_runs import TO_TORCH_DIST, run, run_json
-from tests.checkpoint.small_models import shapes_of, state_of
+from tests.support.checkpoint.command_runs import TO_TORCH_DIST, run, run_json
+from tests.support.checkpoint.small_models import shapes_of, state_of
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "fsdp_dtensor"])

@@ -16,8 +16,8 @@ from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
-from tests.checkpoint import small_models
-from tests.checkpoint.changed_checkpoints import without_manifest
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import without_manifest
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,8 @@ from megatron.checkpoint.core.spelling import (
     layer_kinds,
     unstacked,
 )
-from tests.checkpoint import samples, small_models
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
 
 LATENT = [
     f"decoder.layers.0.{rest}.weight"

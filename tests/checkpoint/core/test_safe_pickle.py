@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from megatron.checkpoint.core import safe_pickle
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
-from tests.checkpoint import samples
-from tests.checkpoint.crafted_files import (
+from tests.support.checkpoint import samples
+from tests.support.checkpoint.crafted_files import (
     CallOnLoad,
     archive,
     call,

@@ -28,10 +28,11 @@ from megatron.checkpoint.core.payload_reader import PayloadReader
 from megatron.checkpoint.core.safe_pickle import RefusedPickleError
 from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
-from tests.checkpoint import samples, small_models
-from tests.checkpoint.changed_checkpoints import without_manifest, write_entries
-from tests.checkpoint.command_runs import run_json
-from tests.checkpoint.crafted_files import archive, touch
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import without_manifest, write_entries
+from tests.support.checkpoint.command_runs import run_json
+from tests.support.checkpoint.crafted_files import archive, touch
 
 TENSORS = {
     "matrix": torch.arange(24.0).reshape(6, 4),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint import small_models
-from tests.checkpoint.changed_checkpoints import change_common
-from tests.checkpoint.command_runs import TO_FSDP, run_json
-from tests.checkpoint.small_models import shapes_of, state_of
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import change_common
+from tests.support.checkpoint.command_runs import TO_FSDP, run_json
+from tests.support.checkpoint.small_models import shapes_of, state_of
 
 
 def test_common_state_that_has_no_place_is_named(tmp_path: Path) -> None:

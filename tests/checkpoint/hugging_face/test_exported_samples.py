@@ -9,8 +9,8 @@ import torch
 from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
-from tests.checkpoint import samples
-from tests.rank_pool import run_ranks
+from tests.support.checkpoint import samples
+from tests.support.rank_pool import run_ranks
 
 
 def loss_of(model: str, batch: str) -> float:

@@ -13,9 +13,9 @@ from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_directory import SINGLE_FILE
 from megatron.checkpoint.hugging_face.reader import read
-from tests.checkpoint import hugging_face_models as models
-from tests.checkpoint.hugging_face.saved_models import edited_config, saved
-from tests.checkpoint.hugging_face_models import (
+from tests.support.checkpoint import hugging_face_models as models
+from tests.support.checkpoint.hugging_face.saved_models import edited_config, saved
+from tests.support.checkpoint.hugging_face_models import (
     KINDS,
     LLAMA3,
     VOCABULARY,
@@ -23,7 +23,7 @@ from tests.checkpoint.hugging_face_models import (
     config_of,
     random_state,
 )
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 TOLERANCE = 1e-5
 """Of logits, in parts of the largest: fp32 sums in another order."""

@@ -13,8 +13,8 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.hugging_face.model_directory import SINGLE_FILE
 from megatron.checkpoint.hugging_face.safetensors_shard import DTYPES, stored_tensors, write_shard
 from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
-from tests.checkpoint.hugging_face.saved_models import saved
-from tests.checkpoint.hugging_face_models import random_state, write
+from tests.support.checkpoint.hugging_face.saved_models import saved
+from tests.support.checkpoint.hugging_face_models import random_state, write
 
 
 def test_nothing_but_the_rows_is_read_from_a_large_file(tmp_path: Path) -> None:

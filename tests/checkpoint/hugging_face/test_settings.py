@@ -11,7 +11,7 @@ import torch
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.reader import read
 from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
-from tests.checkpoint.hugging_face_models import (
+from tests.support.checkpoint.hugging_face_models import (
     KINDS,
     LLAMA3,
     YARN,

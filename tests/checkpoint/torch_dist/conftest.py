@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.torch_dist.stored_optimizers import DISTRIBUTED, ZERO, File, sample, written
-from tests.pretrain.parity import GPT2, Combination
-from tests.pretrain.training_runs import write_counting_corpus
+from tests.support.checkpoint.torch_dist.stored_optimizers import DISTRIBUTED, ZERO, File, sample, written
+from tests.support.pretrain.parity import GPT2, Combination
+from tests.support.pretrain.training_runs import write_counting_corpus
 
 
 @pytest.fixture(scope="session", autouse=True)

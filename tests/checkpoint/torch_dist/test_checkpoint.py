@@ -12,10 +12,11 @@ from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.directory import new_checkpoint
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from tests.checkpoint import samples, small_models
-from tests.checkpoint.changed_checkpoints import TENSOR, rewritten
-from tests.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run_json
-from tests.checkpoint.small_models import shapes_of, state_of
+from tests.support.checkpoint import samples
+from tests.support.checkpoint import small_models
+from tests.support.checkpoint.changed_checkpoints import TENSOR, rewritten
+from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run_json
+from tests.support.checkpoint.small_models import shapes_of, state_of
 
 
 def test_frozen_layers_get_zeros_beside_layers_that_learn(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from megatron.core.transformer.module import Float16Module
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.pretrain.gpt_model import unwrap
-from tests.checkpoint.torch_dist.stored_optimizers import (
+from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     GATED_SHARED,
     File,
     assert_is,
     written,
 )
-from tests.checkpoint.written_by_megatron_core import State, write
-from tests.pretrain.parity import (
+from tests.support.checkpoint.written_by_megatron_core import State, write
+from tests.support.pretrain.parity import (
     ALLTOALL,
     BIAS,
     DEEPSEEK,
@@ -31,8 +31,8 @@ from tests.pretrain.parity import (
     UNTIED,
     Combination,
 )
-from tests.pretrain.training_runs import build
-from tests.rank_pool import run_ranks
+from tests.support.pretrain.training_runs import build
+from tests.support.rank_pool import run_ranks
 
 
 def write_as_engine(command_line: str, layout: str | None) -> State | None:

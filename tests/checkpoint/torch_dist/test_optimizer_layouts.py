@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer
 from megatron.checkpoint.torch_dist.reformulated_tensor import reformulated
-from tests.checkpoint.torch_dist.stored_optimizers import (
+from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
     RUNS,
     ZERO,
@@ -23,8 +23,8 @@ from tests.checkpoint.torch_dist.stored_optimizers import (
     sample,
     written,
 )
-from tests.pretrain.parity import LLAMA, Combination
-from tests.selection import mostly_in_full
+from tests.support.pretrain.parity import LLAMA, Combination
+from tests.support.selection import mostly_in_full
 
 SAMPLES = {
     "v015_dense_tp2_dp2_model_space": "fully_sharded_model_space",

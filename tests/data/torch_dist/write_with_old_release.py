@@ -48,7 +48,7 @@ from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 sys.path.insert(0, str(ROOT))
-from tests.checkpoint.written_by_megatron_core import live_state  # noqa: E402
+from tests.support.checkpoint.written_by_megatron_core import live_state  # noqa: E402
 
 
 def arguments(kind: str) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )
-from tests.fsdp.dtensor.dtensors import (
+from tests.support.fsdp.dtensor.dtensors import (
     CUT_INSIDE_ROWS,
     KINDS,
     build,
@@ -30,7 +30,7 @@ from tests.fsdp.dtensor.dtensors import (
     uneven,
     users_own,
 )
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.reference import Ranks
 
 
 def compare_chunks(kind: str) -> None:

@@ -14,9 +14,9 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     get_state_dict,
     update_uneven_dtensor_chunk_metadata,
 )
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.reference import Ranks
-from tests.fsdp.wrong_calls import message_of
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.wrong_calls import message_of
 
 
 def make_from_rows(path: str) -> None:

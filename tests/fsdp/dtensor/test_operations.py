@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.dtensor.refusals import LOST_WRITE, NO_GRADIENT
-from tests.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.reference import Ranks
+from tests.support.fsdp.dtensor.operations import ELEMENTWISE, IN_PLACE, REFUSED, WHOLE, Operation
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.reference import Ranks
 
 
 class Weight(nn.Module):

@@ -22,8 +22,8 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )
-from tests.fsdp.dtensor.dtensors import build, close, run_step, uneven
-from tests.fsdp.reference import Ranks, evaluate
+from tests.support.fsdp.dtensor.dtensors import build, close, run_step, uneven
+from tests.support.fsdp.reference import Ranks, evaluate
 
 
 def tell_different_tensors() -> str:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
-from tests.fsdp.side_by_side import (
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of
+from tests.support.fsdp.side_by_side import (
     Backward,
     inner,
     mean_gradients,

@@ -13,10 +13,10 @@ from megatron.fsdp import fully_shard_model
 from megatron.fsdp.engine import device
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import BATCH, WIDTH, ResidualBlock
-from tests.fsdp.reference import Ranks
-from tests.fsdp.watched_memory import Deep, train_deep
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
+from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.watched_memory import Deep, train_deep
 
 
 def storages_of(operands: Iterable[Any]) -> set[int]:

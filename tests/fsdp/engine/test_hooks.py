@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from megatron.fsdp import fully_shard
 from megatron.fsdp.engine.hooks import tensors_in
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import ResidualBlock, Stack
-from tests.fsdp.random_models import Drawn, DrawnLayer
-from tests.fsdp.reference import (
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import ResidualBlock, Stack
+from tests.support.fsdp.random_models import Drawn, DrawnLayer
+from tests.support.fsdp.reference import (
     LEVELS,
     Case,
     Ranks,
@@ -27,7 +27,7 @@ from tests.fsdp.reference import (
     loss_of,
     optimizer_over,
 )
-from tests.fsdp.side_by_side import inner, plain_backward, train_side_by_side
+from tests.support.fsdp.side_by_side import inner, plain_backward, train_side_by_side
 
 
 class Remembering(nn.Module):

@@ -28,7 +28,7 @@ from megatron.fsdp.engine.layout import (
     row_size,
 )
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
-from tests.fsdp.engine.layouts import (
+from tests.support.fsdp.engine.layouts import (
     REQUIREMENTS,
     Module,
     allowed_cut,

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from benchmarks.padding_table import MODELS, PlannedUnit, main, shapes_on_one_rank
 from megatron.fsdp.engine.layout import ELEMENTS, PREFER_ROWS, ROWS, plan, row_size
 from megatron.fsdp.engine.planner import MIN_ALIGNMENT
-from tests.fsdp.engine.layouts import (
+from tests.support.fsdp.engine.layouts import (
     Shape,
     bound,
     few_or_many,

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine import device
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import TanhLayer
-from tests.fsdp.reference import LEVELS, Ranks
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import TanhLayer
+from tests.support.fsdp.reference import LEVELS, Ranks
 
 X = torch.linspace(-1, 1, 16, dtype=torch.float32).view(2, 8)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -3,9 +3,9 @@
 
 import pytest
 
-from tests.fsdp.meshes import mesh_of
-from tests.fsdp.reference import Ranks
-from tests.fsdp.wrong_calls import WrongCall, check_refusal, on_mesh, with_arguments
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.reference import Ranks
+from tests.support.fsdp.wrong_calls import WrongCall, check_refusal, on_mesh, with_arguments
 
 HYBRID = {
     "names": ("dp_outer", "dp_shard"),

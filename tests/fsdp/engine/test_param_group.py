@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.fsdp import models
-from tests.fsdp.meshes import Meshes
-from tests.fsdp.models import ResidualBlock
-from tests.fsdp.reference import LEVELS, Ranks, batch, loss_of
-from tests.fsdp.side_by_side import shard_two_layers, whole_weights
-from tests.fsdp.state_dicts import whole_state
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import Meshes
+from tests.support.fsdp.models import ResidualBlock
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, loss_of
+from tests.support.fsdp.side_by_side import shard_two_layers, whole_weights
+from tests.support.fsdp.state_dicts import whole_state
 from tests.fsdp.test_mixed_precision import BF16_WITH_FP32
 
 

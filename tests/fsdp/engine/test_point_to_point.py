@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron.fsdp.engine import collectives, point_to_point
 from megatron.fsdp.engine.device import CpuStreams, Pending
-from tests.fsdp.reference import Ranks
-from tests.rank_pool import RankFailure
+from tests.support.fsdp.reference import Ranks
+from tests.support.rank_pool import RankFailure
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 LARGE = point_to_point.SMALLEST_ALL_GATHER // 4

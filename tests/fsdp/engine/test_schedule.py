@@ -22,11 +22,11 @@ from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.recorder import GATHER
 from megatron.fsdp.engine.reductions import Reductions
-from tests.fsdp import models
-from tests.fsdp.meshes import shard_mesh
-from tests.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
-from tests.fsdp.reference import LEVELS, Ranks, batch, loss_of, optimizer_over
-from tests.fsdp.side_by_side import Backward, inner, plain_backward, shard, train_side_by_side
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
+from tests.support.fsdp.reference import LEVELS, Ranks, batch, loss_of, optimizer_over
+from tests.support.fsdp.side_by_side import Backward, inner, plain_backward, shard, train_side_by_side
 
 
 def evaluation_in_between(model: nn.Module, step: int, rank: int) -> None:

@@ -12,8 +12,8 @@ from megatron.fsdp.engine.units import (
     merge_small_units,
     resolve_unit_modules,
 )
-from tests.fsdp import models
-from tests.fsdp.models import Outer, ResidualBlock
+from tests.support.fsdp import models
+from tests.support.fsdp.models import Outer, ResidualBlock
 
 
 def owners(module: nn.Module, units: list) -> dict[str, list[str]]:
@@ -32,7 +32,7 @@ def test_units_are_given_as_classes_instances_or_import_paths() -> None:
         model.embed,
     ]
     assert asked_for(model, [*model.blocks]) == ["blocks.0", "blocks.1", "blocks.2"]
-    assert asked_for(model, ["tests.fsdp.models.Outer"]) == ["outer.0", "outer.1"]
+    assert asked_for(model, ["tests.support.fsdp.models.Outer"]) == ["outer.0", "outer.1"]
     assert asked_for(model, []) == []
     assert resolve_unit_modules(None) == []
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 from megatron.mcore_adapter.releases import process_groups
-from tests.rank_pool import run_ranks
+from tests.support.rank_pool import run_ranks
 
 
 def groups_of_pairs() -> tuple[list[int], bool, bool]:

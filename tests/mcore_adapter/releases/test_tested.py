@@ -18,7 +18,7 @@ import pytest
 import megatron
 from megatron.mcore_adapter.releases import tested
 from megatron.mcore_adapter.releases.tested import ReleaseError
-from tests.warm_programs import ROOT
+from tests.support.warm_programs import ROOT
 
 
 def checkout(folder: Path, release: str, loop: bool = False) -> Path:

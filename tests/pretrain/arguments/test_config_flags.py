@@ -10,7 +10,7 @@ import torch
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.not_built import NOT_BUILT
-from tests.pretrain.arguments.command_lines import (
+from tests.support.pretrain.arguments.command_lines import (
     EXPERTS,
     LATENT,
     MOCK,

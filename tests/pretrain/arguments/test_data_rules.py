@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
-from tests.pretrain.vocabularies import gpt2_bpe
+from tests.support.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
+from tests.support.pretrain.vocabularies import gpt2_bpe
 
 
 @pytest.fixture

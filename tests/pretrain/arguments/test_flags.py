@@ -25,9 +25,9 @@ from megatron.pretrain.arguments.flags import spelled
 from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.arguments.same_here import SAME_HERE
 from megatron.pretrain.tokenizer_choice import TokenizerChoice
-from tests.pretrain.arguments.command_lines import REFUSED_HERE
-from tests.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
-from tests.pretrain.arguments.flag_tables import ROWS
+from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
+from tests.support.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
+from tests.support.pretrain.arguments.flag_tables import ROWS
 
 ROOT = Path(__file__).parents[3]
 

@@ -23,7 +23,7 @@ from megatron.pretrain.arguments.further_fields import (
 )
 from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.arguments.same_here import SAME_HERE
-from tests.pretrain.arguments.command_lines import (
+from tests.support.pretrain.arguments.command_lines import (
     LATENT,
     MOCK,
     PREDICTION,

@@ -8,7 +8,7 @@ import pytest
 from megatron.pretrain.arguments import all_flags
 from megatron.pretrain.arguments.flags import row
 from megatron.pretrain.arguments.help_text import COMMON, WIDTH, line_of
-from tests.pretrain.arguments.command_lines import parse
+from tests.support.pretrain.arguments.command_lines import parse
 
 
 def shown(flag: str, capsys: pytest.CaptureFixture[str]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.pretrain.arguments.not_built import NEEDS, NOT_BUILT, NOT_BUILT_VALUES
-from tests.pretrain.arguments.command_lines import (
+from tests.support.pretrain.arguments.command_lines import (
     MOCK,
     REFUSED_HERE,
     SMALL,

@@ -6,7 +6,7 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-from tests.pretrain.arguments.command_lines import MOCK, parse, problems
+from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
 
 @pytest.mark.parametrize("flag", ["--log-straggler", "--record-memory-history", "--log-energy"])

@@ -4,7 +4,7 @@
 import pytest
 
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from tests.pretrain.arguments.command_lines import (
+from tests.support.pretrain.arguments.command_lines import (
     DEEP,
     EXPERTS,
     LATENT,

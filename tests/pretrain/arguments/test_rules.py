@@ -10,7 +10,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from tests.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
+from tests.support.pretrain.arguments.command_lines import MOCK, SMALL, parse, problems
 
 GPT_175B = """--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
     --max-position-embeddings 2048 --attention-backend auto --micro-batch-size 1 --global-batch-size

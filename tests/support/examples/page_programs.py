@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs made of the Python blocks of pages: the names they assume, and a check of each block.
+
+The blocks of a page run in order, as one program, on two ranks of the pool.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.optim.swa_utils import AveragedModel
+
+from megatron.fsdp import fully_shard, fully_shard_model
+from tests.fsdp.dtensor.test_operations import plain
+from tests.fsdp.test_gathering_step import orthogonal
+from tests.support.huggingface.tiny_runs import Sequences, build_llama, fresh_accelerate, training_arguments
+
+Names = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PageProgram:
+    """The Python blocks of a page, as a program.
+
+    Attributes:
+        before: gives the names that the page assumes the reader to have.
+        checks: for each block, looks at the names that there are after it.
+    """
+
+    before: Callable[[], Names]
+    checks: tuple[Callable[[Names], None], ...]
+
+
+def run_page(page: str, blocks: list[str], folder: str) -> None:
+    """Job: run the blocks of a page in a folder that all ranks share."""
+    os.chdir(folder)
+    program = PROGRAMS[page]
+    names = {"__name__": "page", "torch": torch, "dist": dist, "nn": nn, "dcp": dcp}
+    with fresh_accelerate():
+        names |= program.before()
+        for number, code in enumerate(blocks):
+            exec(compile(code, f"<block {number + 1} of {page}>", "exec"), names)
+            program.checks[number](names)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Tensor]:
+    """Gather the tensors of a state dict, under the names of the plain module."""
+    return {name.removeprefix("module."): plain(value) for name, value in state.items()}
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=name)
+
+
+# ---- docs/working_with_a_sharded_model.md
+
+
+class Watched:
+    """A loss function that keeps the weights with which it was called."""
+
+    def __init__(self) -> None:
+        self.weights: list[dict[str, Tensor]] = []
+
+    def __call__(self, model: nn.Module, batch: Tensor) -> Tensor:
+        self.weights.append(whole(model.state_dict()))
+        return model(input_ids=batch, labels=batch).loss
+
+
+def sharded_llama() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return fully_shard(model, optimizer, fsdp_unit_modules=[type(model.model.layers[0])])
+
+
+def before_working() -> Names:
+    """Make a sharded model, a checkpoint of FSDP2, and whole states on rank 0."""
+    theirs = build_llama()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.mul_(1.5)
+    expected = {name: value.clone() for name, value in theirs.state_dict().items()}
+    torch_fully_shard(theirs)
+    dcp.save(theirs.state_dict(), checkpoint_id="from_fsdp2")
+
+    trained, optimizer = sharded_llama()
+    batches = [torch.arange(start, start + 12).view(1, 12) for start in (3, 9, 5)]
+    trained(input_ids=batches[0], labels=batches[0]).loss.backward()
+    optimizer.step()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    names: Names = {"expected": expected, "batches": batches, "loss_of": Watched()}
+    names["weights"] = get_model_state_dict(trained, options=options)
+    names["moments"] = get_optimizer_state_dict(trained, optimizer, options=options)
+    names["trained"], names["trained_optimizer"] = trained, optimizer
+    names["model"], names["optimizer"] = sharded_llama()
+    names["averaged"] = averaged = {}
+    names["evaluate"] = lambda model: averaged.update(whole(model.state_dict()))
+    names["device"] = torch.device("cpu")
+    return names
+
+
+def any_rank_asks_all(names: Names) -> None:
+    assert names["any_rank"](dist.get_rank() == 1) and not names["any_rank"](False)
+
+
+def the_weights_are_those_of_fsdp2(names: Names) -> None:
+    assert_same(whole(names["model"].state_dict()), names["expected"])
+
+
+def the_states_are_those_of_rank_0(names: Names) -> None:
+    assert bool(names["weights"]) == bool(names["moments"]) == (dist.get_rank() == 0)
+    assert_same(whole(names["model"].state_dict()), whole(names["trained"].state_dict()))
+    own, expected = (
+        names[name].state_dict()["state"] for name in ("optimizer", "trained_optimizer")
+    )
+    for number, state in expected.items():
+        assert_same(whole(own[number]), whole(state))
+
+
+def the_averages_follow_the_weights(names: Names) -> None:
+    """They are those computed by hand, saved, and no longer in the model; torch's class works."""
+    weights = names["loss_of"].weights
+    own = whole(names["model"].state_dict())
+    expected = {name: value.clone() for name, value in weights[0].items()}
+    for each in [*weights[1:], own]:
+        for name, value in each.items():
+            expected[name].lerp_(value, 0.001)
+    assert len(weights) == len(names["batches"])
+    assert_same(names["averaged"], expected, 1e-6)
+    dist.barrier()
+    saved = type(names["model"].module).from_pretrained("averaged")
+    assert_same(saved.state_dict(), names["averaged"])
+    average = AveragedModel(names["model"])
+    average.update_parameters(names["model"])
+    assert_same(whole(average.module.state_dict()), own)
+
+
+# ---- docs/programs_for_other_packages.md
+
+
+class MyNorm(nn.Module):
+    """A norm that cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden * self.weight
+
+
+def before_programs() -> Names:
+    """Build a model on the meta device."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 8), MyNorm(), nn.Linear(8, 8))
+    return {
+        "MyNorm": MyNorm,
+        "model": model,
+        "fully_shard": fully_shard,
+        "fully_shard_model": fully_shard_model,
+        "newton_schulz": orthogonal,
+    }
+
+
+def every_module_has_values(names: Names) -> None:
+    """They are those of the function, and of layers that were never on the meta device."""
+    state = whole(names["model"].state_dict())
+    assert torch.equal(state["1.weight"], torch.ones(8))
+    for name in ("0.weight", "2.weight"):
+        assert 0 < state[name].abs().max() <= 8**-0.5  # the bounds of nn.Linear
+    names["before"] = state
+    # The next block shards a model and an optimizer of its own.
+    torch.manual_seed(3)
+    names["model"] = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    names["before"] = {name: each.clone() for name, each in names["model"].state_dict().items()}
+
+
+def matrices_are_stepped_as_without_sharding(names: Names) -> None:
+    expected = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+    expected.load_state_dict(names["before"])
+    inputs = torch.randn(6, 8)
+    for model in (expected, names["model"]):
+        model(inputs).square().mean().backward()
+    names["optimizer"].step()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.sub_(orthogonal(parameter.grad), alpha=0.02)
+    assert_same(whole(names["model"].state_dict()), expected.state_dict(), 1e-6)
+
+
+# ---- docs/hugging_face.md
+
+
+def before_hugging_face() -> Names:
+    """Train to the checkpoint that the page loads."""
+    import transformers
+
+    from megatron_fsdp.huggingface import ShardedTrainer
+
+    arguments = training_arguments("out", max_steps=60, save_strategy="steps", save_steps=60)
+    trainer = ShardedTrainer(build_llama(), arguments, train_dataset=Sequences())
+    trainer.train()
+    return {
+        "AutoModelForCausalLM": transformers.AutoModelForCausalLM,
+        "config": build_llama().config,
+        "trainer": trainer,
+        "prompt": torch.tensor([[3, 4 + dist.get_rank()]]),
+    }
+
+
+def the_model_has_the_weights_of_the_shards(names: Names) -> None:
+    trained = whole(names["trainer"].model_wrapped.state_dict())
+    assert_same(names["model"].state_dict(), trained)
+    dist.barrier()  # rank 0 has saved the model; transformers leaves it to that
+    saved = names["AutoModelForCausalLM"].from_pretrained("final")
+    assert_same(saved.state_dict(), trained)
+
+
+def each_rank_generates_what_a_plain_model_does(names: Names) -> None:
+    expected = names["model"].generate(names["prompt"], max_new_tokens=64, do_sample=False)
+    assert torch.equal(names["tokens"], expected)
+
+
+# ---- pages with programs over Megatron-Core
+
+
+def before_megatron_core() -> Names:
+    from megatron.mcore_adapter import cpu
+
+    cpu.install()
+    return {}
+
+
+def the_settings_shard_a_model(names: Names) -> None:
+    from tests.support.mcore_adapter.wrapped_models import backward, make_module
+
+    _, config, module = make_module()
+    size = sum(parameter.numel() for parameter in module.parameters())
+    model = names["FullyShardedDataParallel"](config, names["ddp_config"], module)
+    backward(model, 1)
+    model.finish_grad_sync(force_all_reduce=False)
+    owned = torch.tensor(sum(each.grad.to_local().numel() for each in model.parameters()))
+    assert owned < size
+    dist.all_reduce(owned)
+    assert owned == size
+
+
+def the_class_is_the_drop_ins(names: Names) -> None:
+    import megatron.core.distributed as core_distributed
+
+    try:
+        module = core_distributed.__dict__["FullyShardedDataParallel"].__module__
+    finally:
+        names["drop_in"].uninstall()
+    assert module.startswith("megatron.mcore_adapter.")
+
+
+PROGRAMS = {
+    "docs/working_with_a_sharded_model.md": PageProgram(
+        before_working,
+        (
+            any_rank_asks_all,
+            the_weights_are_those_of_fsdp2,
+            the_states_are_those_of_rank_0,
+            the_averages_follow_the_weights,
+        ),
+    ),
+    "docs/programs_for_other_packages.md": PageProgram(
+        before_programs, (every_module_has_values, matrices_are_stepped_as_without_sharding)
+    ),
+    "docs/hugging_face.md": PageProgram(
+        before_hugging_face,
+        (the_model_has_the_weights_of_the_shards, each_rank_generates_what_a_plain_model_does),
+    ),
+    "docs/coming_from_megatron_lm.md": PageProgram(
+        before_megatron_core, (the_settings_shard_a_model,)
+    ),
+    "docs/megatron_lm_loop.md": PageProgram(dict, (the_class_is_the_drop_ins,)),
+}

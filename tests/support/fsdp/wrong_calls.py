@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wrong calls: what they raise, and that they leave model and optimizer as they were."""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.fsdp import MegatronFSDP, fully_shard
+from tests.support.fsdp.meshes import mesh_of
+from tests.support.fsdp.models import WIDTH, ResidualBlock
+from tests.support.fsdp.reference import Ranks
+
+
+def message_of(
+    kind: type[Exception], function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> str:
+    with pytest.raises(kind) as error:
+        function(*args, **kwargs)
+    assert error.type is kind
+    return str(error.value)
+
+
+TIMEOUT = 30.0
+"""Seconds a call may take; a hang is a failure of its own test and not of the whole run."""
+
+
+class Scene:
+    """A model and its optimizer, which has stepped once, before a wrong call."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        self.rank = dist.get_rank()
+        self.module = nn.Sequential(ResidualBlock(), nn.Linear(WIDTH, 3))
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.02)
+        self.module(torch.ones(2, WIDTH)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.before = self.snapshot()
+
+    def snapshot(
+        self,
+    ) -> tuple[list[tuple[int, Tensor]], list[list[int]], list[list[Tensor]], type]:
+        parameters = [
+            (id(parameter), parameter.detach().clone()) for parameter in self.module.parameters()
+        ]
+        groups = [
+            [id(parameter) for parameter in group["params"]]
+            for group in self.optimizer.param_groups
+        ]
+        state = [
+            [value.clone() for value in slots.values()] for slots in self.optimizer.state.values()
+        ]
+        return parameters, groups, state, type(self.optimizer)
+
+    def check_that_nothing_has_happened(self) -> None:
+        (old, *others), (new, *others_now) = self.before, self.snapshot()
+        assert [key for key, _ in old] == [key for key, _ in new]
+        assert all(torch.equal(left, right) for (_, left), (_, right) in zip(old, new))
+        assert others[0] == others_now[0] and others[2] is others_now[2]
+        for slots, slots_now in zip(others[1], others_now[1]):
+            assert all(map(torch.equal, slots, slots_now))
+        assert not any(hasattr(parameter, "_fsdp_model") for parameter in self.module.parameters())
+
+    def check_that_the_right_call_works(self) -> None:
+        model, optimizer = fully_shard(
+            self.module, self.optimizer, fsdp_unit_modules=[ResidualBlock]
+        )
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+
+
+@dataclass(frozen=True)
+class WrongCall:
+    """A wrong call, what it raises, and what the text must have in it."""
+
+    parts: tuple[str, ...]
+    call: Callable[[Scene], Any]
+    kind: type[Exception] = ValueError
+    world_size: int = 2
+
+
+def with_arguments(*parts: str, kind: type[Exception] = ValueError, **arguments: Any) -> WrongCall:
+    """Return a call of `fully_shard` with wrong arguments and a good model and optimizer."""
+    return WrongCall(
+        parts, lambda scene: fully_shard(scene.module, scene.optimizer, **arguments), kind
+    )
+
+
+def on_mesh(
+    *parts: str,
+    names: tuple[str, ...],
+    world_size: int = 2,
+    sizes: tuple[int, ...] | None = None,
+    **arguments: Any,
+) -> WrongCall:
+    """Return such a call on a mesh of the axes `names`.
+
+    Functions among the arguments receive the mesh.
+    """
+
+    def call(scene: Scene) -> None:
+        mesh = mesh_of(*names, sizes=sizes)
+        values = {
+            key: value(mesh) if callable(value) else value for key, value in arguments.items()
+        }
+        fully_shard(scene.module, scene.optimizer, mesh, **values)
+
+    return WrongCall(parts, call, world_size=world_size)
+
+
+def sharded_linear() -> tuple[MegatronFSDP, torch.optim.Optimizer]:
+    module = nn.Linear(3, 3)
+    return fully_shard(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9))
+
+
+FOLLOWED_BY_THE_RIGHT_CALL = {
+    "strategy 4",
+    "axis unknown",
+    "units cannot be imported",
+    "optimizer with a step of its own",
+    "strategies differ",
+    "LBFGS",
+    "optimizer of another model",
+    "decoupled gradients with torch's optimizer",
+}
+
+
+def call_wrongly(module: str, name: str) -> str:
+    """Make the call `name` of the table `WRONG_CALLS` of a test module, and return its message."""
+    scene = Scene()
+    wrong = importlib.import_module(module).WRONG_CALLS[name]
+    message = message_of(wrong.kind, wrong.call, scene)
+    scene.check_that_nothing_has_happened()
+    if name in FOLLOWED_BY_THE_RIGHT_CALL:
+        scene.check_that_the_right_call_works()
+    return message
+
+
+def check_refusal(ranks: Ranks, module: str, name: str) -> None:
+    """Raise AssertionError unless every rank refuses a wrong call with the same, right message."""
+    wrong = importlib.import_module(module).WRONG_CALLS[name]
+    messages = ranks(wrong.world_size, call_wrongly, module, name, timeout=TIMEOUT)
+    assert len(set(messages)) == 1, messages
+    for part in wrong.parts:
+        assert part in messages[0], f"{part!r} is not in: {messages[0]}"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of Megatron-LM's own training loop, forked from one process that has imported the rest.
+
+    python -m tests.support.mcore_adapter.loop_ranks PROGRAM RUNS.json RESULTS.json
+
+with the checkout first on PYTHONPATH. Every run is a fresh set of processes in which
+`python -m megatron.mcore_adapter PROGRAM FLAGS...` runs; importing torch and Megatron-Core, which
+takes longer than a run, is done once.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import typing
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import typing_extensions
+
+import megatron.mcore_adapter.__main__ as program
+from megatron.mcore_adapter import FullyShardedDataParallel
+from tests.support.warm_programs import free_port
+
+build = FullyShardedDataParallel.__init__
+LIMIT = 120
+"""Seconds that a run may take."""
+
+
+def run(script: str, name: str, ranks: int, flags: list[str], folder: Path) -> dict[str, Any]:
+    """Run the loop and return what the last rank has logged, by iteration.
+
+    Returns:
+        ``steps``, a list of (iteration, loss, gradient norm), and ``error``, the end of the output
+        of a rank that failed, or None.
+    """
+    port = str(free_port())
+    children = {}
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            run_rank(script, rank, ranks, port, flags, folder / f"{name}.{rank}")
+        children[child] = rank
+    failed = wait_for(children)
+    log = folder / f"{name}.{ranks - 1}.json"
+    steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    error = None
+    if failed is not None:
+        error = (folder / f"{name}.{failed}.log").read_text()[-3000:]
+    return {"steps": steps, "error": error}
+
+
+def wait_for(children: dict[int, int]) -> int | None:
+    """Wait for all children; after a failure or the limit the others are stopped.
+
+    Returns:
+        The first rank that failed, or None.
+    """
+    deadline, failed, left = time.monotonic() + LIMIT, None, dict(children)
+    while left:
+        child, status = os.waitpid(-1, os.WNOHANG)
+        if child:
+            rank = left.pop(child)
+            if status and failed is None:
+                failed, deadline = rank, min(deadline, time.monotonic() + 3)
+        elif time.monotonic() > deadline:
+            failed = min(left.values()) if failed is None else failed
+            for child in left:
+                os.kill(child, signal.SIGKILL)
+            deadline += LIMIT
+        else:
+            time.sleep(0.02)
+    return failed
+
+
+def run_rank(script: str, rank: int, ranks: int, port: str, flags: list[str], output: Path) -> None:
+    """Become one rank of a run; never returns."""
+    status = 1
+    log = os.open(f"{output}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    original = runpy.run_path
+    runpy.run_path = lambda *args, **kwargs: (
+        record_steps(Path(f"{output}.json")),
+        original(*args, **kwargs),
+    )
+    sys.argv[:] = ["-m", script, *flags]
+    wrappers = patch.object(FullyShardedDataParallel, "__init__", autospec=True, side_effect=build)
+    try:
+        with wrappers as built:
+            program.main()
+        assert built.called == ("--use-megatron-fsdp" in flags), "another class was trained"
+        status = 0
+    except SystemExit as end:
+        status = int(bool(end.code))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def record_steps(path: Path) -> None:
+    """Write loss and gradient norm of every step to a file, as the loop reports them to its log."""
+    training = import_module("megatron.training.training")
+    path.write_text("")
+    training.training_log = recorded(training.training_log, path)
+
+
+def recorded(training_log: Callable[..., Any], path: Path) -> Callable[..., Any]:
+    @functools.wraps(training_log)
+    def log(loss_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        iteration, grad_norm = args[2], args[6]
+        loss = float(loss_dict["lm loss"]) if "lm loss" in loss_dict else None
+        with path.open("a") as file:
+            file.write(json.dumps([iteration, loss, float(grad_norm)]) + "\n")
+        return training_log(loss_dict, *args, **kwargs)
+
+    return log
+
+
+def warm_up(script: str) -> None:
+    """Import what every rank imports; the drop-in replaces names that were imported before."""
+    if not hasattr(typing, "override"):
+        vars(typing)["override"] = typing_extensions.override
+    sys.path.insert(0, str(Path(script).parent))
+    if importlib.util.find_spec("megatron.legacy") is None:
+        # The archives leave out old models, which programs of 0.17 name in annotations only.
+        parent: Any = import_module("megatron")
+        for name in ("megatron.legacy", "megatron.legacy.model"):
+            sys.modules[name] = ModuleType(name)
+            setattr(parent, name.rpartition(".")[2], sys.modules[name])
+            parent = sys.modules[name]
+        parent.GPTModel = object
+    for name in (
+        "megatron.mcore_adapter.drop_in",
+        "gpt_builders",
+        "model_provider",
+        "megatron.core.tokenizers.text",  # imports transformers
+    ):
+        import_module(name)
+
+
+def main() -> None:
+    script, runs, results = sys.argv[1:]
+    warm_up(script)
+    folder = Path(results).parent
+    found = {
+        each["name"]: run(script, each["name"], each["ranks"], each["flags"], folder)
+        for each in json.loads(Path(runs).read_text())
+    }
+    Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

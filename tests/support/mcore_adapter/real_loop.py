@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-LM's own training loop with this project, against the same loop with its DDP.
+
+    python -m tests.support.mcore_adapter.real_loop --release 0.19.0 [--rows zero2 ep] [--write]
+
+Every row of `ROWS` runs `pretrain_gpt.py` of the release on CPU ranks, twice: with the flags of the
+layout, and with those and `--use-megatron-fsdp`. Losses and gradient norms of all steps have to
+agree to 1e-5. `--write` puts the differences into the table of results.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.support.megatron_release import RELEASES, environment, unpack
+
+ROOT = Path(__file__).parents[3]
+RESULTS = ROOT / "benchmarks" / "results" / "real_loop.md"
+TOLERANCE = 1e-5
+
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32"
+    " --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --lr 5e-3"
+    " --min-lr 5e-4 --lr-decay-style cosine --lr-decay-iters 4 --train-iters 4 --mock-data"
+    " --tokenizer-type NullTokenizer --vocab-size 127 --eval-iters 0 --eval-interval 1000"
+    " --log-interval 1 --swiglu --disable-bias-linear --normalization RMSNorm"
+    " --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0"
+    " --attention-dropout 0 --num-workers 0"
+)
+MOE = "--num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-ffn-hidden-size 32"
+MLA = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 16 --qk-head-dim 8"
+    " --qk-pos-emb-head-dim 8 --v-head-dim 4 --rope-type rope"
+)
+SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+VPP = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
+HYBRID_OPTIM = "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison."""
+
+    ranks: int
+    layout: str = ""
+    """Flags of both runs."""
+    fsdp: str = ""
+    """Further flags of the run with --use-megatron-fsdp."""
+    resumed_at: int | None = None
+    """Save after this many steps, and compare the steps of a run that continues from there."""
+
+
+ROWS = {
+    "default": Row(2),
+    "zero0": Row(2, fsdp="--data-parallel-sharding-strategy no_shard"),
+    "zero1": Row(2, fsdp="--data-parallel-sharding-strategy optim"),
+    "zero2": Row(2, fsdp="--data-parallel-sharding-strategy optim_grads"),
+    "overlap": Row(2, fsdp=OVERLAP),
+    "evaluation": Row(2, "--eval-iters 1 --eval-interval 2", OVERLAP),
+    "double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer"),
+    "hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2"),
+    "hybrid-optim": Row(4, fsdp=HYBRID_OPTIM),
+    "per-token": Row(2, "--calculate-per-token-loss"),
+    "tp": Row(4, "--tensor-model-parallel-size 2"),
+    "tp-sp": Row(4, SP),
+    "pp": Row(4, "--pipeline-model-parallel-size 2"),
+    "vpp": Row(4, VPP, OVERLAP),
+    "cp": Row(4, "--context-parallel-size 2"),
+    "mla": Row(4, f"{SP} {MLA}"),
+    "bf16": Row(2, "--bf16"),
+    "ep": Row(4, f"{MOE} --expert-model-parallel-size 2"),
+    "ep-tp": Row(4, f"{MOE} {SP} --expert-model-parallel-size 2"),
+    "ep-zero2": Row(
+        4,
+        f"{MOE} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+        "--data-parallel-sharding-strategy optim_grads",
+    ),
+    "resume": Row(2, resumed_at=2),
+    "resume-double-buffer": Row(2, fsdp=f"{OVERLAP} --fsdp-double-buffer", resumed_at=2),
+    "resume-bf16": Row(2, "--bf16", resumed_at=2),
+    "resume-hybrid": Row(4, fsdp="--num-distributed-optimizer-instances 2", resumed_at=2),
+    "resume-hybrid-optim": Row(4, fsdp=HYBRID_OPTIM, resumed_at=2),
+    "resume-ep": Row(4, f"{MOE} --expert-model-parallel-size 2", resumed_at=2),
+    "resume-vpp": Row(4, VPP, resumed_at=2),
+    "resume-vpp-bf16": Row(
+        4, f"{VPP} --bf16", f"{OVERLAP} --data-parallel-sharding-strategy optim", resumed_at=2
+    ),
+    "resume-tp-pp": Row(
+        4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", resumed_at=2
+    ),
+}
+
+
+def runs_of(name: str, row: Row, folder: Path) -> list[dict[str, Any]]:
+    """Return the runs of a row: the reference, and those with the drop-in, the last to compare."""
+    flags = [*MODEL.split(), *row.layout.split()]
+    ours = [*flags, "--use-megatron-fsdp", *row.fsdp.split()]
+    runs = [{"name": f"ddp.{row.ranks}.{row.layout}".replace(" ", ""), "flags": flags}]
+    if row.resumed_at is None:
+        runs.append({"name": name, "flags": ours})
+    else:
+        ours += ["--save", str(folder / name), "--save-interval", str(row.resumed_at)]
+        runs += [
+            {"name": f"{name}.before", "flags": [*ours, "--exit-interval", str(row.resumed_at)]},
+            {"name": name, "flags": [*ours, "--load", str(folder / name)]},
+        ]
+    return [{**run, "ranks": row.ranks} for run in runs]
+
+
+def compare(names: Iterable[str], release: str) -> dict[str, tuple[float, float] | str]:
+    """Run rows on a release.
+
+    Returns:
+        By row, the largest relative differences of losses and of gradient norms, or what failed.
+    """
+    checkout = unpack(release)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        runs: dict[str, dict[str, Any]] = {}
+        last: dict[str, list[str]] = {}
+        for name in names:
+            own = runs_of(name, ROWS[name], folder)
+            runs |= {run["name"]: run for run in own if run["name"] not in runs}
+            last[name] = [run["name"] for run in own]
+        (folder / "runs.json").write_text(json.dumps([*runs.values()]))
+        command = [sys.executable, "-m", "tests.support.mcore_adapter.loop_ranks"]
+        paths = [checkout / "pretrain_gpt.py", folder / "runs.json", folder / "results.json"]
+        subprocess.run(
+            [*command, *map(str, paths)], check=True, cwd=ROOT, env=loop_environment(release)
+        )
+        results = json.loads((folder / "results.json").read_text())
+    return {
+        name: differences([results[run] for run in own], ROWS[name].resumed_at or 0)
+        for name, own in last.items()
+    }
+
+
+def loop_environment(release: str) -> dict[str, str]:
+    """Return the environment of a run, as scripts for GPUs of the loop set it."""
+    return {
+        **os.environ,
+        **environment(release),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCHDYNAMO_DISABLE": "1",
+        # The loop demands it with tensor parallelism and DDP, and refuses it with FSDP.
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+
+
+def differences(results: Sequence[dict[str, Any]], first: int) -> tuple[float, float] | str:
+    """Return the largest relative differences of losses and norms of the last run to the first.
+
+    The last run has to have all steps after step ``first``, and no others.
+    """
+    errors = [result["error"] for result in results if result["error"]]
+    if errors:
+        return str(errors[0])
+    expected = {step[0]: step[1:] for step in results[0]["steps"] if step[0] > first}
+    found = {step[0]: step[1:] for step in results[-1]["steps"]}
+    if not found or found.keys() != expected.keys():
+        return f"steps {sorted(found)} instead of {sorted(expected)}"
+    columns = []
+    for column in (0, 1):
+        values = [(found[step][column], expected[step][column]) for step in found]
+        columns.append(max(abs(ours - theirs) / abs(theirs) for ours, theirs in values))
+    return columns[0], columns[1]
+
+
+def is_equal(result: tuple[float, float] | str) -> bool:
+    return not isinstance(result, str) and all(
+        math.isfinite(value) and value <= TOLERANCE for value in result
+    )
+
+
+def with_cells(table: str, release: str, results: Mapping[str, tuple[float, float] | str]) -> str:
+    """Return the text of the table of results with the cells of a release, rows as in `ROWS`."""
+    before, bar, rest = table.partition("| row |")
+    lines = (bar + rest).splitlines()
+    cells: dict[str, list[str]] = {}
+    for line in lines[2:]:
+        name, _, *columns = (cell.strip() for cell in line.strip("|").split("|"))
+        cells[name] = columns
+    for name, result in results.items():
+        columns = cells.setdefault(name, [""] * len(RELEASES))
+        columns[RELEASES.index(release)] = "fails" if isinstance(result, str) else short(*result)
+    for name, row in ROWS.items():
+        columns = cells.get(name, [""] * len(RELEASES))
+        cells[name] = [name, str(row.ranks), *columns]
+    rows = [f"| {' | '.join(cells[name])} |" for name in ROWS]
+    return before + "\n".join([*lines[:2], *rows]) + "\n"
+
+
+def short(*differences: float) -> str:
+    return " / ".join(f"{each:.1e}" if each else "0" for each in differences)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--release", choices=RELEASES, default=RELEASES[-1])
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=[*ROWS])
+    parser.add_argument("--write", action="store_true", help=f"into {RESULTS.relative_to(ROOT)}")
+    args = parser.parse_args()
+    start = time.monotonic()
+    results = compare(args.rows, args.release)
+    print(f"core_v{args.release}, {time.monotonic() - start:.0f} s")
+    print("| row | loss | gradient norm |\n|---|---|---|")
+    for name, result in results.items():
+        if isinstance(result, str):
+            print(f"| {name} | {result} |")
+        else:
+            print(f"| {name} | {short(result[0])} | {short(result[1])} |")
+    if args.write:
+        RESULTS.write_text(with_cells(RESULTS.read_text(), args.release, results))
+    sys.exit(not all(map(is_equal, results.values())))
+
+
+if __name__ == "__main__":
+    main()

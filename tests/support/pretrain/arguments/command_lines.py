@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command lines of the training program, and what its parser makes of them."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.pretrain.arguments import CommandLineError, parse_arguments
+from megatron.pretrain.arguments.config_flags import absent_flags
+from megatron.pretrain.arguments.flags import spelled
+from megatron.pretrain.arguments.not_built import NOT_BUILT
+
+DATA = Path(__file__).parents[3] / "pretrain" / "data"
+ROWS_OF_ALL_RELEASES = json.loads((DATA / "flags.json").read_text())
+
+TABLE = [row for row in ROWS_OF_ALL_RELEASES if row["name"] not in absent_flags()]
+"""Flags of Megatron-LM, but those whose field the installed release of Megatron-Core lacks."""
+
+REFUSED_HERE = {dest for dest in NOT_BUILT if spelled(dest) not in absent_flags()}
+"""Destinations of `NOT_BUILT`, but such; of these the command line says that there is no field."""
+
+SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --micro-batch-size 2 --lr 0.005 --train-iters 20"""
+
+MOCK = SMALL + " --mock-data --vocab-size 100"
+
+# This program differs on purpose: it repeats no iteration, and loads of local checkpoints exchange
+# no tensors.
+OWN_DEFAULTS = {"rerun_mode": "disabled", "non_persistent_local_ckpt_algo": "atomic"}
+
+
+def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
+    settings = {
+        "world_size": 1,
+        "cuda": False,
+        "transformer_engine": False,
+        "fused_weight_gradient": False,
+    } | machine
+    settings.setdefault("environment", {})
+    return parse_arguments(line.split(), **settings)
+
+
+def problems(line: str, **machine: object) -> list[str]:
+    with pytest.raises(CommandLineError) as caught:
+        parse(line, **machine)
+    assert all(problem in str(caught.value) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def other_value(action: argparse.Action) -> str | None:
+    """Words for the flag that mean something else than its default."""
+    if action.nargs == 0:
+        return ""
+    if action.choices:
+        return next(getattr(c, "name", str(c)) for c in action.choices if c != action.default)
+    for text in ("7", "fp16", "bf16", "text"):
+        try:
+            value = action.type(text)
+        except (ValueError, argparse.ArgumentTypeError):
+            continue
+        if value != action.default:
+            return " ".join([text] * (action.nargs if isinstance(action.nargs, int) else 1))
+    return None
+
+
+LATENT = "--multi-latent-attention"
+PREDICTION = "--position-embedding-type rope"
+EXPERTS = "--num-experts 4 --disable-bias-linear"
+DEEP = MOCK.replace("--num-layers 2", "--num-layers 8")

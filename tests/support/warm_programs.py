@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that has imported what this repository's programs need, and forks their runs.
+
+A run started by a shell takes four seconds of imports for each of its ranks, here it takes
+milliseconds. `stand_ins.py` puts a `torchrun` and a `python` in the shell's path that ask this
+process. Words of torchrun are read by its own parser.
+"""
+
+import atexit
+import contextlib
+import importlib
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron.pretrain.logging_setup import set_up_logging
+
+ROOT = Path(__file__).parents[2]
+PRELOAD = [
+    "torch.distributed.run",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "megatron.pretrain.loop",
+    "megatron.checkpoint.commands.command_line",
+    "transformers.models.auto.tokenization_auto",
+]
+
+
+@contextmanager
+def warm_programs(socket_path: Path) -> Iterator[None]:
+    """Run the process, listening at `socket_path`, as long as the context lasts."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    command = [sys.executable, "-m", __spec__.name, str(socket_path)]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        yield
+        process.communicate()  # closes its stdin, which ends it
+
+
+def serve(path: str) -> None:
+    """Fork a launcher for each request until stdin ends."""
+    set_up_logging()
+    for name in PRELOAD:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        print("ready", flush=True)
+        while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
+            connection, _ = listener.accept()
+            if os.fork() == 0:
+                listener.close()
+                launch(connection)
+            connection.close()
+    os._exit(0)
+
+
+def launch(connection: socket.socket) -> NoReturn:
+    """Start the ranks of one request and answer with an exit code; they end with the requester."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _, descriptors, _, _ = socket.recv_fds(connection, 1, 3)
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+    stream = connection.makefile("rw")
+    request = json.loads(stream.readline())
+    os.chdir(request["directory"])
+    code = 1
+    try:
+        script, words, places = ranks_of(request)
+        code = run_ranks(
+            script, words, [{**request["environment"], **place} for place in places], connection
+        )
+    except BaseException:
+        traceback.print_exc()
+    stream.write(f"{code}\n")
+    stream.flush()
+    os.killpg(
+        0, signal.SIGKILL
+    )  # with what ranks have left behind: it would hold the requester's output open
+    os._exit(0)
+
+
+def ranks_of(request: dict[str, Any]) -> tuple[str, list[str], list[dict[str, str]]]:
+    """Return the script, its words and the environment variables of every rank on this node."""
+    if request["program"] == "python":
+        return request["words"][0], request["words"][1:], [{}]
+    from torch.distributed.run import parse_args
+
+    args = parse_args(request["words"])
+    per_node, nodes = int(args.nproc_per_node), int(args.nnodes.split(":")[0])
+    node = int(request["environment"].get("SLURM_NODEID", "0")) if nodes > 1 else 0
+    address, _, port = args.rdzv_endpoint.partition(":")
+    if args.standalone or not port:
+        address, port = "127.0.0.1", str(free_port())
+    world = {"WORLD_SIZE": str(nodes * per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    world |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+    places = [
+        {**world, "RANK": str(node * per_node + local), "LOCAL_RANK": str(local)}
+        for local in range(per_node)
+    ]
+    return args.training_script, args.training_script_args, places
+
+
+def free_port() -> int:
+    """Return a port that nothing uses, and that the system gives to no other socket meanwhile."""
+    while True:
+        port = 20000 + secrets.randbelow(12000)  # Linux takes those from 32768 on by itself
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def run_ranks(
+    script: str, words: list[str], environments: list[dict[str, str]], connection: socket.socket
+) -> int:
+    """Fork the ranks and wait; as with torchrun, one that fails ends the others.
+
+    The first exit code that is not 0.
+    """
+    ranks = set()
+    for environment in environments:
+        rank = os.fork()
+        if rank == 0:
+            become_rank(script, words, environment)
+        ranks.add(rank)
+    terminated = threading.Event()
+    watch = threading.Thread(target=end_with, args=(connection, ranks, terminated), daemon=True)
+    watch.start()
+    code = 0
+    while ranks:
+        rank, status = os.wait()
+        ranks.remove(rank)
+        if status and not code:
+            code = abs(os.waitstatus_to_exitcode(status))
+            for other in ranks:
+                os.kill(other, signal.SIGTERM)
+    return code or int(terminated.is_set())
+
+
+def end_with(connection: socket.socket, ranks: set[int], terminated: threading.Event) -> None:
+    """Pass SIGTERM on to the ranks; end everything with the requester.
+
+    As with torchrun, the exit code is then 1, even if the ranks end well.
+    """
+    while connection.recv(1):
+        terminated.set()
+        for rank in list(ranks):
+            os.kill(rank, signal.SIGTERM)
+    os.killpg(0, signal.SIGKILL)
+
+
+def become_rank(script: str, words: list[str], environment: dict[str, str]) -> NoReturn:
+    """Run the script as a program.
+
+    Python's main module stays this one: Megatron-Core's first save imports it once more.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = [script, *words]
+    code = 0
+    try:
+        names = {"__name__": "__main__", "__file__": script, "__package__": None}
+        exec(compile(Path(script).read_text(), script, "exec"), names)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])
