@@ -29,7 +29,7 @@ if __name__ == "__main__":
 import torch
 
 from megatron.mcore_adapter.releases import tested
-from megatron.pretrain.logging_setup import set_up_logging
+from megatron.pretrain.report.logging_setup import set_up_logging
 
 set_up_logging()
 tested.check_or_exit()
@@ -38,9 +38,9 @@ if not torch.cuda.is_available():
     # and none is worth it.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-from megatron.checkpoint.core.url_staging import with_urls  # noqa: E402
+from megatron.checkpoint.store.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
-from megatron.pretrain import ranks, terminal  # noqa: E402
+from megatron.pretrain import ranks
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
     dry_run_ranks,
@@ -49,9 +49,10 @@ from megatron.pretrain.arguments import (  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
-from megatron.pretrain.rank_log import RankLog  # noqa: E402
-from megatron.pretrain.rerun import RerunExitError  # noqa: E402
-from megatron.pretrain.watch import Watch, error_file, in_one_line  # noqa: E402
+from megatron.pretrain.report import terminal
+from megatron.pretrain.report.rank_log import RankLog  # noqa: E402
+from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
+from megatron.pretrain.watch.watch import Watch, error_file, in_one_line  # noqa: E402
 
 GRACE_SECONDS = 5
 """Time that the first rank has to report an error before the others do."""

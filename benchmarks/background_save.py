@@ -40,9 +40,10 @@ from megatron.core.distributed import finalize_model_grads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
 from benchmarks.saved_run import FORMATS, VOCABULARY, SavedRun, quiet, seconds
-from megatron.pretrain import checkpointing, ranks
-from megatron.pretrain.background_save import BackgroundSaves
-from megatron.pretrain.model_statistics import number_of_parameters
+from megatron.pretrain import ranks
+from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
+from megatron.pretrain.model.model_statistics import number_of_parameters
 from megatron.pretrain.progress import Progress
 
 Bytes = npt.NDArray[np.uint8]

@@ -26,10 +26,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
 from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
-from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.manifest import MANIFEST
-from megatron.pretrain import checkpointing, integrity, ranks
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store import directory
+from megatron.pretrain import ranks
 from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.checkpoints import checkpointing, integrity
 from megatron.pretrain.progress import Progress
 
 MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]

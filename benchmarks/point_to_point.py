@@ -21,7 +21,8 @@ import click
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.engine import collectives, point_to_point
+from megatron.fsdp.backends import point_to_point
+from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import Collective
 
 KIB = 1024

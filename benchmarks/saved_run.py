@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
+from megatron.pretrain.model.gpt_model import build_model
+from megatron.pretrain.model.gpt_optimizer import build_optimizer
 
 FORMATS = {"fsdp_dtensor": ["--use-megatron-fsdp"], "torch_dist": ["--use-distributed-optimizer"]}
 """Format of checkpoints -> flags of a run that writes it."""

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import rank_pool
-from tests.support import stand_ins
+from tests.support import rank_pool, stand_ins
 from tests.support.rank_process import OUR_MODULES
 from tests.support.warm_programs import ROOT, free_port, warm_programs
 

@@ -15,13 +15,13 @@ import click
 with warnings.catch_warnings():
     # Megatron-Core warns of every GPU library that is absent; writing data needs none of them.
     warnings.simplefilter("ignore", UserWarning)
-    from megatron.pretrain.corpus import standard_library_files, write_corpus
-    from megatron.pretrain.tokenizer_choice import (
+    from megatron.pretrain.data.corpus import standard_library_files, write_corpus
+    from megatron.pretrain.data.tokenizer_choice import (
         TOKENIZER_TYPES,
         TokenizerChoice,
         build_tokenizer,
     )
-    from megatron.pretrain.tokenizer_record import record_text
+    from megatron.pretrain.data.tokenizer_record import record_text
 
 
 @click.command()

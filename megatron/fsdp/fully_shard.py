@@ -12,7 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.model import MegatronFSDP
-from megatron.fsdp.optimizer import check_optimizer, shard_optimizer, swap_parameters
+from megatron.fsdp.optimizer.sharded_optimizer import (
+    check_optimizer,
+    shard_optimizer,
+    swap_parameters,
+)
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import DEFAULT_PRECISION, ShardingSettings
 

@@ -32,13 +32,13 @@ from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import device as memory
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.trainability import Trainability
+from megatron.fsdp.trace import recorder
 
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")

@@ -17,12 +17,12 @@ from megatron.fsdp.config import (
     refuse_unbuilt,
     refuse_unbuilt_config,
 )
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import DEFAULT_PRECISION, ShardingSettings
 from megatron.fsdp.sharded_module import OWNER, ShardedModule
+from megatron.fsdp.trace import recorder
 
 
 class MegatronFSDP(ClientMembers):

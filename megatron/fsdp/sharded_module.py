@@ -29,11 +29,12 @@ from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.units import assign_parameters, find_units, merge_small_units
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_init import Initialiser
-from megatron.fsdp.model_state import load_model_state
-from megatron.fsdp.module_loading import accept_full_tensors
+from megatron.fsdp.module_access.model_state import load_model_state
+from megatron.fsdp.module_access.module_loading import accept_full_tensors
+from megatron.fsdp.module_access.sharded_copy import copied_module, copy_main_weights
+from megatron.fsdp.module_access.wrapped_attributes import WrappedAttributes, prepare_wrapped_module
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
-from megatron.fsdp.sharded_copy import copied_module, copy_main_weights
 from megatron.fsdp.sharding import ShardedParams, Sharder, make_memory_slots
 from megatron.fsdp.warnings_once import (
     warn_of_clipped_embeddings,
@@ -41,7 +42,6 @@ from megatron.fsdp.warnings_once import (
     warn_of_unmatched_units,
     watch_optimizers,
 )
-from megatron.fsdp.wrapped_attributes import WrappedAttributes, prepare_wrapped_module
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""

@@ -18,7 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.optimizer import ShardedOptimizer, refuse_optimizer, swap_parameters
+from megatron.fsdp.optimizer.sharded_optimizer import (
+    ShardedOptimizer,
+    refuse_optimizer,
+    swap_parameters,
+)
 from megatron.huggingface import states
 from megatron.huggingface.refusals import (
     problems_of_accelerator,

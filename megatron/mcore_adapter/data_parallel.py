@@ -21,8 +21,8 @@ from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.engine.shown_parameters import PASSED_ON
 from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames

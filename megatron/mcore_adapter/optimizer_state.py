@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.fsdp.optimizer_state import initial_state
+from megatron.fsdp.optimizer.optimizer_state import initial_state
 
 
 def make_optimizer_state(optimizer: MegatronOptimizer) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import nn
 
-from megatron.fsdp.engine.recorder import TraceEntry
+from megatron.fsdp.trace.recorder import TraceEntry
 from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.planning.layer_costs import GptCosts, ModelRanks
 from megatron.planning.machine import Cluster
@@ -22,7 +22,7 @@ from megatron.planning.simulation import Simulator, StepResult, attach, simulati
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import pretending
-from megatron.pretrain.gpt_model import build_chunk, unwrap, wrap
+from megatron.pretrain.model.gpt_model import build_chunk, unwrap, wrap
 
 UPDATE_BYTES = 28
 """Bytes that AdamW reads and writes for each fp32 weight: the gradient is read, the weight and both

@@ -38,7 +38,7 @@ from torch import nn
 
 from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import NO_COST, Cost
-from megatron.pretrain.flops import (
+from megatron.pretrain.model.flops import (
     attention_multiply_adds,
     expert_multiply_adds,
     mlp_multiply_adds,

@@ -22,8 +22,8 @@ from megatron.planning.machine import Cluster
 from megatron.planning.skeleton import Cost
 from megatron.pretrain.arguments.configs import transformer_config
 from megatron.pretrain.dry_run import layers_of, memory_plan, pretending
-from megatron.pretrain.flops import layers_with_experts
-from megatron.pretrain.gpt_model import build_chunk, unwrap
+from megatron.pretrain.model.flops import layers_with_experts
+from megatron.pretrain.model.gpt_model import build_chunk, unwrap
 
 DENSE, EXPERTS, EMBEDDING, OUTPUT = "dense layer", "layer with experts", "embedding", "output"
 

@@ -16,8 +16,8 @@ from megatron.planning.gpt_simulation import StagePrediction, simulate_stage
 from megatron.planning.machine import Cluster
 from megatron.planning.quick_estimate import QuickEstimate, QuickEstimates, unlike_stages
 from megatron.pretrain.arguments import CommandLineError, parse_arguments
-from megatron.pretrain.flops import training_flops
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.model.flops import training_flops
 
 CHOSEN = {
     "--tensor-model-parallel-size": "--tensor",

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.device import Collective, Pending
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.recorder import COMPUTE, OTHER, STORAGE, Recorder, TraceEntry
+from megatron.fsdp.trace import recorder
+from megatron.fsdp.trace.recorder import COMPUTE, OTHER, STORAGE, Recorder, TraceEntry
 
 CollectiveSeconds = Callable[[TraceEntry], float]
 """Returns the seconds of a recorded collective."""

@@ -29,8 +29,8 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.gpt_model import build_chunk
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.model.gpt_model import build_chunk
 
 MIB = 2**20
 ACTIVATION_BYTES = 34

@@ -21,37 +21,37 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
-from megatron.fsdp import trace
+from megatron.fsdp.trace import record as trace
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
-from megatron.pretrain import (
+from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.checkpoints import (
     checkpointing,
     fsdp_dtensor_checkpoint,
     local_save,
-    rerun,
     save_directory,
 )
-from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.background_save import BackgroundSaves
-from megatron.pretrain.checkpoint_source import non_persistent_root
-from megatron.pretrain.data import build_datasets, find_data
-from megatron.pretrain.forward_step import Microbatches
-from megatron.pretrain.full_validation import WholeDataset, named_sets
-from megatron.pretrain.gpt_model import build_model
-from megatron.pretrain.gpt_optimizer import build_optimizer
-from megatron.pretrain.local_checkpoint import LOCAL
-from megatron.pretrain.microbatches import batches, one_or_list
-from megatron.pretrain.model_statistics import number_of_parameters
-from megatron.pretrain.profiling import profile_directory, profiling
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
+from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
+from megatron.pretrain.checkpoints.local_checkpoint import LOCAL
+from megatron.pretrain.data.full_validation import WholeDataset, named_sets
+from megatron.pretrain.data.gpt_datasets import build_datasets, find_data
+from megatron.pretrain.data.microbatches import batches, one_or_list
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.model.forward_step import Microbatches
+from megatron.pretrain.model.gpt_model import build_model
+from megatron.pretrain.model.gpt_optimizer import build_optimizer
+from megatron.pretrain.model.model_statistics import number_of_parameters
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.quantities import count
 from megatron.pretrain.ranks import data_parallel_size, say
-from megatron.pretrain.replicas import check_replicas
-from megatron.pretrain.report import Report
-from megatron.pretrain.stopping import StopRequest
-from megatron.pretrain.timing import LOAD, SAVE
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.report.profiling import profile_directory, profiling
+from megatron.pretrain.report.quantities import count
+from megatron.pretrain.report.report import Report
+from megatron.pretrain.report.timing import LOAD, SAVE
 from megatron.pretrain.training_run import TrainingRun
 from megatron.pretrain.training_step import forward_backward, sum_of, train_step
+from megatron.pretrain.watch import rerun
+from megatron.pretrain.watch.replicas import check_replicas
+from megatron.pretrain.watch.stopping import StopRequest
 
 
 def pretrain(

@@ -26,7 +26,7 @@ class Progress:
     consumed_valid_samples: int = 0
     """Sequences read from the validation data."""
     num_floating_point_operations_so_far: float = 0.0
-    """FLOPs of the model in all training steps, see :mod:`megatron.pretrain.flops`."""
+    """FLOPs of the model in all training steps, see :mod:`megatron.pretrain.model.flops`."""
 
     @classmethod
     def of_checkpoint(cls, content: Mapping[str, Any]) -> Progress:

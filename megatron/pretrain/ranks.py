@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from megatron.checkpoint.core.url_staging import with_urls
-from megatron.fsdp.engine import rendezvous
+from megatron.checkpoint.store.url_staging import with_urls
+from megatron.fsdp.backends import rendezvous
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.releases import process_groups
-from megatron.pretrain import user_buffers
-from megatron.pretrain.terminal import fitted
+from megatron.pretrain.model import user_buffers
+from megatron.pretrain.report.terminal import fitted
 
 SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 """Environment of a program that was started without torchrun: a world of one rank."""

@@ -11,10 +11,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from megatron.pretrain.background_save import BackgroundSaves
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.progress import Progress
-from megatron.pretrain.report import Report
-from megatron.pretrain.stopping import StopRequest
+from megatron.pretrain.report.report import Report
+from megatron.pretrain.watch.stopping import StopRequest
 
 
 @dataclass

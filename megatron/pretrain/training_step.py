@@ -16,12 +16,13 @@ from megatron.core.optimizer_param_scheduler import get_canonical_lr_for_logging
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
-from megatron.pretrain import rerun, router_losses
-from megatron.pretrain.flops import training_flops
-from megatron.pretrain.forward_step import ForwardStep, Microbatches
-from megatron.pretrain.model_statistics import count_zeros, params_norm
-from megatron.pretrain.timing import OPTIMIZER
+from megatron.pretrain.model import router_losses
+from megatron.pretrain.model.flops import training_flops
+from megatron.pretrain.model.forward_step import ForwardStep, Microbatches
+from megatron.pretrain.model.model_statistics import count_zeros, params_norm
+from megatron.pretrain.report.timing import OPTIMIZER
 from megatron.pretrain.training_run import TrainingRun
+from megatron.pretrain.watch import rerun
 
 
 def train_step(run: TrainingRun, data: Microbatches | list[Microbatches]) -> None:

@@ -16,15 +16,14 @@ import torch.distributed.checkpoint as dcp
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.comparison import FORMAT_ARGUMENTS, compare_states, same
 from megatron.checkpoint.commands.formats import Opened, open_checkpoint
-from megatron.checkpoint.core.directory import new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.samples import DENSE, EXPERTS, TORCH_DIST, differing
 
 TARGETS = {"torch_dist": torch_dist.target, "fsdp_dtensor": fsdp_dtensor.target}

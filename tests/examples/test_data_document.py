@@ -7,7 +7,7 @@ import pytest
 
 from megatron.pretrain.arguments.not_built import NOT_BUILT
 from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
-from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES
+from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 from tests.examples.conftest import Shell
 from tests.support.examples.documents import check_block, command_blocks, run_document
 from tests.support.warm_programs import ROOT

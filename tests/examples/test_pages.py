@@ -21,8 +21,8 @@ from tests.examples import (
     test_readme,
     test_site,
 )
-from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
 from tests.examples.conftest import Shell
+from tests.support.examples.blocks import DOCS, Block, blocks_of, inline_commands, python_of
 from tests.support.examples.documents import check_block, command_blocks, run_document
 from tests.support.examples.operations_table import rows_of, wrong_rows
 from tests.support.examples.page_programs import PROGRAMS, run_page

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.examples.conftest import Shell, repository_in
+from tests.examples.test_examples import ROOT
 from tests.support.examples.documents import (
     CommandBlock,
     DocumentRun,
@@ -18,7 +19,6 @@ from tests.support.examples.documents import (
     command_blocks,
     run_document,
 )
-from tests.examples.test_examples import ROOT
 from tests.support.rank_pool import run_ranks
 
 README = ROOT / "README.md"

@@ -20,8 +20,8 @@ from torch.distributed.run import parse_args as parse_torchrun
 
 from megatron.checkpoint.commands import command_line, conversion
 from megatron.pretrain.arguments import parse_arguments
-from tests.support.checkpoint.samples import DATA
 from tests.examples.conftest import Shell
+from tests.support.checkpoint.samples import DATA
 from tests.support.pretrain.training_runs import CORPUS
 from tests.support.warm_programs import ROOT
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.examples.conftest import Shell
+from tests.support.examples.blocks import DOCS, Block, blocks_of, python_of
 from tests.support.examples.documents import command_blocks
 from tests.support.huggingface.tiny_runs import fresh_accelerate
 from tests.support.rank_pool import run_ranks

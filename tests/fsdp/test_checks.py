@@ -142,7 +142,9 @@ OPTIONS: dict[str, WrongCall] = {
         "fsdp_unit_modules expects", "list", fsdp_unit_modules=ResidualBlock
     ),
     "units are one path": with_arguments(
-        "fsdp_unit_modules expects", "list", fsdp_unit_modules="tests.support.fsdp.models.ResidualBlock"
+        "fsdp_unit_modules expects",
+        "list",
+        fsdp_unit_modules="tests.support.fsdp.models.ResidualBlock",
     ),
     "units cannot be imported": with_arguments(
         "fsdp_unit_modules", "nowhere.Block", fsdp_unit_modules=["nowhere.Block"]

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from megatron.fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
-from tests.support.fsdp.reference import LEVELS, Ranks, batch, compare_shards, loss_of, optimizer_over
+from tests.support.fsdp.reference import (
+    LEVELS,
+    Ranks,
+    batch,
+    compare_shards,
+    loss_of,
+    optimizer_over,
+)
 from tests.support.fsdp.side_by_side import (
     Backward,
     inner,

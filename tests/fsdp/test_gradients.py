@@ -13,8 +13,7 @@ from torch import nn
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.support.fsdp import models
-from tests.support.fsdp import random_models
+from tests.support.fsdp import models, random_models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
 from tests.support.fsdp.models import MODELS, ResidualBlock
 from tests.support.fsdp.random_models import Drawn, DrawnLayer

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megatron.fsdp import fully_shard
+from tests.fsdp.test_double_buffer import TanhLayer
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.reference import Ranks
-from tests.fsdp.test_double_buffer import TanhLayer
 
 
 def addresses_of_gradients(mesh: str, dtype: torch.dtype, **settings: Any) -> list[int]:

@@ -17,10 +17,7 @@ from megatron_fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from tests.support.fsdp.interface import config_fields
-from tests.support.fsdp.interface import members
-from tests.support.fsdp.interface import mesh_arguments
-from tests.support.fsdp.interface import model_arguments
+from tests.support.fsdp.interface import config_fields, members, mesh_arguments, model_arguments
 from tests.support.fsdp.interface.members import with_optimizer
 from tests.support.fsdp.interface.walk import OWNERS, WALK, wrapped
 from tests.support.fsdp.meshes import mesh_of

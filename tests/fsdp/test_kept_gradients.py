@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard
+from tests.fsdp.test_optimizer_gradients import clear_gradients
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks
-from tests.fsdp.test_optimizer_gradients import clear_gradients
 
 KINDS = {
     "gradient": lambda gradient: gradient,

@@ -8,10 +8,10 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import fully_shard_model
+from tests.fsdp.test_gradients import gradients_of
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock
 from tests.support.fsdp.reference import Ranks, compare_all, loss_of
-from tests.fsdp.test_gradients import gradients_of
 from tests.support.fsdp.watched_memory import (
     Deep,
     Sample,

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.test_hugging_face import MODELS, tokens
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.reference import Ranks, close
-from tests.fsdp.test_hugging_face import MODELS, tokens
 from tests.support.fsdp.wrong_calls import message_of
 
 

@@ -26,8 +26,19 @@ from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, loss_of, optimizer_over
-from tests.support.fsdp.side_by_side import compare_outputs, plain_backward, shard, train_side_by_side
-from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, message_of, sharded_linear
+from tests.support.fsdp.side_by_side import (
+    compare_outputs,
+    plain_backward,
+    shard,
+    train_side_by_side,
+)
+from tests.support.fsdp.wrong_calls import (
+    Scene,
+    WrongCall,
+    check_refusal,
+    message_of,
+    sharded_linear,
+)
 
 
 class Normalised(ResidualBlock):

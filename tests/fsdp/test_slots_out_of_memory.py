@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp import sharding
-from tests.support.fsdp.reference import Ranks
 from tests.fsdp.test_double_buffer import NUM_LAYERS, SLOTS, sharded_chain, train, weights_of
+from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.pretrain.arguments.configs import transformer_config
-from megatron.pretrain.gpt_model import build_chunk
+from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support.pretrain.parity import ALLTOALL, DEEPSEEK, GPT2, LLAMA, MTP, UNTIED, Combination
 from tests.support.pretrain.training_runs import prepare
 from tests.support.rank_pool import run_ranks

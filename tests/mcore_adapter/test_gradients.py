@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.pretrain import loop
-from megatron.pretrain.forward_step import ForwardStep
+from megatron.pretrain.model.forward_step import ForwardStep
 from tests.support.mcore_adapter.wrapped_models import (
     assert_same,
     backward,

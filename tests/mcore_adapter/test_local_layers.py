@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm and the attention of models without Transformer Engine, alone.
 
-Whole models: tests/pretrain/test_layer_specs.py.
+Whole models: tests/pretrain/model/test_layer_specs.py.
 """
 
 from types import SimpleNamespace

@@ -27,7 +27,7 @@ from megatron.mcore_adapter.data_parallel import (
 )
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.layer_specs import layer_spec
+from megatron.pretrain.model.layer_specs import layer_spec
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
 from tests.support.rank_pool import run_ranks

@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import megatron_release
-from tests.support.mcore_adapter.real_loop import MODEL, RESULTS, ROOT, compare, is_equal, with_cells
 from tests.mcore_adapter.releases.test_tested import checkout
+from tests.support import megatron_release
+from tests.support.mcore_adapter.real_loop import (
+    MODEL,
+    RESULTS,
+    ROOT,
+    compare,
+    is_equal,
+    with_cells,
+)
 
 NEWEST = megatron_release.RELEASES[-1]
 

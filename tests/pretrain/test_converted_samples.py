@@ -17,8 +17,8 @@ from megatron.core.num_microbatches_calculator import init_num_microbatches_calc
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.pretrain import loop
-from tests.support.checkpoint import samples
 from tests.pretrain.test_sample_checkpoint import LOSS_TOLERANCE, NORM_TOLERANCE, batches_of
+from tests.support.checkpoint import samples
 from tests.support.pretrain.training_runs import build, load_checkpoint, save_checkpoint
 from tests.support.rank_pool import run_ranks
 from tests.support.selection import mostly_in_full

@@ -11,9 +11,9 @@ import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from megatron.pretrain import staging
-from megatron.pretrain.background_save import BackgroundSaves
-from megatron.pretrain.staging import StagedContent, StagingBuffer
+from megatron.pretrain.checkpoints import staging
+from megatron.pretrain.checkpoints.background_save import BackgroundSaves
+from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, SIX, assert_equal, read
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks

@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.pretrain.data import build_datasets
-from megatron.pretrain.tokenizer import NullTokenizer
-from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
+from megatron.pretrain.data.gpt_datasets import build_datasets
+from megatron.pretrain.data.tokenizer import NullTokenizer
+from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
 
 
 @pytest.fixture

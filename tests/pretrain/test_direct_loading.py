@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.support.checkpoint.changed_checkpoints import rewritten

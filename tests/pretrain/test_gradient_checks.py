@@ -12,7 +12,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron.pretrain import loop, training_step
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.forward_step import ForwardStep
+from megatron.pretrain.model.forward_step import ForwardStep
 from tests.support.pretrain.parity import LLAMA, SHORT, Combination
 from tests.support.pretrain.training_runs import Record, build, pretrain, tokenizer_of
 from tests.support.rank_pool import run_ranks

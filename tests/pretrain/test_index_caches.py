@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron.pretrain import dataset_files, first_rank
-from megatron.pretrain.data import build_datasets
-from megatron.pretrain.dataset_files import check_samples
-from megatron.pretrain.index_cache import DATASETS, check_visible
+from megatron.pretrain import first_rank
+from megatron.pretrain.data import dataset_files
+from megatron.pretrain.data.dataset_files import check_samples
+from megatron.pretrain.data.gpt_datasets import build_datasets
+from megatron.pretrain.data.index_cache import DATASETS, check_visible
+from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
 from tests.support.fsdp.reference import Ranks
-from tests.pretrain.test_data import NUMBERS, namespace, write_numbers
 
 
 def test_index_caches_of_other_data_of_the_same_name_are_refused(tmp_path: Path) -> None:

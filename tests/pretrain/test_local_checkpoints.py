@@ -8,14 +8,14 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.core import directory
-from megatron.pretrain import abandoned_checkpoints
-from megatron.pretrain.abandoned_checkpoints import LIST
-from megatron.pretrain.run_identity import RUN
-from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
+from megatron.checkpoint.store import directory
+from megatron.pretrain.checkpoints import abandoned_checkpoints
+from megatron.pretrain.checkpoints.abandoned_checkpoints import LIST
+from megatron.pretrain.checkpoints.run_identity import RUN
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import cut
+from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
 from tests.support.selection import mostly_in_full, only_in_full

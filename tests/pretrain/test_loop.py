@@ -11,7 +11,14 @@ import pytest
 
 from megatron.pretrain import loop
 from tests.support.pretrain.saved_runs import FSDP, STRATEGIES
-from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, Record, assert_close, pretrain, train
+from tests.support.pretrain.training_runs import (
+    NO_DROPOUT,
+    SMALL,
+    Record,
+    assert_close,
+    pretrain,
+    train,
+)
 from tests.support.rank_pool import run_ranks
 from tests.support.selection import only_in_full
 
@@ -49,7 +56,7 @@ class Told(logging.Handler):
 def train_with_slots(command_line: str) -> tuple[Record, list[str]]:
     """Job: train; return what the log says about memory slots, too."""
     told = Told()
-    logger = logging.getLogger("megatron.fsdp.engine.memory_slots")
+    logger = logging.getLogger("megatron.fsdp.backends.memory_slots")
     logger.addHandler(told)
     try:
         return pretrain(command_line), told.messages

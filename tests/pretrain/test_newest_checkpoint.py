@@ -11,17 +11,17 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.directory import TRACKER
-from megatron.checkpoint.core.manifest import MANIFEST
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store import directory
+from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
-from megatron.pretrain import checkpoint_source
 from megatron.pretrain.arguments import parse_arguments
-from megatron.pretrain.checkpoint_source import CheckpointSource, Damage, find_source
+from megatron.pretrain.checkpoints import checkpoint_source
+from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource, Damage, find_source
+from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, settle
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.save_directory import refuse_overwriting, settle
-from tests.support.pretrain.saved_runs import LINE
 from tests.pretrain.test_pretrain_gpt import cut, tree
+from tests.support.pretrain.saved_runs import LINE
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
 

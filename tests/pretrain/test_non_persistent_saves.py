@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.checkpoint.core import directory
+from megatron.checkpoint.store import directory
 from megatron.pretrain import loop
-from megatron.pretrain.followed_checkpoint import FOLLOWED
-from tests.support.pretrain.saved_runs import LINE, saved_at
+from megatron.pretrain.checkpoints.followed_checkpoint import FOLLOWED
 from tests.pretrain.test_newest_checkpoint import flip
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
 from tests.support.selection import mostly_in_full

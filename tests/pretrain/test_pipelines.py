@@ -8,7 +8,13 @@ from megatron.core.transformer.module import MegatronModule
 
 from megatron.pretrain.arguments.configs import transformer_config
 from tests.support.pretrain.parity import LLAMA, Combination
-from tests.support.pretrain.training_runs import Record, assert_close, name_of, prepare, pretrain_with
+from tests.support.pretrain.training_runs import (
+    Record,
+    assert_close,
+    name_of,
+    prepare,
+    pretrain_with,
+)
 from tests.support.rank_pool import run_ranks
 
 

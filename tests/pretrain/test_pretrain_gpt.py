@@ -23,11 +23,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import pretrain_gpt
-from megatron.checkpoint.core.directory import TRACKER
+from megatron.checkpoint.store.directory import TRACKER
 from megatron.pretrain import loop
-from megatron.pretrain.corpus import write_corpus
-from megatron.pretrain.logging_setup import set_up_logging
-from megatron.pretrain.tokenizer import ByteTokenizer
+from megatron.pretrain.data.corpus import write_corpus
+from megatron.pretrain.data.tokenizer import ByteTokenizer
+from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
 from tests.support.rank_pool import run_ranks
 

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.pretrain.logging_setup import set_up_logging
+from megatron.pretrain.report.logging_setup import set_up_logging
 
 ROOT = Path(__file__).parents[2]
 PRELOAD = [

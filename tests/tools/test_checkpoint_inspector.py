@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint import samples
 from tests.support.checkpoint.command_runs import TO_FSDP, run_json
 

@@ -11,8 +11,8 @@ import pytest
 from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core import progress
 from megatron.checkpoint.core.progress import ProgressLines, progress_of, terminal_bar
-from megatron.pretrain.corpus import write_corpus
-from megatron.pretrain.tokenizer import ByteTokenizer
+from megatron.pretrain.data.corpus import write_corpus
+from megatron.pretrain.data.tokenizer import ByteTokenizer
 
 
 class FakeTerminal(io.StringIO):

@@ -19,12 +19,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.core.parts import Part, Target
 from megatron.checkpoint.core.progress import progress_of
-from megatron.checkpoint.core.stores import Store, store_of
-from megatron.checkpoint.core.url_staging import directory_token
-from megatron.fsdp.engine import rendezvous
+from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
+from megatron.checkpoint.store.stores import Store, store_of
+from megatron.checkpoint.store.url_staging import directory_token
+from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")

@@ -27,7 +27,6 @@ from megatron.checkpoint.commands.formats import (
     open_checkpoint,
 )
 from megatron.checkpoint.commands.printer import Printer
-from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.parts import Target
 from megatron.checkpoint.core.training_state import TrainingState
@@ -36,6 +35,7 @@ from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.core import directory, stores
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.keys import MODEL_KEY_PREFIX
 from megatron.checkpoint.hugging_face import reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 TORCH_DIST = "torch_dist"

@@ -15,9 +15,9 @@ import torch
 from megatron.checkpoint.commands.command import CHECKPOINT, command, verify_integrity
 from megatron.checkpoint.commands.formats import TORCH_DIST, Opened, open_checkpoint
 from megatron.checkpoint.commands.printer import Printer, readable, table
-from megatron.checkpoint.core import stores
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX
+from megatron.checkpoint.store import stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 

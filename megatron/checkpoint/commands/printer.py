@@ -17,7 +17,7 @@ import click
 from megatron.checkpoint.commands.conversion import ConversionError
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import progress_of
-from megatron.checkpoint.core.url_staging import with_urls
+from megatron.checkpoint.store.url_staging import with_urls
 
 
 class Printer:

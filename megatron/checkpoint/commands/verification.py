@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
-from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.chunk_index import chunks_overlap
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.manifest import MANIFEST
 from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import ignore_progress
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
+from megatron.checkpoint.dcp.chunk_index import chunks_overlap
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store import directory
 
 _BLOCK_BYTES = 64 << 20
 """Tensors are read in blocks of rows of about this size."""

@@ -13,8 +13,8 @@ from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
 from megatron.checkpoint.core.listing import listed, some
 from megatron.checkpoint.core.spelling import HALVES, canonical_name, plain_name
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import MOMENTS, TrainingState
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
     META_PREFIX,

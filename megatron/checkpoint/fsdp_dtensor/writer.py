@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, whole
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import HALVES, Spelling
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
+from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, whole
 from megatron.checkpoint.fsdp_dtensor.keys import META_PREFIX, STATE_PREFIX, args_of_format
 
 

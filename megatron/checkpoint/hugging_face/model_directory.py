@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.stored_metadata import METADATA
+from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.safetensors_shard import stored_tensors
 
 CONFIG = "config.json"

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core import key_rules, param_groups, safe_pickle
-from megatron.checkpoint.core.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
+from megatron.checkpoint.core import key_rules, param_groups
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, unstacked
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.torch_dist.common_state import (
     COMMON_FILE,
     COMMON_OBJECT,

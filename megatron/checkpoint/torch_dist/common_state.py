@@ -12,10 +12,10 @@ import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.torch_dist.sharded_objects import read_sharded_object
 
 COMMON_FILE = "common.pt"

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 PARAMETER_ALIGNMENT = 64
 """Parameters begin at multiples of this number of elements, counted from their bucket's start."""

@@ -25,7 +25,7 @@ from typing import Any
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import unstacked
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_buckets, optimizer_keys, stored_param_groups
 from megatron.checkpoint.torch_dist.optimizer_buffers import OptimizerBuffer
 from megatron.checkpoint.torch_dist.optimizer_keys import (

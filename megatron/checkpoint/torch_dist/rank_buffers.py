@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import optimizer_keys
 from megatron.checkpoint.torch_dist.optimizer_buffers import GatheredBuffer, ShardedBuffer
 from megatron.checkpoint.torch_dist.optimizer_keys import BucketKey, OptimizerOfRank

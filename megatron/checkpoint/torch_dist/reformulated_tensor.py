@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 
 def read_sharded_object(stored: StoredCheckpoint, key: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist.optimizer_keys import OptimizerOfRank
 from megatron.checkpoint.torch_dist.sharded_objects import read_sharded_object
 

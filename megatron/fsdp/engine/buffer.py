@@ -7,11 +7,12 @@ from collections.abc import Callable
 
 import torch
 
+from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots, SlotUser
+
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.memory_slots import MemorySlot, MemorySlots, SlotUser
+from megatron.fsdp.trace import recorder
 
 
 class FlatBuffer:

@@ -30,15 +30,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from megatron.fsdp.backends.memory_slots import MemorySlots
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
-from megatron.fsdp.engine.memory_slots import MemorySlots
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.recorder import named
+from megatron.fsdp.trace.recorder import named
 
 
 class GroupGradients:

@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron.fsdp.engine import recorder
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
-from megatron.fsdp.engine.shown_parameters import ShownParameters
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
+from megatron.fsdp.module_access.shown_parameters import ShownParameters
+from megatron.fsdp.trace import recorder
 
 
 class UnitHooks:

@@ -25,11 +25,11 @@ from operator import attrgetter, is_not
 import torch
 from torch import nn
 
+from megatron.fsdp.backends.memory_slots import MemorySlots
 from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum, padding_of, views_of
 from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
-from megatron.fsdp.engine.memory_slots import MemorySlots
-from megatron.fsdp.engine.recorder import named
+from megatron.fsdp.trace.recorder import named
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")

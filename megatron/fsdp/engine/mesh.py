@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.fsdp.engine import rendezvous
+from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.axes import Axes, axis_name, data_group_of, submesh
 from megatron.fsdp.engine.mesh_checks import (
     problems_of_all_gather_group,

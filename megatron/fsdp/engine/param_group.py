@@ -26,6 +26,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import nn
 
+from megatron.fsdp.backends.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.compute_writes import ComputeWrites
@@ -33,11 +34,10 @@ from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
-from megatron.fsdp.engine.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.engine.recorder import named
 from megatron.fsdp.engine.states import WeightState, change_state
+from megatron.fsdp.trace.recorder import named
 
 
 class ParamGroup:

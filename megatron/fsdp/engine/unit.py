@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from megatron.fsdp.backends.memory_slots import MemorySlot
 from megatron.fsdp.engine.device import current_pass
-from megatron.fsdp.engine.memory_slots import MemorySlot
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
 from megatron.fsdp.engine.states import BackwardState, CallState, change_state
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.checkpoint.core.stores import fetch, is_staged, store_of
-from megatron.checkpoint.core.urls import local_path
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
+from megatron.checkpoint.store.stores import fetch, is_staged, store_of
+from megatron.checkpoint.store.urls import local_path
 from megatron.pretrain.arguments.check import Check
-from megatron.pretrain.checkpoint_arguments import is_stored, means_something, stored_arguments
-from megatron.pretrain.checkpoint_source import find_source
+from megatron.pretrain.checkpoints.checkpoint_arguments import (
+    is_stored,
+    means_something,
+    stored_arguments,
+)
+from megatron.pretrain.checkpoints.checkpoint_source import find_source
 from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")

@@ -3,7 +3,7 @@
 
 from megatron.pretrain.arguments.flags import Flag, row
 from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
-from megatron.pretrain.tokenizer_choice import TOKENIZER_TYPES
+from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES
 
 PATTERNS = ("v1", "v2")
 TOKENIZERS = (*TOKENIZER_TYPES, *OTHER_TOKENIZERS)

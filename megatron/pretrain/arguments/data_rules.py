@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import OTHER_TOKENIZERS
-from megatron.pretrain.splits import DEFAULT_SPLIT, check_weights
-from megatron.pretrain.tokenizer_choice import TokenizerChoice
-from megatron.pretrain.tokenizer_record import read_record
+from megatron.pretrain.data.splits import DEFAULT_SPLIT, check_weights
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizer_record import read_record
 
 SPLIT_PATHS = {
     "train": "train_data_path",
@@ -227,7 +227,7 @@ def take_recorded_tokenizer(check: Check) -> None:
     """Give the tokenizer the type and the settings that are recorded beside the data.
 
     What the command line says stays. Whether it gives the same ids is checked when the tokenizer is
-    built, see :func:`megatron.pretrain.tokenizer_record.check_records`.
+    built, see :func:`megatron.pretrain.data.tokenizer_record.check_records`.
     """
     args = check.args
     if args.mock_data:

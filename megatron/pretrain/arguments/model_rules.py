@@ -3,7 +3,7 @@
 
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.not_built import NOT_BUILT
-from megatron.pretrain.layer_specs import check_whole_block, named_spec
+from megatron.pretrain.model.layer_specs import check_whole_block, named_spec
 
 
 def complete_model(check: Check) -> None:

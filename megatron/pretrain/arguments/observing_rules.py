@@ -5,7 +5,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from megatron.checkpoint.core.stores import is_staged
+from megatron.checkpoint.store.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 
 WITHOUT_CUDA = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.stores import is_staged
+from megatron.checkpoint.store.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.arguments.checkpoint_rules import (
     check_saves,

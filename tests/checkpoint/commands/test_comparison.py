@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.commands.comparison import compare_states
-from megatron.checkpoint.core.directory import OutputDirectory
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.store.directory import OutputDirectory
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,

@@ -19,14 +19,13 @@ from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.comparison import compare_entries
 from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.checkpoint.core import dcp_target
-from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp import dcp_target
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
+from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 
 

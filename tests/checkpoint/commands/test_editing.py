@@ -10,7 +10,7 @@ import torch
 
 from megatron.checkpoint.commands.comparison import compare_states, same
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint import samples
 from tests.support.checkpoint.command_runs import run, run_json
 

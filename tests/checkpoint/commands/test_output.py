@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.command_line import main
-from megatron.checkpoint.core import dcp_target, directory
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from megatron.checkpoint.dcp import dcp_target
+from megatron.checkpoint.store import directory
+from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.command_runs import TO_FSDP, run_json
 from tests.support.checkpoint.small_models import shapes_of, state_of
 

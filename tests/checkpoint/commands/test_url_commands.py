@@ -9,9 +9,9 @@ from unittest.mock import patch
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megatron.checkpoint.core.directory import TRACKER
-from megatron.checkpoint.core.stores import Store
-from megatron.checkpoint.core.url_staging import BASE_VARIABLE
+from megatron.checkpoint.store.directory import TRACKER
+from megatron.checkpoint.store.stores import Store
+from megatron.checkpoint.store.url_staging import BASE_VARIABLE
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run, run_json
 from tests.support.checkpoint.samples import torch_dist
 

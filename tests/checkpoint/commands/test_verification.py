@@ -13,7 +13,7 @@ import torch
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import (
     TENSOR,

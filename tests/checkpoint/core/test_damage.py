@@ -12,10 +12,10 @@ import pytest
 from megatron.checkpoint.commands.comparison import compare_states
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
-from megatron.checkpoint.core.manifest import MANIFEST
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.core.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.integrity.manifest import MANIFEST
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 

@@ -21,8 +21,7 @@ from megatron.checkpoint.core.spelling import (
     layer_kinds,
     unstacked,
 )
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from tests.support.checkpoint import samples, small_models
 
 LATENT = [
     f"decoder.layers.0.{rest}.weight"

@@ -26,7 +26,13 @@ from tests.support.checkpoint import samples
 from tests.support.checkpoint.changed_checkpoints import TENSOR, rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run_json
 from tests.support.checkpoint.hugging_face.saved_models import edited_config, saved
-from tests.support.checkpoint.hugging_face_models import KINDS, VOCABULARY, config_of, random_state, write
+from tests.support.checkpoint.hugging_face_models import (
+    KINDS,
+    VOCABULARY,
+    config_of,
+    random_state,
+    write,
+)
 
 
 def test_an_export_names_weights_that_the_optimizer_contradicts(tmp_path: Path) -> None:

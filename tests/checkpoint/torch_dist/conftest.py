@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint.torch_dist.stored_optimizers import DISTRIBUTED, ZERO, File, sample, written
+from tests.support.checkpoint.torch_dist.stored_optimizers import (
+    DISTRIBUTED,
+    ZERO,
+    File,
+    sample,
+    written,
+)
 from tests.support.pretrain.parity import GPT2, Combination
 from tests.support.pretrain.training_runs import write_counting_corpus
 

@@ -8,12 +8,11 @@ import torch
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.checkpoint.core import directory
-from megatron.checkpoint.core.directory import new_checkpoint
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.store import directory
+from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
-from tests.support.checkpoint import samples
-from tests.support.checkpoint import small_models
+from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import TENSOR, rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run_json
 from tests.support.checkpoint.small_models import shapes_of, state_of

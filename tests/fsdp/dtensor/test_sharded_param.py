@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
-from tests.support.fsdp.reference import Ranks, close
 from tests.fsdp.test_tensor_parallel import data_place, mesh_arguments, whole
+from tests.support.fsdp.reference import Ranks, close
 
 
 class Marked(nn.Module):

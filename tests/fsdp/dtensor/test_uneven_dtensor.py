@@ -22,8 +22,15 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     uneven_dtensor_to_full_tensor,
     validate_uneven_dtensor,
 )
-from tests.support.fsdp.dtensor.dtensors import CUT_INSIDE_ROWS, build, close, everything, uneven, users_own
 from tests.fsdp.dtensor.test_chunks import at
+from tests.support.fsdp.dtensor.dtensors import (
+    CUT_INSIDE_ROWS,
+    build,
+    close,
+    everything,
+    uneven,
+    users_own,
+)
 from tests.support.fsdp.reference import Ranks
 
 

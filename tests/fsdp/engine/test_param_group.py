@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
+from tests.fsdp.test_mixed_precision import BF16_WITH_FP32
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import ResidualBlock
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, loss_of
 from tests.support.fsdp.side_by_side import shard_two_layers, whole_weights
 from tests.support.fsdp.state_dicts import whole_state
-from tests.fsdp.test_mixed_precision import BF16_WITH_FP32
 
 
 def main_weights_around_a_broadcast(level: int) -> bool:

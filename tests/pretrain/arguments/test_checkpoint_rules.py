@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron.checkpoint.core.url_staging import with_urls
+from megatron.checkpoint.store.url_staging import with_urls
 from tests.support.pretrain.arguments.command_lines import MOCK, parse, problems
 
 LOCAL = "--non-persistent-ckpt-type local"

@@ -17,14 +17,16 @@ from unittest.mock import patch
 import pytest
 from megatron.core.optimizer import get_standard_config_overrides
 
-from megatron.pretrain import gpt_optimizer, ranks, torch_dist_checkpoint
+from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
 from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
 from megatron.pretrain.arguments.flags import spelled
 from megatron.pretrain.arguments.parser import further_destinations
 from megatron.pretrain.arguments.same_here import SAME_HERE
-from megatron.pretrain.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.checkpoints import torch_dist_checkpoint
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.model import gpt_optimizer
 from tests.support.pretrain.arguments.command_lines import REFUSED_HERE
 from tests.support.pretrain.arguments.flag_rows import PIPELINE, TRAIN, FlagRow
 from tests.support.pretrain.arguments.flag_tables import ROWS

@@ -13,7 +13,13 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.pretrain.arguments import all_flags, config_flags
 from megatron.pretrain.arguments.config_flags import STATE_DTYPES
 from megatron.pretrain.arguments.flags import frequency
-from tests.support.pretrain.arguments.command_lines import MOCK, OWN_DEFAULTS, TABLE, parse, problems
+from tests.support.pretrain.arguments.command_lines import (
+    MOCK,
+    OWN_DEFAULTS,
+    TABLE,
+    parse,
+    problems,
+)
 
 EN_DASH = "\u2013"
 """The table's spelling of no value."""

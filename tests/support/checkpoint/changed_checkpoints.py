@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.commands import conversion
-from megatron.checkpoint.core import safe_pickle
-from megatron.checkpoint.core.dcp_target import DcpTarget, ObjectEntry, whole
-from megatron.checkpoint.core.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.manifest import MANIFEST
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, whole
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import MANIFEST
+from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.support.checkpoint import small_models
 from tests.support.checkpoint.small_models import shapes_of, state_of

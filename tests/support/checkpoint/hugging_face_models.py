@@ -28,7 +28,7 @@ from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.configs import transformer_config
-from megatron.pretrain.gpt_model import build_chunk
+from megatron.pretrain.model.gpt_model import build_chunk
 from tests.support.model_parallel import ONE_AXIS, initialize
 
 VOCABULARY = 40

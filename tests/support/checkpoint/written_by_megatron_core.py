@@ -29,10 +29,7 @@ def write(command_line: str, layout: str | None = None) -> State | None:
 
     `layout` is one that Megatron-Core can write and the training program does not ask for.
     """
-    from megatron.pretrain import (  # not where `live_state` is used with an old release
-        checkpointing,
-        torch_dist_checkpoint,
-    )
+    from megatron.pretrain.checkpoints import checkpointing, torch_dist_checkpoint
     from tests.support.pretrain.training_runs import pretrain
 
     states: list[State | None] = []

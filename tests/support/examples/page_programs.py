@@ -23,8 +23,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from megatron.fsdp import fully_shard, fully_shard_model
 from tests.fsdp.dtensor.test_operations import plain
-from tests.fsdp.test_gathering_step import orthogonal
-from tests.support.huggingface.tiny_runs import Sequences, build_llama, fresh_accelerate, training_arguments
+from tests.fsdp.optimizer.test_gathering_step import orthogonal
+from tests.support.huggingface.tiny_runs import (
+    Sequences,
+    build_llama,
+    fresh_accelerate,
+    training_arguments,
+)
 
 Names = dict[str, Any]
 

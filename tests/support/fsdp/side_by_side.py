@@ -13,7 +13,14 @@ from megatron.fsdp import MegatronFSDP, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import ResidualBlock
-from tests.support.fsdp.reference import TOLERANCE, batch, close, compare_shards, loss_of, optimizer_over
+from tests.support.fsdp.reference import (
+    TOLERANCE,
+    batch,
+    close,
+    compare_shards,
+    loss_of,
+    optimizer_over,
+)
 
 Backward = Callable[[nn.Module, int, int], None]
 """`backward(model, step, rank)` runs the backward passes of one step on the data of a rank."""

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel
-from megatron.pretrain import gpt_model
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
+from megatron.pretrain.model import gpt_model
 from tests.support.pretrain.training_runs import SMALL, prepare
 
 LINE = f"{SMALL} --use-megatron-fsdp --untie-embeddings-and-output-weights --overlap-grad-reduce"

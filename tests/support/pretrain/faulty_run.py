@@ -21,9 +21,9 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import pretrain_gpt
-from megatron.pretrain import watch
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.forward_step import ForwardStep
+from megatron.pretrain.model.forward_step import ForwardStep
+from megatron.pretrain.watch import watch
 
 
 def read_for_ever() -> None:

@@ -24,7 +24,15 @@ from pathlib import Path
 
 from tests.support.megatron_release import RELEASES, obstacle
 from tests.support.pretrain.parity import DEEPSEEK, GPT2, LLAMA, MTP, Combination
-from tests.support.pretrain.release_runs import INSTALLED, Convert, Record, Result, Task, Train, do_on
+from tests.support.pretrain.release_runs import (
+    INSTALLED,
+    Convert,
+    Record,
+    Result,
+    Task,
+    Train,
+    do_on,
+)
 
 STEPS, SAVED = 4, 2
 DDP = "--use-distributed-optimizer"

@@ -36,7 +36,12 @@ from megatron.checkpoint.core.progress import progress_of
 from megatron.pretrain.loop import TrainingRun
 from tests.support.checkpoint.changed_checkpoints import without_manifest
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX
-from tests.support.pretrain.training_runs import build, load_checkpoint, train, write_counting_corpus
+from tests.support.pretrain.training_runs import (
+    build,
+    load_checkpoint,
+    train,
+    write_counting_corpus,
+)
 from tests.support.rank_pool import run_ranks
 
 LINES = {

@@ -37,12 +37,13 @@ import torch.distributed as dist
 
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
-from megatron.checkpoint.core import directory
 from megatron.checkpoint.core.progress import progress_of
-from megatron.pretrain import report, save_lease, save_lock
+from megatron.checkpoint.store import directory
 from megatron.pretrain.arguments import build_parser
+from megatron.pretrain.checkpoints import save_lease, save_lock
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.report import Report
+from megatron.pretrain.report import report
+from megatron.pretrain.report.report import Report
 from tests.support.pretrain.flips import LINES
 from tests.support.pretrain.training_runs import pretrain, write_counting_corpus
 from tests.support.warm_programs import PRELOAD

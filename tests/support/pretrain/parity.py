@@ -16,7 +16,13 @@ import sys
 import time
 from dataclasses import dataclass
 
-from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, Record, train, write_counting_corpus
+from tests.support.pretrain.training_runs import (
+    DATA,
+    NO_DROPOUT,
+    Record,
+    train,
+    write_counting_corpus,
+)
 from tests.support.rank_pool import run_ranks
 
 STEPS = 10

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron.checkpoint.core.directory import TRACKER
+from megatron.checkpoint.store.directory import TRACKER
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, State
 
 FSDP = "--use-megatron-fsdp"

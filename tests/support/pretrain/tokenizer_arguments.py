@@ -3,8 +3,8 @@
 
 from typing import Any
 
-from megatron.pretrain.tokenizer import ByteTokenizer, Tokenizer, padded_vocab_size
-from megatron.pretrain.tokenizer_choice import TokenizerChoice, build_tokenizer
+from megatron.pretrain.data.tokenizer import ByteTokenizer, Tokenizer, padded_vocab_size
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer
 
 BYTES = ByteTokenizer()
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpoint.core import spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 from tests.support.checkpoint.written_by_megatron_core import State, write

@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard
-from tests.support.fsdp import models
-from tests.support.fsdp import reference
+from tests.support.fsdp import models, reference
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import batch, loss_of, optimizer_over
 

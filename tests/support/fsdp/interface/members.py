@@ -15,11 +15,23 @@ from megatron_fsdp import (
     fully_shard_model,
 )
 from tests.support.fsdp.interface.mesh_arguments import shows_index_and_config
-from tests.support.fsdp.interface.walk import Make, backward, gradient, mean_gradient, shows, whole, wrapped
+from tests.support.fsdp.interface.walk import (
+    Make,
+    backward,
+    gradient,
+    mean_gradient,
+    shows,
+    whole,
+    wrapped,
+)
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.models import ResidualBlock, build_stack
 from tests.support.fsdp.reference import batch, close
-from tests.support.fsdp.watched_communication import watching_collectives, watching_dtypes, watching_streams
+from tests.support.fsdp.watched_communication import (
+    watching_collectives,
+    watching_dtypes,
+    watching_streams,
+)
 from tests.support.fsdp.watched_memory import look_at
 from tests.support.fsdp.wrong_calls import message_of
 

@@ -34,7 +34,11 @@ from tests.support.fsdp.interface.walk import (
 )
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import close
-from tests.support.fsdp.watched_communication import watching_collectives, watching_dtypes, watching_streams
+from tests.support.fsdp.watched_communication import (
+    watching_collectives,
+    watching_dtypes,
+    watching_streams,
+)
 from tests.support.fsdp.watched_memory import look_at, peak_in_units, watching
 from tests.support.fsdp.wrong_calls import message_of
 

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DCP directory that is written from tensors while they are read.
+
+The writer of torch.distributed.checkpoint (DCP) makes the files and ``.metadata``. It is called for
+one part of the entries after another, each with few tensors in memory.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemWriter,
+    _StorageInfo,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.stored_metadata import METADATA
+from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
+
+PART_BYTES = 256 << 20
+"""Size of a part. DCP's writer keeps the tensors of a file in memory until it is written."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One chunk of a tensor in the file.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        offsets: of the chunk; as long as ``shape``.
+        tensor: elements of the chunk; leading dims of size 1 may be left out.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: LazyTensor
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the chunk; as long as ``shape``."""
+        num_left_out = len(self.shape) - len(self.tensor.shape)
+        return (1,) * num_left_out + self.tensor.shape
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """An object in the file.
+
+    Attributes:
+        key: of the object.
+        value: the object, or a function that makes it when it is written.
+    """
+
+    key: str
+    value: Any
+
+
+Entry = TensorEntry | ObjectEntry
+
+
+def whole(key: str, tensor: LazyTensor) -> TensorEntry:
+    """Return the entry of a tensor in one chunk."""
+    return TensorEntry(key, tensor.shape, (0,) * len(tensor.shape), tensor)
+
+
+class DcpTarget:
+    """A DCP directory with the given entries.
+
+    Args:
+        entries: chunks of tensors, and objects. Those that stand together are written together.
+        paths: key -> path in the nested dict that a loader fills; None for flat keys.
+        extra_files: name -> function that makes the content, of files beside DCP's; they are
+            written last.
+        notes: a list that reading appends to; notes of a part are in its result.
+        more: fields of ``.metadata`` beside those of torch, by name.
+
+    Attributes:
+        entries: chunks of tensors, and objects.
+        parts: of the directory, which can be written in any order.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        paths: dict[str, tuple[Any, ...]] | None = None,
+        extra_files: dict[str, Callable[[], bytes]] | None = None,
+        notes: list[str] | None = None,
+        more: dict[str, Any] | None = None,
+    ):
+        self.entries = list(entries)
+        self._paths = paths
+        self._extra_files = extra_files or {}
+        self._notes = notes if notes is not None else []
+        self._more = more or {}
+        self.parts = [
+            Part(f"{number:05d}", sum(map(_num_bytes, chosen)), self._writer(number, chosen))
+            for number, chosen in enumerate(_in_parts(self.entries))
+        ]
+
+    def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
+        def write(staging: Path, progress: Progress) -> dict[str, Any]:
+            known = len(self._notes)
+            planner = EntryPlanner(entries, progress)
+            plan = SavePlan(
+                [_write_item(entry) for entry in entries],
+                storage_data=_StoragePrefix(f"__{number}_"),
+            )
+            results = FileSystemWriter(staging).write_data(plan, planner).wait()
+            return {
+                "places": list(map(_to_json, results)),
+                "notes": self._notes[known:],
+                "digests": _digests(
+                    {result.storage_data.relative_path for result in results}, staging
+                ),
+            }
+
+        return write
+
+    def finish(self, staging: Path, results: dict[str, Any]) -> None:
+        """Write ``.metadata``, the extra files and the manifest; called on one rank.
+
+        Args:
+            staging: the directory.
+            results: the results of the parts, by name.
+        """
+        written: list[WriteResult] = []
+        digests: dict[str, Any] = {}
+        for part in self.parts:
+            written += map(_from_json, results[part.name]["places"])
+            digests |= results[part.name]["digests"]
+        FileSystemWriter(staging).finish(self.metadata(), [written])
+        for name, content in self._extra_files.items():
+            (staging / name).write_bytes(content())
+        digests |= _digests([METADATA, *self._extra_files], staging)
+        files = {name: FileDigest.of_entry(entry) for name, entry in digests.items()}
+        Manifest(staging, files).write()
+
+    def metadata(self) -> Metadata:
+        """Return ``.metadata`` without the places of the entries in files."""
+        metadata = Metadata(self._described(), self._paths)
+        vars(metadata).update(self._more)
+        return metadata
+
+    def _described(self) -> dict[str, TensorStorageMetadata | BytesStorageMetadata]:
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for entry in self.entries:
+            if isinstance(entry, ObjectEntry):
+                described[entry.key] = BytesStorageMetadata()
+                continue
+            properties = TensorProperties(dtype=entry.tensor.dtype)
+            tensor = tensors.setdefault(
+                entry.key, TensorStorageMetadata(properties, torch.Size(entry.shape), [])
+            )
+            tensor.chunks.append(_chunk(entry))
+            described[entry.key] = tensor
+        return described
+
+
+class EntryPlanner(DefaultSavePlanner):
+    """A planner that reads an entry when DCP's writer asks for it.
+
+    With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
+    ranks. An entry that several ranks have is written by one of them.
+
+    Args:
+        entries: of this rank, with flat keys.
+        progress: called with the size of every entry that is read.
+    """
+
+    def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):
+        super().__init__(flatten_state_dict=False)
+        self._entries = {_write_item(entry).index: entry for entry in entries}
+        self._progress = progress
+
+    def create_local_plan(self) -> SavePlan:
+        """Return the plan of this rank: to write all of its entries."""
+        self.plan = SavePlan([_write_item(entry) for entry in self._entries.values()])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Read an entry."""
+        entry = self._entries[write_item.index]
+        self._progress(_num_bytes(entry))
+        if isinstance(entry, ObjectEntry):
+            value = entry.value() if callable(entry.value) else entry.value
+            return io.BytesIO(safe_pickle.save_torch(value))
+        return entry.tensor.read().reshape(entry.sizes)
+
+
+def _digests(names: Iterable[str], staging: Path) -> dict[str, Any]:
+    """Return the digests of files by name, as JSON has them."""
+    return {name: digest_of(staging / name).entry() for name in sorted(names)}
+
+
+def _write_item(entry: Entry) -> WriteItem:
+    if isinstance(entry, ObjectEntry):
+        return WriteItem(MetadataIndex(entry.key), WriteItemType.BYTE_IO)
+    data = TensorWriteData(
+        _chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape)
+    )
+    return WriteItem(_index(entry.key, entry.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _chunk(entry: TensorEntry) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
+
+
+def _index(key: str, offset: Iterable[int] | None) -> MetadataIndex:
+    return MetadataIndex(key, None if offset is None else torch.Size(offset))
+
+
+def _to_json(result: WriteResult) -> list[Any]:
+    """Return key, offsets, file, position in the file and length of an entry, as JSON has them."""
+    index, info = result.index, result.storage_data
+    offsets = None if index.offset is None else list(index.offset)
+    return [index.fqn, offsets, info.relative_path, info.offset, info.length]
+
+
+def _from_json(content: list[Any]) -> WriteResult:
+    key, offsets, file, start, length = content
+    return WriteResult(_index(key, offsets), length, _StorageInfo(file, start, length))
+
+
+def _num_bytes(entry: Entry) -> int:
+    return entry.tensor.num_bytes if isinstance(entry, TensorEntry) else 1 << 10
+
+
+def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
+    """Cut the entries into parts of at most ``PART_BYTES``, or of one larger entry."""
+    part: list[Entry] = []
+    size = 0
+    for entry in entries:
+        if part and size + _num_bytes(entry) > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(entry)
+        size += _num_bytes(entry)
+    if part:
+        yield part

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of torch.distributed.checkpoint (DCP), opened by one process.
+
+DCP's own reader unpickles whatever a file holds, reads whole chunks, and does not notice flipped
+bits. This one unpickles data only (:mod:`megatron.checkpoint.dcp.safe_pickle`), reads the rows
+that are asked for, and trusts no file: one that the manifest lists must have its digest, and
+without a manifest the checksums are compared that ``torch.save`` has put beside all tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.parts import Progress
+from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.dcp.chunk_index import ChunkIndex, ChunkOverlap, chunks_overlap
+from megatron.checkpoint.dcp.payload_reader import PayloadReader
+from megatron.checkpoint.dcp.stored_metadata import (
+    METADATA,
+    DamagedCheckpointError,
+    read_metadata,
+)
+from megatron.checkpoint.dcp.tensor_payload import TensorPayload, read_header
+from megatron.checkpoint.integrity.file_integrity import FileIntegrity
+from megatron.checkpoint.integrity.manifest import is_of_rank
+
+
+class StoredCheckpoint:
+    """A DCP directory, for reading.
+
+    Args:
+        directory: path of it.
+        verify: compare digests and checksums. Sizes of files are always compared, and so are the
+            checksums of objects, which are small.
+
+    Attributes:
+        directory: path of it.
+        has_manifest: True if digests of all files are known.
+        metadata: result of :func:`read_metadata`.
+        tensors: key -> shape, dtype and chunks.
+        objects: keys of everything else.
+
+    Raises:
+        DamagedCheckpointError: lists the files that are missing or of another size than the
+            metadata or the manifest says, and with ``verify`` those without tensors that have
+            changed and those that the manifest does not list.
+        RefusedPickleError: if ``.metadata`` names a class that checkpoints do not contain.
+    """
+
+    def __init__(self, directory: str | Path, verify: bool = True):
+        self.directory = Path(directory)
+        self._integrity = FileIntegrity(self.directory, verify)
+        self.has_manifest = self._integrity.manifest is not None
+        self.metadata = read_metadata(self.directory, self._integrity.has_sound_metadata)
+        entries = self.metadata.state_dict_metadata
+        self.tensors: dict[str, TensorStorageMetadata] = {
+            key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = [key for key in entries if key not in self.tensors]
+        self._storage: dict[tuple[str, tuple[int, ...]], _StorageInfo] = {
+            (index.fqn, tuple(index.offset or ())): info
+            for index, info in self.metadata.storage_data.items()
+        }
+        self._chunk_indices: dict[str, ChunkIndex] = {}
+        self._payloads: dict[tuple[str, int], TensorPayload] = {}
+        self._reader = PayloadReader(compares=verify and not self.has_manifest)
+        # Fields of param groups are a few values that are stored thousands of times.
+        self._scalars: dict[bytes, Any] = {}
+        self._check_files()
+
+    def _check_files(self) -> None:
+        problems = list(self._integrity.problems_of_files(self.metadata))
+        for key, entry in self.tensors.items():
+            offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
+            absent = [each for each in offsets if (key, each) not in self._storage]
+            if absent and entry.size.numel():
+                problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
+        lost = [key for key in self.objects if (key, ()) not in self._storage]
+        problems += [f"{key} is nowhere in {METADATA}" for key in lost]
+        described = {*self.tensors, *self.objects}
+        unknown = dict.fromkeys(key for key, _ in self._storage if key not in described)
+        problems += [f"{key} is in the files, but not described in {METADATA}" for key in unknown]
+        self._integrity.raise_if_any(problems)
+
+    # ---- integrity
+
+    def damaged_files(
+        self, rank: int = 0, world_size: int = 1, progress: Progress = ignore_progress
+    ) -> list[str]:
+        """Find the files with tensors that have changed or are of another checkpoint.
+
+        Args:
+            rank: reads its share of the files. Those of other ranks count as sound afterwards.
+            world_size: number of ranks that share the work.
+            progress: called with the sizes of the files that were read.
+
+        Returns:
+            The files, with the tensors in them; none if nothing is to be verified.
+        """
+        problems: list[str] = []
+        if self._integrity.verify:
+            for name in self._integrity.data_files:
+                if is_of_rank(name, rank, world_size):
+                    problem = self._integrity.problem_of_content(name, self._changed_entries)
+                    problems += [problem] if problem else []
+                    progress((self.directory / name).stat().st_size)
+        self._integrity.trust(self._integrity.data_files)
+        return problems
+
+    def _changed_entries(self, file: str, keys: Sequence[str]) -> list[str]:
+        """Return the keys of the entries in a file that have changed since they were written."""
+        changed = []
+        for key in keys:
+            try:
+                self.check_entry(key, file)
+            except (ValueError, NotImplementedError):
+                changed.append(key)
+        return changed
+
+    def check_entry(self, key: str, file: str | None = None) -> None:
+        """Compare the checksums of an entry, or of those of its chunks that are in ``file``.
+
+        Without ``verify`` only its description is compared with the metadata.
+
+        Raises:
+            DamagedCheckpointError: if it has changed, or is not what the metadata says.
+            RefusedPickleError: if it names a class that checkpoints do not contain.
+        """
+        if key not in self.tensors:
+            self._unpickle(key)
+            return
+        for chunk in self.tensors[key].chunks:
+            info = self._storage.get((key, tuple(chunk.offsets)))
+            if info is not None and file in (None, info.relative_path):
+                payload = self._payload(key, chunk)
+                if self._integrity.verify:
+                    self._reader.check(payload)
+
+    def _refuse_damaged(self, file: str) -> None:
+        """Refuse a file that is not the one of the manifest, before anything of it is used."""
+        if self._integrity.verify and self.has_manifest:
+            problem = self._integrity.problem_of_content(file, self._changed_entries)
+            self._integrity.raise_if_any([problem] if problem else [])
+
+    # ---- entries
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self.tensors[key].size)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.tensors[key].properties.dtype
+
+    def num_bytes(self, key: str) -> int:
+        """Return the number of bytes that a tensor or an object takes up in the files."""
+        if key not in self.tensors:
+            return self._storage[key, ()].length
+        chunks = self.tensors[key].chunks
+        return sum(self._storage[key, tuple(chunk.offsets)].length for chunk in chunks)
+
+    def lazy(self, key: str, index: Sequence[int] = ()) -> LazyTensor:
+        """Return the tensor ``key``, or its slice at ``index`` of its leading axes, unread."""
+        index = tuple(index)
+        shape = self.shape(key)[len(index) :]
+
+        def read_rows(start: int, stop: int) -> torch.Tensor:
+            ones = (1,) * len(index)
+            if not shape:
+                return self.read_region(key, index, ones).reshape(())
+            # At index (3,) of a shape (8, 5, 4), rows 1 to 3 have the offsets (3, 1, 0) and the
+            # sizes (1, 2, 4).
+            offsets = (*index, start, *(0,) * (len(shape) - 1))
+            sizes = (*ones, stop - start, *shape[1:])
+            return self.read_region(key, offsets, sizes).reshape(stop - start, *shape[1:])
+
+        return LazyTensor(shape, self.dtype(key), read_rows)
+
+    def lazy_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> LazyTensor:
+        """Return the elements ``[offset, offset + size)`` along every dim, unread."""
+
+        def read_rows(start: int, stop: int) -> torch.Tensor:
+            if not sizes:
+                return self.read_region(key, (), ())
+            return self.read_region(
+                key, (offsets[0] + start, *offsets[1:]), (stop - start, *sizes[1:])
+            )
+
+        return LazyTensor(tuple(sizes), self.dtype(key), read_rows)
+
+    def read_region(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """Read the elements ``[offset, offset + size)`` along every dim, a tensor of ``sizes``.
+
+        Raises:
+            DamagedCheckpointError: if no chunk has some of them, or the stored bytes have changed.
+        """
+        if key not in self._chunk_indices:
+            self._chunk_indices[key] = ChunkIndex(self.tensors[key].chunks)
+        overlaps = list(self._chunk_indices[key].overlaps(offsets, sizes))
+        missing = math.prod(sizes) - sum(math.prod(overlap.sizes) for overlap in overlaps)
+        if missing > 0:
+            raise DamagedCheckpointError(
+                f"{self.directory}: no chunk of {key} has {missing} of its elements"
+            )
+        if missing < 0 or chunks_overlap((each.offsets, each.sizes) for each in overlaps):
+            raise DamagedCheckpointError(f"{self.directory}: two chunks of {key} overlap")
+        if len(overlaps) == 1:
+            return self._read_chunk(key, overlaps[0])
+        out = torch.empty(tuple(sizes), dtype=self.dtype(key))
+        for overlap in overlaps:
+            target = []
+            for first, start, size in zip(offsets, overlap.offsets, overlap.sizes):
+                target.append(slice(start - first, start - first + size))
+            out[tuple(target)] = self._read_chunk(key, overlap)
+        return out
+
+    def _read_chunk(self, key: str, overlap: ChunkOverlap) -> torch.Tensor:
+        """Read the elements that a region has in one chunk."""
+        chunk, sizes = overlap.chunk, overlap.sizes
+        self._refuse_damaged(self._storage[key, tuple(chunk.offsets)].relative_path)
+        payload = self._payload(key, chunk)
+        starts = [offset - first for offset, first in zip(overlap.offsets, chunk.offsets)]
+        region = [slice(start, start + size) for start, size in zip(starts, sizes)]
+        if not payload.is_plain:
+            storage = self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype)
+            whole = storage.as_strided(payload.size, payload.stride, payload.start)
+            return whole[tuple(region)].contiguous()
+        if not sizes:
+            return self._reader.read(payload, 0, payload.num_bytes).view(payload.dtype).reshape(())
+        # One contiguous range of bytes is read: the rows along the first dim that has several.
+        # In an fp32 chunk of shape (4, 3, 5), the region at (2, 1, 0) of sizes (1, 2, 3) has two
+        # rows along dim 1. Strides are 60, 20 and 4 bytes, so the range starts at 2 * 60 + 1 * 20 =
+        # 140 and has 2 * 20 = 40 bytes, of shape (1, 2, 5), of which columns 0 to 3 are taken.
+        several = [dim for dim, size in enumerate(sizes) if size > 1]
+        rows_dim = several[0] if several else len(sizes) - 1
+        itemsize = payload.dtype.itemsize
+        strides = [math.prod(payload.size[dim + 1 :]) * itemsize for dim in range(len(sizes))]
+        first_byte = sum(starts[dim] * strides[dim] for dim in range(rows_dim + 1))
+        data = self._reader.read(payload, first_byte, sizes[rows_dim] * strides[rows_dim])
+        shape = (*(1,) * rows_dim, sizes[rows_dim], *payload.size[rows_dim + 1 :])
+        rows = data.view(payload.dtype).reshape(shape)
+        columns = [slice(None)] * (rows_dim + 1) + region[rows_dim + 1 :]
+        return rows[tuple(columns)].contiguous()
+
+    def _payload(self, key: str, chunk: ChunkStorageMetadata) -> TensorPayload:
+        info = self._storage[key, tuple(chunk.offsets)]
+        position = (info.relative_path, info.offset)
+        if position not in self._payloads:
+            try:
+                found = read_header(self.directory / info.relative_path, info)
+            except DamagedCheckpointError as error:
+                raise DamagedCheckpointError(f"{error}; {key} should be there") from error
+            payload = replace(found, key=key)
+            if payload.size != tuple(chunk.sizes) or payload.dtype != self.dtype(key):
+                raise DamagedCheckpointError(
+                    f"{self.directory}: {key} is {payload.dtype} {payload.size} in"
+                    f" {info.relative_path}, and {self.dtype(key)} {tuple(chunk.sizes)} in"
+                    f" {METADATA}"
+                )
+            self._payloads[position] = payload
+        return self._payloads[position]
+
+    def read_object(self, key: str) -> Any:
+        """Read the object that is stored under a key.
+
+        Raises:
+            DamagedCheckpointError: if it cannot be read.
+            RefusedPickleError: if it names a class that checkpoints do not contain.
+        """
+        self._refuse_damaged(self._storage[key, ()].relative_path)
+        return self._unpickle(key)
+
+    def _unpickle(self, key: str) -> Any:
+        info = self._storage[key, ()]
+        with open(self.directory / info.relative_path, "rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+        if data in self._scalars:
+            return self._scalars[data]
+        try:
+            value = safe_pickle.load_torch(data)
+        except safe_pickle.RefusedPickleError as error:
+            raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
+        except ValueError as error:
+            raise DamagedCheckpointError(
+                f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
+            ) from error
+        if safe_pickle.is_scalar(value):
+            self._scalars[data] = value
+        return value

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places of checkpoints: directories, and URLs of any store that fsspec knows."""

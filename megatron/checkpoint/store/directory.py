@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Directories of checkpoints.
+
+They have a folder for each iteration, and a tracker file that names the newest complete one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.store import durable
+
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Stands for the iteration of initial weights that were converted from another program."""
+
+CONVERSION_JOURNAL = ".conversion"
+"""Directory in the staging directory of a conversion, with the result of every finished part."""
+
+_ITERATION = re.compile(r"^iter_(\d{7,})$")
+_TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
+"""Files that are written before they replace another one; the second name is of older versions."""
+
+
+def iteration_directory(root: str | Path, iteration: int | str) -> Path:
+    """Return the directory of a complete iteration, or of a release."""
+    return Path(root) / (RELEASE if iteration == RELEASE else f"iter_{iteration:07d}")
+
+
+def iteration_of(name: str) -> int | None:
+    """Return the iteration that a directory is named after; None for another name."""
+    number = _ITERATION.match(name)
+    return None if number is None else int(number[1])
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Return True for the name of the directory of an iteration, or of a release."""
+    return name == RELEASE or _ITERATION.match(name) is not None
+
+
+def find(root: str | Path, iteration: int | str) -> Path | None:
+    """Find the directory of a complete iteration; None if there is none.
+
+    A save that replaces an iteration and is killed between its two renames leaves the old one under
+    another name, which is then found.
+    """
+    final = iteration_directory(root, iteration)
+    for path in (final, _replaced(final)):
+        if path.is_dir():
+            return path
+    return None
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f".old_{final.name}")
+
+
+def iterations(root: str | Path) -> list[int]:
+    """Return the iterations that :func:`find` finds in a directory, the newest first."""
+    found = set()
+    for path in Path(root).glob("*iter_*"):
+        number = iteration_of(path.name.removeprefix(".old_"))
+        if number is not None and path.is_dir():
+            found.add(number)
+    return sorted(found, reverse=True)
+
+
+def staging_directory(root: str | Path, iteration: int | str) -> Path:
+    """Return the directory in which an iteration is written before it is published.
+
+    No reader looks there.
+    """
+    return Path(root) / f".writing_{iteration_directory('', iteration).name}"
+
+
+def read_tracker(root: str | Path) -> int | str | None:
+    """Read the newest complete iteration, or ``RELEASE``; None without a tracker file.
+
+    Raises:
+        ValueError: if the tracker names no iteration.
+    """
+    path = Path(root) / TRACKER
+    if not path.is_file():
+        return None
+    text = path.read_text(errors="replace").strip()
+    if text == RELEASE:
+        return RELEASE
+    if not text.isdecimal():
+        raise ValueError(f"{path} should hold an iteration number but holds {text[:40]!r}")
+    return int(text)
+
+
+def write_tracker(root: str | Path, iteration: int | str) -> None:
+    """Name the newest complete iteration in the tracker file."""
+    durable.write_text(Path(root) / TRACKER, str(iteration))
+
+
+def locate(path: str | Path) -> Path:
+    """Return the directory of one iteration: ``path``, or the one that its tracker names.
+
+    Raises:
+        ValueError: if there is no checkpoint; the message describes the directory.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(
+            f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint"
+            " is expected"
+        )
+    if (path / ".metadata").is_file():
+        return path
+    iteration = read_tracker(path)
+    if iteration is None:
+        inside = sorted(each.name for each in path.iterdir() if is_checkpoint_name(each.name))
+        hint = f"; name one of {', '.join(inside)}" if inside else ""
+        raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
+    found = find(path, iteration)
+    if found is None:
+        raise ValueError(
+            f"{path / TRACKER} names {iteration_directory('', iteration)}, which is not there"
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class OutputDirectory:
+    """A directory that appears when it is complete.
+
+    Attributes:
+        final: path of the directory.
+        tracked: its iteration, which the tracker beside it then names; None for a directory without
+            a tracker.
+    """
+
+    final: Path
+    tracked: int | str | None = None
+
+    @property
+    def staging(self) -> Path:
+        """Directory in which it is written before; no reader looks there."""
+        return self.final.with_name(f".writing_{self.final.name}")
+
+    def publish(self) -> None:
+        """Make the directory visible; called on one rank."""
+        if self.tracked is not None:
+            publish(self.final.parent, self.tracked)
+            return
+        if self.final.exists():
+            self.final.rmdir()  # it was empty
+        durable.rename(self.staging, self.final)
+
+
+def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
+    """Return the directory for a new checkpoint of ``iteration``.
+
+    It is in the directory ``path``, or ``path`` itself if that is the name of an iteration.
+
+    Raises:
+        ValueError: if something is there already.
+    """
+    path = Path(path)
+    if not is_checkpoint_name(path.name):
+        _refuse_existing(path)
+        return OutputDirectory(iteration_directory(path, iteration), iteration)
+    if path.name != iteration_directory("", iteration).name:
+        raise ValueError(
+            f"{path}: the checkpoint is of {iteration_directory('', iteration)}, not {path.name}"
+        )
+    _refuse_existing(path)
+    _refuse_existing(path.parent / TRACKER)  # which would name this iteration instead of the newest
+    return OutputDirectory(path, iteration)
+
+
+def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
+    """Return the directory for a changed copy of ``source``.
+
+    It has the same iteration, if the name of ``source`` is one.
+
+    Raises:
+        ValueError: if something is there already.
+    """
+    if not is_checkpoint_name(source.name):
+        return new_directory(path)
+    number = iteration_of(source.name)
+    return new_checkpoint(path, RELEASE if number is None else number)
+
+
+def new_directory(path: str | Path) -> OutputDirectory:
+    """Return a new directory without iterations.
+
+    Raises:
+        ValueError: if something is there already.
+    """
+    _refuse_existing(Path(path))
+    return OutputDirectory(Path(os.path.abspath(path)))
+
+
+def _refuse_existing(path: Path) -> None:
+    content = path.iterdir() if path.is_dir() else []
+    has_content = any(not each.name.startswith(".writing_") for each in content)
+    if path.is_file() or has_content:
+        raise ValueError(
+            f"{path} exists; nothing is overwritten: name a new directory, or remove it"
+        )
+
+
+def prepare(root: str | Path, iteration: int | str) -> Path:
+    """Return an empty staging directory; called on one rank.
+
+    What saves that were killed have left is removed.
+    """
+    if Path(root).is_dir():
+        tidy(root)
+    staging = staging_directory(root, iteration)
+    shutil.rmtree(staging, ignore_errors=True)  # a conversion of the same iteration
+    staging.mkdir(parents=True)
+    return staging
+
+
+def tidy(root: str | Path) -> None:
+    """Remove what saves that were killed have left; called on one rank.
+
+    An iteration that was to be replaced, and was not yet, gets its name back.
+    """
+    root = Path(root)
+    for staging in root.glob(".writing_*"):
+        if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
+            _remove(staging)
+    for old in root.glob(".old_*"):
+        final = old.with_name(old.name.removeprefix(".old_"))
+        if final.exists() or not old.is_dir():
+            _remove(old)
+        else:
+            durable.rename(old, final)
+    for deleted in root.glob(".deleted_*"):
+        _remove(deleted)
+    for pattern in _TEMPORARY:
+        for temporary in root.glob(pattern):
+            if temporary.is_file():
+                temporary.unlink()
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory with all that is in it, or whatever else has that name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def publish(root: str | Path, iteration: int | str) -> Path:
+    """Make a completely written checkpoint visible: rename it, then point the tracker at it.
+
+    Called on one rank, when the disk has the content of the files. Each step is on the disk before
+    the next one, so that a loss of power leaves what a kill leaves.
+    """
+    staging, final = staging_directory(root, iteration), iteration_directory(root, iteration)
+    old = _replaced(final)
+    for directory, _, _ in os.walk(staging, topdown=False):
+        durable.sync_directory(Path(directory))
+    if final.exists():
+        if old.exists():
+            shutil.rmtree(old)
+        durable.rename(final, old)
+    durable.rename(staging, final)
+    write_tracker(root, iteration)
+    shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def discard(root: str | Path, iteration: int) -> None:
+    """Remove the files of a failed save; called on one rank."""
+    shutil.rmtree(staging_directory(root, iteration), ignore_errors=True)
+
+
+def retain(root: str | Path, interval: int, newest: int) -> None:
+    """Delete the checkpoints whose iteration is no multiple of ``interval``, but not the newest.
+
+    Called on one rank.
+    """
+    for iteration in not_retained(iterations(root), interval, newest):
+        delete(root, iteration)
+
+
+def not_retained(there: Iterable[int], interval: int, newest: int) -> list[int]:
+    """Return the iterations that are no multiple of ``interval`` and not the newest."""
+    return [iteration for iteration in there if iteration != newest and iteration % interval]
+
+
+def keep_only(root: str | Path, newest: int) -> None:
+    """Delete all checkpoints but that of iteration ``newest``; called on one rank."""
+    for iteration in iterations(root):
+        if iteration != newest:
+            delete(root, iteration)
+
+
+def delete(root: str | Path, iteration: int) -> None:
+    """Delete a checkpoint, if it is there; called on one rank."""
+    path = iteration_directory(root, iteration)
+    if path.is_dir():
+        # A kill must not leave a part of it under the name of a checkpoint.
+        deleted = path.with_name(f".deleted_{path.name}")
+        durable.rename(path, deleted)
+        shutil.rmtree(deleted)

@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints at URLs, in any store for which fsspec has a file system.
+
+A store can neither rename directories nor lock them. So a checkpoint is written into a local
+directory (:mod:`megatron.checkpoint.store.url_staging`) and uploaded from there, and downloaded
+before it is read. While it is uploaded, a marker beside it says that it is not complete, and no
+reader here sees it; the tracker file names it when it is. An upload that replaces a checkpoint goes
+into a hidden directory beside it, so that the old one is there until the new one is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+
+from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.store import directory, durable
+from megatron.checkpoint.store.url_staging import alone_in, url_of
+
+INCOMPLETE = ".incomplete"
+"""Name of the marker of a store that is uploaded as a whole; with ``_`` and a name, of that one."""
+
+_NEW = ".new_"
+"""Prefix of the directory into which a checkpoint is uploaded that replaces one."""
+_REPLACING = ".replace_"
+"""Prefix of the marker of an exchange that has begun: it lists the files of the new checkpoint."""
+
+LEASE = ".save_lease"
+"""Name of the object by which a run keeps others out; readers do not see it."""
+
+_TELLING = (directory.TRACKER, ".metadata", "config.json")
+"""Small files that tell what a directory is."""
+
+
+class StoreReader:
+    """The directory of checkpoints at a URL, and the local one in which it is staged, for reading.
+
+    Args:
+        url: of the directory.
+        staged: path of the local directory.
+
+    Raises:
+        ValueError: if there is no file system for the URL; the message names a package that is
+            missing.
+    """
+
+    def __init__(self, url: str, staged: Path):
+        self.url, self.staged = url, staged
+        try:
+            self._system, root = fsspec.core.url_to_fs(url)
+        except Exception as error:  # a store has its own ones
+            raise ValueError(f"{url}: {error}") from error
+        self._root = str(root).rstrip("/")
+
+    @property
+    def is_of_process(self) -> bool:
+        """True if the content lives and dies with one process."""
+        return isinstance(self._system, MemoryFileSystem)
+
+    def refresh(self) -> None:
+        """Give the staged directory the names that are at the URL.
+
+        Directories and files are empty there until they are fetched, but for the small files that
+        tell what the directory is.
+
+        Raises:
+            ValueError: if the URL cannot be reached, or is a file.
+        """
+        try:
+            with errors_of(self.url):
+                entries = self._entries()
+                with alone_in(self.staged.parent):
+                    self._show(entries)
+        except OSError as error:
+            raise ValueError(f"{error}") from error
+
+    def _show(self, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        self.staged.mkdir(exist_ok=True)
+        for path in self.staged.iterdir():
+            if path.name not in entries:
+                _remove(path)
+        telling = {}
+        for name, entry in entries.items():
+            if entry["type"] == "directory":
+                (self.staged / name).mkdir(exist_ok=True)
+            elif name in _TELLING:
+                telling[entry["name"]] = self.staged / name
+            else:
+                (self.staged / name).touch()
+        self._download(telling)
+
+    def _entries(self) -> dict[str, Mapping[str, Any]]:
+        """Return what the first level has, by name, without incomplete and hidden directories."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        entries = {}
+        for entry in found:
+            name = _below(entry["name"], self._root)
+            if not name and entry["type"] == "file" and entry.get("size"):
+                raise ValueError("it is a file; a directory with checkpoints is expected")
+            is_directory = entry["type"] == "directory"
+            if name and name != LEASE and not (is_directory and name.startswith(".")):
+                entries[name] = entry
+        if INCOMPLETE in entries:
+            raise ValueError("an upload to it was broken off: remove what is there")
+        markers = [name for name in entries if name.startswith(f"{INCOMPLETE}_")]
+        for marker in markers:
+            entries.pop(marker)
+            entries.pop(marker.removeprefix(f"{INCOMPLETE}_"), None)
+        for marker in [name for name in entries if name.startswith(_REPLACING)]:
+            entries.pop(marker)
+            entries.pop(marker.removeprefix(_REPLACING), None)
+        return entries
+
+    def fetch(self, path: Path, patterns: Sequence[str] = ("*",)) -> None:
+        """Download the files at or below a staged path that are not there yet.
+
+        Args:
+            path: of a directory.
+            patterns: only files whose names below ``path`` match one of these are downloaded.
+
+        Raises:
+            OSError: if a file cannot be downloaded.
+        """
+        remote = self._remote(path.relative_to(self.staged).as_posix())
+        missing = {}
+        with errors_of(self.url), alone_in(self.staged.parent):
+            for name, (source, size) in self._files(remote).items():
+                target = path / name
+                is_there = target.is_file() and target.stat().st_size == size
+                if not is_there and any(fnmatch(name, pattern) for pattern in patterns):
+                    missing[source] = target
+            self._download(missing)
+
+    def fetch_telling(self, name: str) -> None:
+        """Download the small files that tell what the directory of an iteration is, if it is there.
+
+        Raises:
+            ValueError: if the URL cannot be reached.
+        """
+        try:
+            if (self.staged / name).is_dir():
+                self.fetch(self.staged / name, _TELLING)
+        except OSError as error:
+            raise ValueError(f"{error}") from error
+
+    def has(self, name: str) -> bool:
+        """Return True if a directory has files, and they are not a rest of an upload.
+
+        Raises:
+            OSError: if the URL cannot be reached.
+        """
+        with errors_of(self.url):
+            is_rest = self._system.exists(self._remote(_marker(name)))
+            return not is_rest and bool(self._files(self._remote(name)))
+
+    def _files(self, remote: str) -> dict[str, tuple[str, int | None]]:
+        """Return all files below a path of the store: name -> path in the store and size."""
+        self._system.invalidate_cache()
+        try:
+            found = self._system.find(remote, detail=True)
+        except FileNotFoundError:
+            return {}
+        files = {}
+        for path, entry in found.items():
+            name = _below(path, remote)
+            if ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{path} is no name of a file")
+            if name and name != LEASE and not name.endswith("/"):
+                files[name] = (path, entry.get("size"))
+        return files
+
+    def _download(self, files: Mapping[str, Path]) -> None:
+        """Download files, each of which is there completely or not at all."""
+        if not files:
+            return
+        for folder in {target.parent for target in files.values()}:
+            folder.mkdir(parents=True, exist_ok=True)
+        temporary = [str(durable.temporary_of(target)) for target in files.values()]
+        self._system.get(list(files), temporary)
+        for name, target in zip(temporary, files.values()):
+            os.replace(name, target)
+
+    def _remote(self, name: str) -> str:
+        name = name.strip("/")
+        return self._root if name in ("", ".") else f"{self._root}/{name}"
+
+
+class Store(StoreReader):
+    """A store for reading and writing."""
+
+    def check_writable(self) -> None:
+        """Write a file and remove it.
+
+        Raises:
+            ValueError: if that fails.
+        """
+        name = f"{_NEW}file_{socket.gethostname()}_{os.getpid()}"  # :meth:`tidy` knows it
+        try:
+            with errors_of(self.url):
+                self._write(name, b"")
+                self._remove(name)
+        except OSError as error:
+            raise ValueError(f"{error}; it cannot be written to") from error
+
+    def begin(self, name: str) -> str:
+        """Prepare an upload; called on one rank.
+
+        Args:
+            name: of the directory; empty for the whole store, which has no files then.
+
+        Returns:
+            The name of the directory into which files are to be uploaded: a hidden one, where they
+            replace a directory that is there.
+        """
+        with errors_of(self.url):
+            if name and self._system.exists(self._remote(_REPLACING + name)):
+                self._exchange(name)
+            if name:
+                self._remove(_NEW + name)  # of an upload that was killed
+            if name and self.has(name):
+                return _NEW + name
+            self._write(_marker(name), b"an upload has not ended")
+            if name:
+                self._remove(name)
+            return name
+
+    def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
+        """Upload files; on every rank those that it has written.
+
+        Args:
+            folder: the local directory.
+            name: of the directory in the store, as :meth:`begin` returns it.
+            files: their names in both.
+        """
+        targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
+        with errors_of(self.url):
+            for parent in sorted({target.rpartition("/")[0] for target in targets}):
+                self._make_directory(parent)
+            if files:
+                self._system.put([str(folder / file) for file in files], targets)
+
+    def finish(self, name: str, sizes: Mapping[str, int]) -> None:
+        """Make a directory visible whose files all ranks have uploaded; called on one rank.
+
+        Args:
+            name: of the directory.
+            sizes: of all its files.
+
+        Raises:
+            OSError: if some file is not there completely.
+        """
+        with errors_of(self.url):
+            self._system.invalidate_cache()
+            new = _NEW + name if name and self._files(self._remote(_NEW + name)) else name
+            there = {file: size for file, (_, size) in self._files(self._remote(new)).items()}
+            wrong = [f"{name}/{file}" for file, size in sizes.items() if there.get(file) != size]
+            if wrong:
+                raise ValueError(f"not completely uploaded: {some(wrong)}")
+            if new == name:
+                self._system.rm_file(self._remote(_marker(name)))
+            else:
+                self._write(_REPLACING + name, json.dumps(sorted(sizes)).encode())
+                self._exchange(name)
+
+    def _exchange(self, name: str) -> None:
+        """Let a new directory, which is complete, replace the old one; also where that was begun.
+
+        Readers see neither of the two until it is done.
+        """
+        new, old = self._remote(_NEW + name), self._remote(name)
+        marker = self._remote(_REPLACING + name)
+        try:
+            kept = json.loads(self._system.cat_file(marker))
+        except ValueError:  # a kill has torn it, so nothing has been moved: the old one stays
+            self._system.rm_file(marker)
+            return
+        for file, (path, _) in self._files(new).items():
+            self._make_directory(f"{old}/{file}".rpartition("/")[0])
+            self._copy(path, f"{old}/{file}")
+            self._system.rm_file(path)
+        for file, (path, _) in self._files(old).items():
+            if file not in kept:
+                self._system.rm_file(path)
+        self._remove(_NEW + name)
+        self._system.rm_file(marker)
+
+    def _copy(self, source: str, target: str) -> None:
+        """Copy a file within the store; through this machine where the store cannot."""
+        try:
+            self._system.cp_file(source, target)
+        except NotImplementedError:
+            with tempfile.TemporaryDirectory(dir=self.staged.parent) as folder:
+                local = os.path.join(folder, "file")
+                self._system.get_file(source, local)
+                self._system.put_file(local, target)
+
+    def abandon(self, name: str) -> None:
+        """Remove what there is of an upload that has failed; called on one rank.
+
+        A directory that it was to replace stays. :meth:`tidy` ends an exchange that has begun.
+        """
+        with errors_of(self.url):
+            self._system.invalidate_cache()  # another process may have written the marker
+            if name and not self._system.exists(self._remote(_REPLACING + name)):
+                self._remove(_NEW + name)
+            if self._system.exists(self._remote(_marker(name))):
+                if name:
+                    self._remove(name)
+                self._system.rm_file(self._remote(_marker(name)))
+
+    def write_tracker(self, iteration: int | str) -> None:
+        """Name the newest complete iteration in the tracker file; called on one rank."""
+        with errors_of(self.url):
+            self._write(directory.TRACKER, str(iteration).encode())
+
+    def tidy(self) -> None:
+        """Remove what uploads and deletions that were killed have left, and end exchanges.
+
+        Called on one rank.
+        """
+        with errors_of(self.url):
+            self._system.invalidate_cache()
+            for path in self._system.glob(f"{self._root}/{INCOMPLETE}_*"):
+                self.abandon(_below(path, self._root).removeprefix(f"{INCOMPLETE}_"))
+            begun = self._system.glob(f"{self._root}/{_REPLACING}*")
+            for path in begun:
+                self._exchange(_below(path, self._root).removeprefix(_REPLACING))
+            for path in self._system.glob(f"{self._root}/{_NEW}*"):
+                self._remove(_below(path, self._root))
+            if begun:
+                self.refresh()
+
+    def retain(self, interval: int, newest: int) -> None:
+        """Delete checkpoints as :func:`directory.retain` does; called on one rank."""
+        with errors_of(self.url):
+            there = map(directory.iteration_of, self._entries())
+            found = [iteration for iteration in there if iteration is not None]
+        self.delete(directory.not_retained(found, interval, newest))
+
+    def delete(self, iterations: Iterable[int]) -> None:
+        """Delete checkpoints; called on one rank."""
+        with errors_of(self.url):
+            for iteration in iterations:
+                name = directory.iteration_directory("", iteration).name
+                self._write(_marker(name), b"being deleted")  # a part of it is no checkpoint
+                self._remove(name)
+                self._system.rm_file(self._remote(_marker(name)))
+
+    def remove_files(self, pattern: str, but: Collection[str]) -> None:
+        """Remove files of the first level whose names match a pattern, except some."""
+        with errors_of(self.url):
+            for name in self._entries():
+                if fnmatch(name, pattern) and name not in but:
+                    self._system.rm_file(self._remote(name))
+
+    # ---- paths
+
+    def _write(self, name: str, content: bytes) -> None:
+        self._make_directory(self._root)
+        self._system.pipe_file(self._remote(name), content)
+
+    def _make_directory(self, path: str) -> None:
+        # An object store has no directories, and a user may not be allowed to look at the bucket.
+        with suppress(PermissionError):
+            self._system.makedirs(path, exist_ok=True)
+
+    def _remove(self, name: str) -> None:
+        self._system.invalidate_cache()
+        if self._system.exists(self._remote(name)):
+            self._system.rm(self._remote(name), recursive=True)
+
+
+@contextmanager
+def errors_of(url: str) -> Iterator[None]:
+    """Raise whatever a file system raises as OSError with the URL."""
+    try:
+        yield
+    except Exception as error:  # each has its own
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise OSError(f"{url}: {kind}{error}") from error
+
+
+def _below(path: str, above: str) -> str:
+    return path.strip("/").removeprefix(above.strip("/")).strip("/")
+
+
+def _marker(name: str) -> str:
+    return f"{INCOMPLETE}_{name}" if name else INCOMPLETE
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+# ---- paths that may be staged
+
+
+def store_of(path: str | Path) -> Store | None:
+    """Return the store whose checkpoints are staged at or above a path; None for other paths."""
+    found = url_of(Path(path).absolute())
+    return None if found is None else Store(*found)
+
+
+def is_staged(path: str | Path) -> bool:
+    """Return True if a path is in the staged directory of a store."""
+    return url_of(Path(path).absolute()) is not None
+
+
+def fetch(path: Path) -> None:
+    """Download a checkpoint or a model whose path is a staged one; others are there already.
+
+    Of the directory above checkpoints nothing is downloaded.
+
+    Raises:
+        OSError: if a file cannot be downloaded.
+    """
+    store = store_of(path)
+    if store is None:
+        return
+    path = path.absolute()
+    is_below = path != store.staged and path.is_dir()
+    # Beside checkpoints config.json is that of the run.
+    is_model = (path / "config.json").is_file() and not (path / directory.TRACKER).is_file()
+    if is_below or (path / ".metadata").is_file() or is_model:
+        store.fetch(path)
+
+
+def drop(path: Path) -> None:
+    """Remove the staged copy of a checkpoint; other paths stay."""
+    if is_staged(path):
+        shutil.rmtree(path, ignore_errors=True)

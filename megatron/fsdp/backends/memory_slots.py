@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory slots: memory at fixed addresses, in which flat buffers take turns.
+
+[Note: memory slots] Without slots, the storage of a flat buffer is allocated before each use and
+freed afterwards, so its address may change. With slots the first step runs like that and is
+watched: buffers that are allocated at the same time must not share a slot. After the step every
+buffer gets a slot, larger buffers first: the first slot that is large enough and has no user that
+it overlaps with. From then on a buffer occupies its slot instead of allocating storage. Example:
+layers a to d of equal size, of which one is prefetched while another computes.
+
+    allocated at the same time    a b, b c, c d     in forward, and again in backward
+    slots                         0 for a and c, 1 for b and d
+
+Units of any size, shared units and experts need no rule of their own. A buffer that is used for the
+first time in a later step has storage of its own until the end of that step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.fsdp.engine.policy import SlotPolicy
+from megatron.fsdp.trace import recorder
+
+_logger = logging.getLogger(__name__)
+
+AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
+"""Allocates memory: from numbers of bytes to ``uint8`` tensors of these sizes."""
+
+
+class SlotUser(Protocol):
+    """A buffer that may live in a slot."""
+
+    name: str
+    num_bytes: int
+    is_allocated: bool
+    slot: MemorySlot | None
+
+    def move(self, memory: torch.Tensor | None) -> None:
+        """Use other memory from now on; None: storage of its own. The buffer is not allocated."""
+
+
+class MemorySlot:
+    """Memory that several buffers use, one at a time.
+
+    Args:
+        num_bytes: its size.
+    """
+
+    def __init__(self, num_bytes: int):
+        self.num_bytes = num_bytes
+        self.users: list[SlotUser] = []
+        self.occupant: SlotUser | None = None
+        # None if it could not be allocated: then the users have storage of their own.
+        self.memory: torch.Tensor | None = None
+
+
+class MemorySlots:
+    """The slots of all buffers of one kind. See [Note: memory slots].
+
+    Args:
+        contents: of the buffers, for messages: "gathered weights".
+        can_move: a buffer may leave its slot in the middle of a step. Gathered weights cannot,
+            because autograd refers to their addresses between forward and backward.
+        policy: the sizes of slots, and what happens if memory runs out.
+        allocate: allocates the memory of slots.
+    """
+
+    def __init__(self, contents: str, can_move: bool, policy: SlotPolicy, allocate: AllocateSlots):
+        self._contents = contents
+        self._can_move = can_move
+        self._policy = policy
+        self._allocate = allocate
+        self._slots: list[MemorySlot] = []
+        self._num_before = 0  # slots before the last assignment
+        self._assigned: list[SlotUser] = []  # users that got a slot in it
+        self._allocated: dict[SlotUser, None] = {}
+        self._overlaps: dict[SlotUser, set[SlotUser]] = {}  # in the order of their first use
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of every slot."""
+        return [slot.num_bytes for slot in self._slots]
+
+    @property
+    def holds_addresses(self) -> bool:
+        """True if no address may ever change, also of what is in no slot."""
+        return self._policy.holds_addresses
+
+    # ---- use
+
+    def occupy(self, user: SlotUser) -> None:
+        """Note that a buffer is allocated from now on, and take its slot if it has one.
+
+        Raises:
+            RuntimeError: if another buffer occupies the slot, and this one cannot move.
+        """
+        overlaps = self._overlaps.setdefault(user, set())
+        for other in self._allocated:
+            overlaps.add(other)
+            self._overlaps[other].add(user)
+        self._allocated[user] = None
+        if user.slot is not None and user.slot.occupant is not None:
+            self._leave(user, user.slot.occupant)
+        if user.slot is not None:
+            user.slot.occupant = user
+
+    def vacate(self, user: SlotUser) -> None:
+        """Note that a buffer is no longer allocated."""
+        self._allocated.pop(user, None)
+        if user.slot is not None and user.slot.occupant is user:
+            user.slot.occupant = None
+
+    def discard(self, user: SlotUser) -> None:
+        """Forget a buffer that is not used any more."""
+        self.vacate(user)
+        self._overlaps.pop(user, None)
+        for others in self._overlaps.values():
+            others.discard(user)
+        if user.slot is not None:
+            user.slot.users.remove(user)
+
+    def _leave(self, user: SlotUser, occupant: SlotUser) -> None:
+        """Give a buffer storage of its own until the end of the step."""
+        if self._policy.holds_addresses or not self._can_move:
+            raise RuntimeError(
+                f"{user.name} and {occupant.name} are in use at the same time for the first time"
+                " since the first step. They share a memory slot, whose address is fixed: let the"
+                " first step use units as all later ones do, or train without fsdp_double_buffer"
+                " (nccl_ub and cuda_graph_mode imply it)"
+            )
+        assert user.slot is not None
+        user.slot.users.remove(user)
+        user.slot = None
+        user.move(None)
+
+    # ---- assignment
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every buffer that was used so far has a slot."""
+        return all(user.slot is not None for user in self._overlaps)
+
+    def assign(self) -> str | None:
+        """Give a slot to each buffer that has none, and tell how many there are and their bytes.
+
+        Buffers in use keep the storage of their own until the next assignment.
+
+        Returns:
+            An error message if memory ran out and the policy does not allow for that.
+        """
+        waiting = [user for user in self._overlaps if user.slot is None and not user.is_allocated]
+        self._num_before, self._assigned = len(self._slots), waiting
+        for user in sorted(waiting, key=lambda user: -user.num_bytes):
+            user.slot = self._slot_for(user)
+            user.slot.users.append(user)
+        new_slots = self._slots[self._num_before :]
+        problem = self._allocate_memory(new_slots)
+        for user in waiting:
+            if user.slot is not None and user.slot.memory is not None:
+                user.move(user.slot.memory)
+        if new_slots and not problem and _is_first_rank():
+            _logger.info("memory slots of %s: %s", self._contents, self._told())
+        return problem
+
+    def withdraw(self) -> None:
+        """Undo the last assignment, where memory ran out on some rank: it is tried again later."""
+        for user in self._assigned:
+            if user.slot is not None:
+                user.slot.users.remove(user)
+                if user.slot.memory is not None:
+                    user.move(None)
+                user.slot = None
+        for slot in self._slots[self._num_before :]:
+            if slot.memory is not None:
+                recorder.storage("release", slot.memory)
+        del self._slots[self._num_before :]
+        self._assigned = []
+
+    def _slot_for(self, user: SlotUser) -> MemorySlot:
+        """Return the first slot that ``user`` fits in; add one if there is none."""
+        overlaps = self._overlaps[user]
+        for slot in self._slots:
+            if user.num_bytes <= slot.num_bytes and overlaps.isdisjoint(slot.users):
+                return slot
+        num_bytes = user.num_bytes
+        if self._policy.equal_sizes:
+            num_bytes = max(each.num_bytes for each in self._overlaps)
+        self._slots.append(MemorySlot(num_bytes))
+        return self._slots[-1]
+
+    def _allocate_memory(self, slots: list[MemorySlot]) -> str | None:
+        """Allocate the memory of new slots; return an error message if there is too little."""
+        try:
+            memory = self._allocate([slot.num_bytes for slot in slots])
+        except RuntimeError as error:  # torch raises it on CPU, and a subclass of it on CUDA
+            reason = str(error).strip().splitlines()[0]
+            problem = f"the memory slots of {self._contents} cannot be allocated: {self._told()}"
+            remedy = f"{problem} ({reason}). Shard over more ranks or into smaller units"
+            if self._policy.holds_addresses:  # storage of their own is freed and allocated again
+                return f"{remedy}; cuda_graph_mode needs the fixed addresses of slots"
+            if not self._policy.allows_own_storage:
+                return (
+                    f"{remedy}; fsdp_db_use_persist_buf_on_alloc_fail=True trains with separate"
+                    " storage for the buffers that have no slot"
+                )
+            _logger.warning("%s (%s); their buffers have separate storage", problem, reason)
+            return None
+        for slot, tensor in zip(slots, memory, strict=True):
+            slot.memory = tensor
+            recorder.storage("allocate", tensor)
+        return None
+
+    def _told(self) -> str:
+        sizes = ", ".join(f"{size:,}" for size in self.sizes)
+        return f"{len(self._slots)} of {sizes} bytes, {sum(self.sizes):,} in all"
+
+
+class EngineSlots:
+    """The slots of gathered weights, and those of local gradients.
+
+    Args:
+        policy: the sizes of slots, and what happens if memory runs out.
+        allocate_weights: allocates the memory of the slots of weights.
+        allocate_gradients: allocates the memory of the slots of gradients.
+    """
+
+    def __init__(
+        self, policy: SlotPolicy, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
+    ):
+        self.weights = MemorySlots("gathered weights", False, policy, allocate_weights)
+        self.gradients = MemorySlots("local gradients", True, policy, allocate_gradients)
+
+    @property
+    def sizes(self) -> dict[str, list[int]]:
+        """Bytes of every slot."""
+        return {"weights": self.weights.sizes, "gradients": self.gradients.sizes}
+
+    @property
+    def is_complete(self) -> bool:
+        """True if every buffer that was used so far has a slot."""
+        return self.weights.is_complete and self.gradients.is_complete
+
+    def assign(self) -> list[str]:
+        """Give a slot to each buffer that has none; return error messages."""
+        problems = [self.weights.assign(), self.gradients.assign()]
+        return [each for each in problems if each is not None]
+
+    def end_assignment(self, problems: Sequence[str]) -> None:
+        """Raise the problems of all ranks, if there are any.
+
+        The assignment is undone then, so that nothing trains on without slots.
+
+        Raises:
+            RuntimeError: with ``problems``.
+        """
+        if problems:
+            self.weights.withdraw()
+            self.gradients.withdraw()
+            raise RuntimeError("\n".join(problems))
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers over sharded parameters: any torch optimizer with an element-wise update, unchanged.
+
+[Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
+subclass of :class:`ShardedOptimizer` and the original class: the step finishes reductions first and
+installs the new main weights afterwards, and state dicts contain DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.gradient_sync import clear_gradient_shard
+from megatron.fsdp.model import MegatronFSDP, is_owned, owner_of
+from megatron.fsdp.optimizer.elementwise import (
+    OnLocalShards,
+    OptimizerClass,
+    torch_class,
+)
+from megatron.fsdp.optimizer.flat_update import FlatUpdate
+from megatron.fsdp.optimizer.gathering_step import OnWholeMatrices, refuse_class
+from megatron.fsdp.optimizer.optimizer_state import (
+    checkpoint_slots,
+    elementwise_names,
+    initial_state,
+    makes_state_late,
+    match_groups,
+    shard_slots,
+)
+from megatron.fsdp.problems import Problems
+from megatron.fsdp.warnings_once import warn_of_absent_state
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """The methods that sharding adds to an optimizer; see [Note: the sharded optimizer]."""
+
+    _fsdp_models: list[MegatronFSDP]
+    _fsdp_whole_models: list[MegatronFSDP]  # those whose parameters no other optimizer steps
+    _fsdp_checkpoint_ready: bool
+    _fsdp_gathers: bool  # it gathers the matrices that it needs
+    _fsdp_flat: FlatUpdate | None  # of torch's optimizers
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        sync_grad_before_optimizer_step: bool = True,
+        install_optimized_model_weights: bool = True,
+    ) -> Any:
+        """Finish reductions, update the main weights, and cast them into the compute weights.
+
+        Args:
+            closure: as in torch; its gradients are reduced too.
+            sync_grad_before_optimizer_step: reduce gradients that are not reduced yet.
+            install_optimized_model_weights: False keeps the old compute weights until
+                ``model.install_optimized_model_weights()``, if their dtype differs from that of the
+                main weights. Otherwise they share storage with the main weights.
+        """
+        for model in self._fsdp_models if not install_optimized_model_weights else ():
+            for group in model.groups:
+                group.keep_compute_weights()
+        self._finish_communication(sync_grad_before_optimizer_step)
+        reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
+        if self._fsdp_flat is None:
+            loss = self._step_by_parameter(closure, reduce)
+        elif closure is None:
+            loss = _flat_step(self)
+        else:
+            loss = _flat_step(self, partial(_with_reduction, closure, reduce))
+        for model in self._fsdp_models:
+            model.install_optimized_model_weights(
+                only_shared=not install_optimized_model_weights, only_trainable=True
+            )
+        return loss
+
+    # torch's hooks run around the update; it would put them around this one too.
+    step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
+
+    def _step_by_parameter(
+        self, closure: Callable[[], Any] | None, reduce: Callable[[], None]
+    ) -> Any:
+        """Run the user's step over all parameters, as DTensors."""
+        on_local_shards = OnWholeMatrices() if self._fsdp_gathers else OnLocalShards()
+
+        def synchronised(closure: Callable[[], Any]) -> Any:
+            with on_local_shards.paused():
+                return _with_reduction(closure, reduce)
+
+        with on_local_shards:
+            if closure is None:
+                return super().step()
+            return super().step(partial(synchronised, closure))
+
+    def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
+        """Clear the gradients of the parameters that this optimizer steps, as in torch.
+
+        Args:
+            set_to_none: False leaves gradients of zeros on the parameters.
+            zero_grad_buffer: clear the accumulation buffers behind ``param.grad`` too.
+        """
+        if not zero_grad_buffer:
+            super().zero_grad(set_to_none)
+            return
+        shared = [model for model in self._fsdp_models if model not in self._fsdp_whole_models]
+        if shared:
+            for model in shared:
+                self._clear_own_shards(model)
+            super().zero_grad(set_to_none)
+            for model in shared:
+                model.zero_grad_buffer(only_hidden=True)
+        for model in self._fsdp_whole_models:
+            model.zero_grad_buffer()
+            if not set_to_none:
+                model.attach_grad_to_optimizer_state()  # zeros
+
+    def _clear_own_shards(self, model: MegatronFSDP) -> None:
+        """Clear the gradients of the parameters of a model that this optimizer steps."""
+        model.finish_grad_sync()  # gradients that are not reduced yet would be added later
+        for sharded_param in self._sharded_params():
+            if owner_of(sharded_param.parameter) is model:
+                clear_gradient_shard(sharded_param)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters of sharded models, and create their state.
+
+        Raises:
+            ValueError: if a parameter belongs to no sharded model.
+            NotImplementedError: if the update is not element-wise with the group's settings.
+        """
+        given = param_group["params"]
+        given = [given] if isinstance(given, torch.Tensor) else given
+        if not isinstance(given, set):  # which torch refuses
+            parameters = [each[1] if isinstance(each, tuple) else each for each in given]
+            _refuse_unsharded(parameters)
+            param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
+            refuse_class(_user_class(self), self.defaults, [param_group], self._fsdp_gathers)
+        super().add_param_group(param_group)
+        self._find_models()
+        self._make_missing_state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's structure, with ``param_names`` in every group.
+
+        Element-wise state is in DTensors, ready for torch.distributed.checkpoint if the optimizer
+        was sharded with ``preproc_state_dict_for_dcp_ckpt``.
+        """
+        state = super().state_dict()
+        if self._fsdp_checkpoint_ready:
+            sharded_params = self._sharded_params()
+            state["state"] = {
+                position: checkpoint_slots(sharded_params[position], slots)
+                for position, slots in state["state"].items()
+            }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of an optimizer over parameters of the same names.
+
+        With ``param_names`` in the state dict, groups and parameters may be in another order.
+        Without names they are matched by position, as in torch.
+
+        Args:
+            state_dict: torch's structure, with full tensors or DTensors.
+
+        Raises:
+            ValueError: if names, groups or shapes do not agree; nothing is changed then.
+        """
+        groups = match_groups(self.param_groups, state_dict["param_groups"])
+        # Keys are numbers, or names if torch's `set_state_dict` has replaced them.
+        keys: list[Any] = []
+        for group in groups:
+            keys += group["params"]
+        sharded_params = dict(zip(keys, self._sharded_params()))
+        states = [
+            (sharded_params[key], slots)
+            for key, slots in state_dict["state"].items()
+            if key in sharded_params
+        ]
+        for parameter, slots in self.state.items():
+            if is_linked(parameter):
+                states.append((sharded_param_of(parameter), slots))
+        names = elementwise_names(states)
+        state = {
+            key: shard_slots(sharded_params[key], slots, names) if key in sharded_params else slots
+            for key, slots in state_dict["state"].items()
+        }
+        if self._fsdp_flat is not None:
+            self._fsdp_flat.forget()
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": state})
+        self._make_missing_state()  # the saved optimizer may not have stepped yet
+        kind = _user_class(self)
+        if not state and any(makes_state_late(kind, group) for group in groups):
+            warn_of_absent_state(kind.__name__)
+
+    def _sharded_params(self) -> list[ShardedParam]:
+        return _sharded_params_of(_parameters(self))
+
+    def _find_models(self) -> None:
+        """Find the models of the parameters, and which of them no other optimizer steps."""
+        own = _parameters(self)
+        self._fsdp_models = list(dict.fromkeys(owner_of(parameter) for parameter in own))
+        self._fsdp_whole_models = []
+        for model in self._fsdp_models:
+            model._has_optimizer = True
+            trainable = [each for each in model.parameters() if each.requires_grad]
+            if set(trainable) <= set(own):
+                self._fsdp_whole_models.append(model)
+
+    def _make_missing_state(self) -> None:
+        kind = _user_class(self)
+        for group in self.param_groups:
+            # An empty entry shows that there is no state; torch's `get_state_dict` would otherwise
+            # take a step to create it.
+            has_none = torch_class(kind) is torch.optim.SGD and group["momentum"] == 0
+            for parameter in group["params"]:
+                if parameter.requires_grad and not self.state.get(parameter):
+                    slots = initial_state(self, kind, group, parameter)
+                    if slots or has_none:
+                        self.state[parameter] = slots
+        if self._fsdp_flat is not None:
+            self._fsdp_flat.prepare(self)
+
+    def _finish_communication(self, reduce: bool) -> None:
+        for model in self._fsdp_models:
+            # An all-gather under way, for another optimizer's step or for an unused unit, would
+            # overwrite the new weights with the old ones.
+            model.synchronize_param_gather()
+            model._hooks.shown.follow_changes()
+            if reduce:
+                model.finish_grad_sync()
+
+
+def _with_reduction(closure: Callable[[], Any], reduce: Callable[[], None]) -> Any:
+    """Call a closure, and then ``reduce`` its gradients."""
+    with torch.enable_grad():
+        loss = closure()
+    reduce()
+    return loss
+
+
+@torch.optim.Optimizer.profile_hook_step
+def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Update the main weights on flat segments, with torch's hooks around it."""
+    loss = None if closure is None else closure()
+    assert optimizer._fsdp_flat is not None
+    optimizer._fsdp_flat.step(optimizer)
+    return loss
+
+
+def shard_optimizer(
+    optimizer: torch.optim.Optimizer,
+    checkpoint_ready: bool = True,
+    gathers_matrices: bool = False,
+) -> torch.optim.Optimizer:
+    """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
+
+    The state of torch's optimizers is created at once, so a checkpoint can be loaded into it; see
+    :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for optimizers that create it at the first
+    step.
+
+    Args:
+        optimizer: an element-wise torch optimizer.
+        checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
+        gathers_matrices: it gathers whole matrices itself, so its update may be any.
+
+    Raises:
+        ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
+        NotImplementedError: for optimizers whose update is not element-wise.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
+        )
+    refuse_own_step(optimizer)
+    kind = type(optimizer)
+    if issubclass(kind, ShardedOptimizer):
+        raise ValueError("the optimizer is sharded already")
+    refuse_optimizer(optimizer, gathers_matrices)
+    _refuse_unsharded(_parameters(optimizer))
+    _keep_scheduler(optimizer)
+    optimizer.__class__ = type(
+        kind.__name__, (ShardedOptimizer, kind), {"__module__": kind.__module__}
+    )
+    sharded = cast(ShardedOptimizer, optimizer)
+    sharded._fsdp_checkpoint_ready = checkpoint_ready
+    sharded._fsdp_gathers = gathers_matrices
+    known = torch_class(kind)
+    sharded._fsdp_flat = FlatUpdate(known) if known is not None else None
+    sharded._find_models()
+    for group in sharded.param_groups:
+        group["param_names"] = _names(group["params"])
+    sharded._make_missing_state()
+    return sharded
+
+
+def swap_parameters(optimizer: torch.optim.Optimizer, model: MegatronFSDP) -> None:
+    """Replace the module's parameters in an optimizer by the sharded ones, with groups and state.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that is not the module's; nothing is changed
+            then.
+    """
+    sharded_params = {each.compute: each for each in model.sharded_params}
+    replacements = {compute: each.parameter for compute, each in sharded_params.items()}
+    known = {*replacements.keys(), *replacements.values()}
+    _refuse_strangers(_parameters(optimizer), known)
+    for group in optimizer.param_groups:
+        group["params"] = [replacements.get(each, each) for each in group["params"]]
+    unsharded = [
+        each for each in optimizer.state if isinstance(each, nn.Parameter) and each in replacements
+    ]
+    names = elementwise_names((sharded_params[each], optimizer.state[each]) for each in unsharded)
+    # One parameter at a time: its whole state is freed before the next one is sharded.
+    for compute in unsharded:
+        slots = optimizer.state.pop(compute)
+        optimizer.state[replacements[compute]] = shard_slots(sharded_params[compute], slots, names)
+
+
+# ---- checks
+
+
+def check_optimizer(
+    problems: Problems,
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module,
+    use_decoupled_grad: bool,
+    gathers_matrices: bool,
+) -> None:
+    """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
+
+    Args:
+        problems: the list to add to.
+        optimizer: the user's argument, of any type.
+        module: the user's argument, of any type, before sharding.
+        use_decoupled_grad: the user's argument of this name.
+        gathers_matrices: the user's argument ``optimizer_gathers_matrices``.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        problems.add(
+            f"optimizer expects a torch.optim.Optimizer but got {type(optimizer).__name__}"
+        )
+        return
+    if isinstance(module, nn.Module):  # otherwise the check of the module reports it
+        known = set(module.parameters())
+        unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
+        if unknown:
+            problems.add(f"{unknown} parameters of the optimizer are none of the module's")
+    problems.check(refuse_optimizer, optimizer, gathers_matrices)
+    problems.check(refuse_own_step, optimizer)
+    if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
+        problems.add(
+            "use_decoupled_grad puts gradients on param.decoupled_grad, which"
+            f" {type(optimizer).__name__} does not read: it would not train. Leave it False, or"
+            " pass a precision-aware optimizer"
+        )
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer, gathers_matrices: bool = False) -> None:
+    """Raise ``NotImplementedError`` for optimizers that cannot work on shards of matrices."""
+    kind = _user_class(optimizer)
+    refuse_class(kind, optimizer.defaults, optimizer.param_groups, gathers_matrices)
+
+
+def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ValueError`` if ``step`` has been replaced on the instance.
+
+    Learning-rate schedulers are allowed to do so.
+    """
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            "the optimizer's step has been replaced on the instance: shard the optimizer before"
+            " that"
+        )
+
+
+def _refuse_unsharded(parameters: list[nn.Parameter]) -> None:
+    unsharded = sum(1 for parameter in parameters if not is_owned(parameter))
+    if unsharded:
+        raise ValueError(
+            f"{unsharded} of the optimizer's {len(parameters)} parameters belong to no sharded"
+            " model: take them from model.parameters() after fully_shard_model, or hand both to"
+            " fully_shard"
+        )
+
+
+def _refuse_strangers(parameters: list[nn.Parameter], known: set[torch.Tensor]) -> None:
+    strangers = sum(1 for parameter in parameters if parameter not in known)
+    if strangers:
+        raise ValueError(
+            f"{strangers} of the optimizer's {len(parameters)} parameters are none of the module's"
+        )
+
+
+# ---- parts of optimizers
+
+
+def _user_class(optimizer: torch.optim.Optimizer) -> OptimizerClass:
+    """Return the user's class of an optimizer, which may be sharded."""
+    for base in type(optimizer).__mro__:
+        if issubclass(base, torch.optim.Optimizer) and not issubclass(base, ShardedOptimizer):
+            return base
+    raise AssertionError("every optimizer has a class")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups."""
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
+
+
+def _sharded_params_of(parameters: Iterable[nn.Parameter]) -> list[ShardedParam]:
+    return [sharded_param_of(parameter) for parameter in parameters]
+
+
+def _names(parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Return the names of sharded parameters in the wrapper."""
+    return ["module." + sharded_param.name for sharded_param in _sharded_params_of(parameters)]
+
+
+def _keep_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """Let a learning-rate scheduler from before sharding see the steps of the new class.
+
+    It has wrapped the step of the old class and put the result on the instance.
+    """
+    if "step" not in vars(optimizer):
+        return
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        vars(self)["_opt_called"] = True  # without it the scheduler warns about a wrong order
+        return type(self).step(self, *args, **kwargs)
+
+    vars(step)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = step.__get__(optimizer)

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces: every collective, allocation and range of a part of a run, on every rank."""

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoint that a run loads: the newest sound one of --load and --pretrained-checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.commands.formats import TORCH_DIST, open_checkpoint
+from megatron.checkpoint.store import directory
+from megatron.checkpoint.store import stores
+from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import METADATA
+from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
+from megatron.checkpoint.torch_dist.checkpoint import check_marker
+from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
+from megatron.pretrain.errors import RunError, is_of_machine
+from megatron.pretrain.checkpoints.followed_checkpoint import followed_by, is_given_up, tracked_in
+
+Say = Callable[[str], None]
+"""Prints one line for the user, on the first rank."""
+
+Damage = dict[Path, str]
+"""Path of a checkpoint or a tracker file that is passed over -> what is wrong with it."""
+FILES_OF_ONE = {
+    "*.distcp": METADATA,
+    COMMON_FILE: METADATA,
+    "model*.safetensors*": CONFIG,
+    "pytorch_model*.bin*": CONFIG,
+}
+"""Pattern of files in the directory of one checkpoint or model -> the file that it needs."""
+NON_PERSISTENT = "non_persistent"
+"""Directory of the checkpoint that --non-persistent-save-interval overwrites, beside the others."""
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """A checkpoint to load."""
+
+    path: Path
+    iteration: int | str
+    weights_only: bool
+    """Load the weights and start anew: no optimizer state, no schedule, no progress."""
+    is_newest: bool
+    """It was chosen for being the newest sound one, not by --ckpt-step."""
+    is_local: bool = False
+    """Every rank has a path of its own, to the part that it wrote."""
+
+    def in_words(self, iteration: int) -> str:
+        """Return the path and the iteration that was in it, which should be that of its name."""
+        words = f"{self.path}, iteration {iteration}"
+        if iteration == self.iteration:
+            return words
+        return (
+            f"{words}, which is not that of its name: it was renamed, or files of another"
+            " checkpoint are in it"
+        )
+
+
+def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
+    """Return the checkpoint to load, None to start from scratch; reads no tensor.
+
+    Those at a URL are downloaded to this node before they are looked at.
+
+    Args:
+        args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
+            loaded with ``finetune``. Of ``pretrained_checkpoint`` only weights are ever loaded.
+            Both may be a Hugging Face model, which has nothing but weights.
+            ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint, and
+            ``no_load_fallback`` one whose newest is damaged.
+        say: prints a line.
+        damage: what earlier calls and :func:`pass_over` have put in is passed over; what else is
+            passed over is put in.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is not clear which one is meant.
+    """
+    load, pretrained = args.load, args.pretrained_checkpoint
+    for root, weights_only in ((load, args.finetune), (pretrained, True)):
+        if not root:
+            continue
+        is_given = root == load and args.ckpt_step is not None
+        if is_given:
+            iteration: int | str | None = args.ckpt_step
+        elif root == load:
+            root, iteration = _newer_of_both(args, load, say, damage)
+        else:
+            iteration = _newest_sound(root, args, damage)
+        if iteration is None and is_model_directory(Path(root)):
+            return CheckpointSource(Path(root), directory.RELEASE, True, is_newest=False)
+        if iteration is None:
+            continue
+        path = directory.find(root, iteration)
+        if path is None:
+            raise ValueError(_absent(root, iteration))
+        is_weights = weights_only or iteration == directory.RELEASE
+        return CheckpointSource(path, iteration, is_weights, not is_given)
+    if pretrained:
+        raise ValueError(f"--pretrained-checkpoint {pretrained} has no {directory.TRACKER}")
+    if load and (args.exit_on_missing_checkpoint or args.finetune):
+        flag = "--exit-on-missing-checkpoint" if args.exit_on_missing_checkpoint else "--finetune"
+        raise ValueError(f"{flag}: {load} has no {directory.TRACKER}")
+    if load:
+        say(
+            f"{load} has no {directory.TRACKER}: starting from scratch, which"
+            " --exit-on-missing-checkpoint forbids"
+        )
+    return None
+
+
+def pass_over(
+    args: argparse.Namespace, source: CheckpointSource, problem: str, damage: Damage
+) -> None:
+    """Let :func:`find_source` take the checkpoint before ``source``, which is damaged.
+
+    Raises:
+        ValueError: the problem, if this very checkpoint was asked for.
+    """
+    if args.no_load_fallback or not source.is_newest:
+        raise ValueError(problem)
+    damage[source.path] = problem
+
+
+def fallback_lines(
+    args: argparse.Namespace, source: CheckpointSource, damage: Damage
+) -> Iterator[str]:
+    """Yield a line for each damaged file or checkpoint for which ``source`` is the substitute."""
+    for path, problem in damage.items():
+        line = f"{' '.join(problem.split())}. {source.path.name} is loaded instead"
+        if path.name != directory.TRACKER and continues(args, source):
+            line += ", and the damaged one is replaced when this run saves that iteration"
+        yield line
+
+
+def continues_in(save: str | None, source: CheckpointSource | None) -> bool:
+    """Return True if the run goes on with the checkpoints of its --save directory."""
+    if not save or source is None or source.weights_only:
+        return False
+    return source.path.parent.resolve() == Path(save).resolve()
+
+
+def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool:
+    """Return True if the run goes on with its own checkpoints; one may be non-persistent."""
+    if continues_in(args.save, source):
+        return True
+    if not args.save or not args.load or Path(args.save).resolve() != Path(args.load).resolve():
+        return False
+    if source is not None and source.is_local:
+        return True
+    return continues_in(non_persistent_root(args, args.save), source)
+
+
+# ---- the newest
+
+
+def non_persistent_root(args: argparse.Namespace, root: str) -> str:
+    """Return the directory of the non-persistent checkpoint that belongs to those in ``root``."""
+    return args.non_persistent_global_ckpt_dir or str(Path(root) / NON_PERSISTENT)
+
+
+def _newer_of_both(
+    args: argparse.Namespace, load: str, say: Say, damage: Damage
+) -> tuple[str, int | str | None]:
+    """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
+
+    Raises:
+        ValueError: as :func:`_newest_sound` does, if it has no substitute of the other kind.
+    """
+    extra_root = non_persistent_root(args, load)
+    if args.non_persistent_ckpt_type != "global":
+        newest = _newest_sound(load, args, damage)
+        there = directory.iterations(extra_root)
+        if there and not damage and not (isinstance(newest, int) and newest >= there[0]):
+            say(
+                f"{extra_root} has a newer one, of iteration {there[0]}, which only"
+                " --non-persistent-ckpt-type global loads"
+            )
+        return load, newest
+    newest, problem = _attempted(load, args, damage)
+    if isinstance(newest, int) and newest >= max(directory.iterations(extra_root), default=0):
+        return load, newest
+    extra, extra_problem = _attempted(extra_root, args, damage)
+    for wrong, substitute in ((problem, extra), (extra_problem, newest)):
+        if wrong is not None and (args.no_load_fallback or substitute is None):
+            raise wrong
+    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
+        return load, newest
+    found = directory.find(extra_root, extra)
+    assert found is not None  # it is the newest sound one
+    if newest is None or not is_given_up(int(extra), followed_by(found), tracked_in(load)):
+        return extra_root, extra
+    if not damage:
+        say(
+            f"{found} is newer, and is not loaded: {Path(load) / directory.TRACKER} names another"
+            " checkpoint than the one that it followed"
+        )
+    return load, newest
+
+
+def _attempted(
+    root: str, args: argparse.Namespace, damage: Damage
+) -> tuple[int | str | None, ValueError | None]:
+    try:
+        return _newest_sound(root, args, damage), None
+    except ValueError as error:
+        return None, error
+
+
+def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:
+    """Return the newest sound iteration of a directory, None if it has no checkpoint at all.
+
+    Raises:
+        ValueError: it is a file, or none of its checkpoints can be loaded, or not the one that the
+            tracker file names with --no-load-fallback. A run must not begin from scratch then.
+    """
+    path = Path(root)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{root} is a file; a directory with checkpoints is expected")
+    candidates, problem = _candidates(root)
+    if not candidates:
+        _refuse_parts(path)
+    if problem is not None:
+        if args.no_load_fallback or not candidates:
+            raise ValueError(problem)
+        damage[path / directory.TRACKER] = problem
+    refused = []
+    for iteration in candidates:
+        found = directory.find(root, iteration) or directory.iteration_directory(root, iteration)
+        if found not in damage:
+            stores.fetch(found)
+        wrong = damage.get(found) or _damage_of(found, args)
+        if wrong is None:
+            return iteration
+        if args.no_load_fallback:
+            raise ValueError(wrong)
+        damage[found] = wrong
+        refused.append(wrong)
+    if len(refused) == 1:
+        raise ValueError(refused[0])
+    if refused:
+        raise ValueError(listed(f"{root} has no checkpoint that can be loaded", refused))
+    return None
+
+
+def _refuse_parts(path: Path) -> None:
+    """Refuse a directory without checkpoints that has files of one.
+
+    Raises:
+        ValueError: it is the directory of a single checkpoint, or of a Hugging Face model that is
+            not complete.
+    """
+    if (path / METADATA).is_file():
+        raise ValueError(
+            f"{path} is itself the directory of one checkpoint: name the directory above it, and"
+            " its iteration by --ckpt-step"
+        )
+    if is_model_directory(path):
+        return
+    for pattern, needed in FILES_OF_ONE.items():
+        for part in sorted(path.glob(pattern)):
+            raise ValueError(
+                f"{path} has {part.name} but no {needed}: it is the directory of one checkpoint or"
+                " model, which is not complete"
+            )
+
+
+def _candidates(root: str) -> tuple[list[int] | list[str], str | None]:
+    """Return the iterations that may be loaded, the newest first, and the tracker's problem.
+
+    A sound tracker file decides which one is the newest: people edit it to go back.
+    """
+    there = directory.iterations(root)
+    has_release = directory.find(root, directory.RELEASE) is not None
+    try:
+        tracked = directory.read_tracker(root)
+    except ValueError as error:
+        problem = str(error)
+    else:
+        if tracked == directory.RELEASE and has_release:
+            return [directory.RELEASE], None
+        if tracked in there:
+            return [iteration for iteration in there if iteration <= int(tracked)], None
+        if tracked is None and not (there or has_release):
+            return [], None
+        problem = _absent(root, tracked) if tracked is not None else _untracked(root)
+    if there or not has_release:
+        return there, problem
+    return [directory.RELEASE], problem
+
+
+def _absent(root: str, iteration: int | str) -> str:
+    missing = directory.iteration_directory(root, iteration)
+    return f"there is no checkpoint {missing}; in {root} are: {_checkpoints_in(root)}"
+
+
+def _untracked(root: str) -> str:
+    return (
+        f"{root} has checkpoints ({_checkpoints_in(root)}) but no {directory.TRACKER}, which names"
+        " the newest complete one"
+    )
+
+
+def _checkpoints_in(root: str) -> str:
+    """Return the names of the checkpoints of a directory."""
+    found = [path.name for path in Path(root).glob("iter_*")]
+    found += [path.name for path in Path(root).glob(directory.RELEASE)]
+    return ", ".join(sorted(found)) or "none"
+
+
+def _damage_of(path: Path, args: argparse.Namespace) -> str | None:
+    """Return what is wrong with a checkpoint as far as one process sees it at once, or None.
+
+    These are missing, cut and foreign files, changes of small ones, and unreadable arguments.
+    Tensors are compared later, by all ranks.
+    """
+    try:
+        verify = not args.no_verify_integrity
+        if not (path / METADATA).is_file():
+            StoredCheckpoint(path, verify)  # says what else is missing
+        opened = open_checkpoint(path, verify)
+        if opened.format == TORCH_DIST:
+            check_marker(path)
+            read_common(opened.dcp_files())
+        if args.use_checkpoint_args or not args.no_check_checkpoint_args:
+            stored_arguments(path)
+    except RefusedPickleError:
+        return None  # may be sound, and of another program: whoever loads it says so
+    except ValueError as error:
+        return str(error)
+    except Exception as error:  # files can hold anything
+        if is_of_machine(error):
+            raise RunError(f"{path} cannot be read: {error}") from error
+        return f"{path} cannot be loaded: {type(error).__name__}: {error}"
+    return None

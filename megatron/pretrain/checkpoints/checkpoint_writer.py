@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The writer process of a rank: it writes and signs checkpoints from host memory.
+
+The writers of all ranks are a gloo world of their own, and run the same code as a blocking save:
+torch.distributed.checkpoint's (or Megatron-Core's) planner and writer, then the manifest.
+
+torch's ``async_save`` with a process is not used. That process dies of the SIGTERM that torchrun
+sends to a rank's whole process group, so that the last checkpoint of a job would be lost, it waits
+for the death of another rank's process up to 30 minutes in a thread that the exit of the program
+waits for, it gets tensors through /dev/shm, it needs gloo in the run's default group, and it can
+neither sign files nor write torch_dist. Megatron-Core's AsyncCallsQueue needs CUDA, plans while
+training is held, and forks a process that has threads.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from megatron.mcore_adapter import cpu
+from megatron.pretrain.checkpoints import checkpointing
+from megatron.pretrain.ranks import initialize_model_parallel
+from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
+
+GRACE_SECONDS = 10
+"""Time that a writer without work has to end."""
+
+
+@dataclass(frozen=True)
+class WriterWorld:
+    """The world that the writers of all ranks form."""
+
+    rank: int
+    world_size: int
+    host: str
+    """Of the store in which they meet."""
+    port: int
+    name: str
+    """Of this world in the store."""
+    timeout: timedelta
+
+
+@dataclass(frozen=True)
+class WriteRequest:
+    """One checkpoint to write."""
+
+    content: StagedContent
+    target: Path
+
+
+class WriterProcess:
+    """The writer process of this rank, as the rank sees it.
+
+    Args:
+        world: that it joins.
+        buffer: from which it reads.
+    """
+
+    def __init__(self, world: WriterWorld, buffer: StagingBuffer):
+        self._rank = world.rank
+        self._connection, there = Pipe()
+        descriptors = (there.fileno(), buffer.file_descriptor)
+        # Not multiprocessing's `spawn`, which would import the main program. SIGTERM is for the
+        # ranks, which wait for their writers.
+        code = (
+            "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+            f" sys.path[:] = {sys.path!r};"
+            " from megatron.pretrain.report.logging_setup import set_up_logging; set_up_logging();"
+            f" from megatron.pretrain.checkpoints.checkpoint_writer import serve; serve{descriptors}"
+        )
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            start_new_session=True,  # torchrun signals the process group of a rank
+        )
+        there.close()  # so that the connection breaks when the writer dies
+        self._connection.send(world)
+
+    @property
+    def process_id(self) -> int:
+        """Number of the process, and of its group."""
+        return self._process.pid
+
+    def write(self, request: WriteRequest) -> None:
+        """Let the writer begin; a writer that has died is found by :meth:`poll`."""
+        with suppress(OSError):
+            self._connection.send(request)
+
+    def poll(self) -> list[str] | None:
+        """Return the problems of a save that has ended, None while it is under way."""
+        code = self._process.poll()  # before the look for an answer, which may precede the death
+        try:
+            if self._connection.poll():
+                return self._connection.recv()
+        except (EOFError, OSError):
+            code = self._process.wait()
+        if code is None:
+            return None
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        return [f"rank {self._rank}: the process that writes checkpoints {how}"]
+
+    def kill(self) -> None:
+        """End the writer and its children at once."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._connection.close()
+
+    def end(self) -> None:
+        """Let a writer without work end, without waiting for it."""
+        with suppress(OSError):
+            self._connection.send(None)
+
+    def wait(self) -> None:
+        """Wait until a writer that was told to end has done so."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_SECONDS)
+        self.kill()
+
+
+# ---- in the process
+
+
+def serve(connection_descriptor: int, buffer_descriptor: int) -> None:
+    """Write checkpoints until the rank says that there are no more; end with the rank."""
+    connection = Connection(connection_descriptor)
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, received), daemon=True).start()
+    world: WriterWorld = received.get()
+    try:
+        store = TCPStore(world.host, world.port, is_master=False, timeout=world.timeout)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(world.name, store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=world.timeout,
+        )
+        cpu.install()
+        buffer = StagingBuffer(buffer_descriptor)
+        while (request := received.get()) is not None:
+            connection.send(_write(buffer.read(request.content), request.target))
+        dist.destroy_process_group()
+    except Exception as error:  # of another rank's writer that has died, in most cases
+        connection.send([f"rank {world.rank}: {type(error).__name__}: {error}"])
+        received.get()  # the rank ends this process when all ranks know
+
+
+def _receive(connection: Connection, received: queue.SimpleQueue[Any]) -> None:
+    try:
+        while True:
+            received.put(connection.recv())
+    except (EOFError, OSError):
+        # The rank has ended, however it did. 0: this process' group, with what it has started.
+        os.killpg(0, signal.SIGKILL)
+
+
+def _write(content: dict[str, Any], target: Path) -> list[str]:
+    args = content["args"]
+    checkpointing.pickle_enums_by_value(args)
+    if args.ckpt_format == "torch_dist" and not parallel_state.model_parallel_is_initialized():
+        initialize_model_parallel(args)  # ranks that have the same tensors share the work
+    return checkpointing.write(args, content, target)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of other formats, which a run with FSDP loads as if they had been converted.
+
+The converter's reader and writer plan the conversion to fsdp_dtensor. Nothing of it is written:
+every rank reads the rows of its own shards from the original files.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron.checkpoint.commands.formats import (
+    FSDP_DTENSOR,
+    HUGGING_FACE,
+    TORCH_DIST,
+    open_checkpoint,
+)
+from megatron.checkpoint.dcp.entry_reader import EntryReader
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import METADATA
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.torch_dist import checkpoint as torch_dist
+from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.checkpoints.checkpoint_source import Say
+
+
+def format_of(source: Path) -> str:
+    """Return the format of a checkpoint, by its files.
+
+    Raises:
+        ValueError: if it is none, or not complete.
+    """
+    if is_model_directory(source):
+        return HUGGING_FACE
+    if not (source / METADATA).is_file():
+        raise ValueError(f"{source} is no complete checkpoint: it has no {METADATA}")
+    if (source / torch_dist.MARKER).is_file():
+        return TORCH_DIST
+    if (source / torch_dist.COMMON_FILE).is_file():
+        open_checkpoint(source, verify=False)  # refuses a save that was not finished
+    return FSDP_DTENSOR
+
+
+def open_converted(source: Path, args: argparse.Namespace, say: Say) -> EntryReader:
+    """Return a reader of what ``source`` would be after a conversion to fsdp_dtensor; a collective.
+
+    Args:
+        source: a torch_dist checkpoint whose files have been checked, or a Hugging Face model.
+        args: of the run that loads it.
+        say: prints a line on the first rank.
+
+    Raises:
+        ValueError: on every rank, if it cannot be converted.
+    """
+    problems: list[str] = []
+    try:
+        state = _training_state(source, args)
+        # The loader finds parameters by their canonical names, whatever layers its model has.
+        target = fsdp_dtensor.target(state, choose_spelling(state, "local"))
+    except Exception as error:  # files can hold anything, and the other ranks wait
+        problems = [_message(source, error)]
+    _raise_together(problems)
+    notes = set(state.notes)
+    say(f"{source} is in the format {format_of(source)}: converted in memory")
+    _share_comparisons(source, state)
+    for note in agree(notes.union(state.notes)):
+        say(f"note: {note}")
+    return EntryReader(target, str(source))
+
+
+def _training_state(source: Path, args: argparse.Namespace) -> TrainingState:
+    if format_of(source) == TORCH_DIST:
+        stored = StoredCheckpoint(source, verify=False)  # its files are verified already
+        return torch_dist.read(stored, allow_unknown=not args.strict_fsdp_dtensor_load)
+    state = hugging_face.read(source)
+    assert state.args is not None  # config.json has them
+    own, rows = args.padded_vocab_size, state.args.padded_vocab_size
+    if rows < own:
+        state = hugging_face.read(source, vocabulary_multiple=own)
+        state.notes.append(f"its vocabulary of {rows} rows is padded with zeros to {own}")
+    return state
+
+
+def _share_comparisons(source: Path, state: TrainingState) -> None:
+    """Find the parameters whose moments begin anew; a collective.
+
+    This needs whole tensors, of which every rank reads its share only.
+
+    Raises:
+        ValueError: on every rank, if some tensor cannot be read.
+    """
+    names = [name for name, is_fresh in state.is_fresh.items() if is_fresh.known is None]
+    # The largest first, each to the next rank: the shares are about as large as each other.
+    names.sort(key=lambda name: (-state.weights[name].num_bytes, name))
+    fresh, problems = [], []
+    try:
+        for name in names[dist.get_rank() :: dist.get_world_size()]:
+            if state.is_fresh[name]():
+                fresh.append(name)
+    except Exception as error:  # files can hold anything, and the other ranks wait
+        problems = [_message(source, error)]
+    _raise_together(problems)
+    all_fresh = set(agree(fresh))
+    for name in names:
+        state.is_fresh[name].known = name in all_fresh
+
+
+def _message(source: Path, error: Exception) -> str:
+    if not isinstance(error, ValueError):
+        return f"{source} cannot be loaded: {type(error).__name__}: {error}"
+    message = f"{source} cannot be converted in memory: {error}"
+    if "(--" in str(error):
+        message += "\nThe flags are those of tools/checkpoint/checkpoint_inspector.py"
+    return message
+
+
+def _raise_together(problems: list[str]) -> None:
+    problems = agree(problems)
+    if problems:
+        raise ValueError("\n".join(problems))

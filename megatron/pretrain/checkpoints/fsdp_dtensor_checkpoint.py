@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of runs with --use-megatron-fsdp: fsdp_dtensor, by torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+from torch.distributed.checkpoint.state_dict_loader import load as load_entries
+from torch.distributed.checkpoint.state_dict_saver import save as save_entries
+from torch.distributed.checkpoint.storage import StorageReader
+
+from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.core.listing import some
+from megatron.checkpoint.dcp.safe_loading import PartReader, SafePlanner, SafeReader
+from megatron.checkpoint.core.spelling import canonical_name, plain_name
+from megatron.checkpoint.fsdp_dtensor.keys import (
+    CHECKPOINT_VERSION,
+    MODEL_PREFIX,
+    STATE_PREFIX,
+    names_in_file,
+    wrapper_prefix,
+)
+from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
+from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter import FullyShardedDataParallel
+from megatron.mcore_adapter.checkpoint_entries import (
+    Settings,
+    drop_absent_settings,
+    entries_of,
+    has_loss_scaler,
+    named_parameters,
+    settings_of_group,
+    sharded_params,
+    state_entries,
+)
+from megatron.mcore_adapter.file_differences import FileDifferences
+from megatron.pretrain.checkpoints.planned_save import save_planned
+from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
+
+__all__ = ["CHECKPOINT_VERSION", "collect", "load", "write", "write_part"]
+
+Model = list[FullyShardedDataParallel]
+"""The chunks of this pipeline stage."""
+
+Source = Path | StorageReader
+"""A directory in this format, a reader of what a conversion would write there, or of a part."""
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause Python's garbage collector.
+
+    A save or a load makes thousands of objects that stay, for which it would look through all
+    objects of the process, once or twice.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@collector_paused()
+def collect(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: Model,
+    optimizer: MegatronOptimizer | None,
+) -> dict[str, Any]:
+    """Return the content of a checkpoint; its tensors share storage with model and optimizer.
+
+    Args:
+        args: of the run.
+        state: everything but weights and optimizer.
+        model: the chunks of this pipeline stage.
+        optimizer: None: its state is not saved.
+    """
+    names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
+    content = {**_with_rng_by_stage(state), "model": model_entries(model, names)}
+    if optimizer is not None:
+        prefix = own_prefix(model)
+        content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+        if optimizer.grad_scaler is not None:
+            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    return content
+
+
+@collector_paused()
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the directory ``target``; a collective.
+
+    The ranks are those of the run, or the writer processes of a background save.
+
+    Args:
+        args: of the run.
+        content: of this rank, or a copy of it.
+        target: exists and is empty.
+    """
+    save_planned(args, content, SigningWriter(target), EvenPlanner)
+
+
+@collector_paused()
+def write_part(content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned on this rank, and nothing else, into ``target``.
+
+    This is no collective: the directory is this rank's own, and exists and is empty.
+    """
+    writer, planner = SigningWriter(target), EvenPlanner(is_whole=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
+        try:
+            save_entries(content, storage_writer=writer, planner=planner, no_dist=True)
+        except CheckpointException as error:  # which knows this rank as rank 0
+            raise error.failures[0][0] from None
+
+
+@collector_paused()
+def load(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: Model,
+    optimizer: MegatronOptimizer | None,
+    source: Source,
+) -> dict[str, Any]:
+    """Load ``source`` into the model, the optimizer and a copy of ``state``, which is returned.
+
+    This is a collective.
+
+    Args:
+        args: of the run.
+        state: everything but weights and optimizer, as a fresh run has it.
+        model: the chunks of this pipeline stage.
+        optimizer: None: its state is not loaded.
+        source: the directory of the checkpoint, or a reader of one, or each rank's reader of the
+            part that it wrote in this very layout.
+
+    Raises:
+        ValueError: on every rank, listing the entries that are missing on any rank or of another
+            shape, unless partial loads are allowed; before anything is overwritten.
+    """
+    stored = _read_metadata(source)
+    is_tied = not args.untie_embeddings_and_output_weights
+    names = EntryNames(args.swiglu, is_tied, names_in_file(stored))
+    content: dict[str, Any] = {
+        **_with_rng_of_file(state, stored),
+        "model": model_entries(model, names),
+    }
+    del content["checkpoint_version"]
+    if "num_floating_point_operations_so_far" not in stored:
+        del content["num_floating_point_operations_so_far"]
+    if optimizer is not None:
+        prefix = _prefix_in_file(model, stored, names)
+        content["optimizer"] = optimizer_entries(model, optimizer, prefix, names)
+        if optimizer.grad_scaler is not None and has_loss_scaler(stored):
+            content["grad_scaler"] = optimizer.grad_scaler.state_dict()
+    fit_padding(
+        content,
+        stored,
+        VocabularyArguments.of(args),
+        lambda: VocabularyArguments.of(_read_args(source)),
+    )
+    _check(content, stored, source, is_partial=not args.strict_fsdp_dtensor_load)
+    if optimizer is not None:
+        drop_absent_settings(content["optimizer"]["param_to_group_meta"], stored)
+    _read(content, source)
+    # Weights and moments were read in place. Values derived from them remain to be updated.
+    for chunk in model:
+        chunk.load_state_dict(chunk.state_dict())
+    if optimizer is not None:
+        saved = content["optimizer"]["param_to_group_meta"]
+        _load_settings(model, optimizer, saved, names)
+        if "grad_scaler" in content:
+            optimizer.grad_scaler.load_state_dict(content["grad_scaler"])
+    if "rng_state" in content:
+        content["rng_state"] = content["rng_state"][_rng_key()]
+    return content
+
+
+# ---- entries of the model and the optimizer
+
+
+@dataclass(frozen=True)
+class EntryNames:
+    """The names under which a file has the parameters of a model.
+
+    Args:
+        gated: the MLPs are gated, and the file stores the halves of their weights.
+        is_tied: the output layer has the weight of the embedding, and none of its own in the file.
+        in_file: canonical name -> name in the file. Transformer Engine's layers call some
+            parameters by other names than local ones.
+    """
+
+    gated: bool
+    is_tied: bool
+    in_file: Mapping[str, str] = field(default_factory=dict)
+
+    def name(self, own: str) -> str:
+        """Return the name in the file of a parameter or buffer that the model calls ``own``."""
+        plain = plain_name(own)
+        return self.in_file.get(canonical_name(plain), plain)
+
+    def is_stored(self, own: str) -> bool:
+        """Return True if the file has the parameter or buffer that the model calls ``own``.
+
+        A last stage that predicts several tokens has the embedding, and Megatron-Core makes a
+        weight of the output layer beside it that nothing uses. Other layouts do not have it.
+        """
+        return not (self.is_tied and plain_name(own) == "output_layer.weight")
+
+
+def model_entries(model: Model, names: EntryNames) -> dict[str, Any]:
+    """Return main weights and buffers of this stage by the file's names, ``module.<name>``."""
+    entries: dict[str, Any] = {}
+    for chunk in model:
+        for key, value in chunk.module.state_dict(keep_vars=True).items():
+            if key.endswith("_extra_state") or not names.is_stored(key):
+                continue
+            sharded = sharded_param_of(value) if is_linked(value) else None
+            name = MODEL_PREFIX + names.name(key)
+            if sharded is None:
+                entries[name] = value
+            else:
+                entries.update(entries_of(name, value, sharded, names.gated))
+    return entries
+
+
+def optimizer_entries(
+    model: Model, optimizer: MegatronOptimizer, prefix: str, names: EntryNames
+) -> dict[str, dict[str, Any]]:
+    """Return state and settings of the optimizer's parameters by the file's names.
+
+    Args:
+        model: the chunks of this pipeline stage.
+        optimizer: over their parameters.
+        prefix: one ``module.`` for each wrapper of the run that writes, or wrote, the file.
+        names: of the parameters in the file.
+    """
+    raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
+
+    def name_in_file(wrapped: str) -> str:
+        return prefix + names.name(wrapped)
+
+    stored = {name: slots for name, slots in raw["state"].items() if names.is_stored(name)}
+    settings = {}
+    for wrapped, fields in raw["param_to_group_meta"].items():
+        if names.is_stored(wrapped):
+            settings[name_in_file(wrapped)] = dict(fields)
+    state = state_entries(stored, sharded_params(model), name_in_file, names.gated)
+    return {"state": state, "param_to_group_meta": settings}
+
+
+def own_prefix(model: Model) -> str:
+    """Return ``module.`` once for each wrapper of this run."""
+    name = next(iter(named_parameters(model)))
+    return name.removesuffix(plain_name(name))
+
+
+def _prefix_in_file(model: Model, stored: Mapping[str, Any], names: EntryNames) -> str:
+    """Return ``module.`` once for each wrapper of the run that wrote the file."""
+    prefix = wrapper_prefix(stored, map(names.name, named_parameters(model)))
+    return own_prefix(model) if prefix is None else prefix
+
+
+def _load_settings(
+    model: Model, optimizer: MegatronOptimizer, saved: dict[str, Settings], names: EntryNames
+) -> None:
+    """Give every param group the settings that its parameters had.
+
+    Raises:
+        ValueError: on every rank, if parameters of one group had different ones.
+    """
+    saved = {plain_name(name): settings for name, settings in saved.items()}
+    own_names: dict[nn.Parameter, str] = {}
+    for name, parameter in named_parameters(model).items():
+        own_names[parameter] = names.name(name)
+    divided = []
+    for group in optimizer.param_groups:
+        members = [own_names[parameter] for parameter in group["params"]]
+        settings, _, different = settings_of_group(members, saved)
+        divided += different
+        group.update(settings)
+    divided = agree(divided)
+    if divided:
+        raise ValueError(
+            "the checkpoint's param groups are divided otherwise than this run's (--no-load-optim"
+            f" skips them): {some(divided)} had other settings than the rest of the group"
+        )
+
+
+# ---- random state
+
+
+def _rng_key() -> str:
+    """Return the key of this rank's random state: its pipeline stage and tensor-parallel rank."""
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    return f"({stage}, {tensor_rank})"
+
+
+def _with_rng_by_stage(state: dict[str, Any]) -> dict[str, Any]:
+    """Copy ``state`` with the random states, if it has any, under the key of this rank."""
+    if "rng_state" not in state:
+        return dict(state)
+    return {**state, "rng_state": {_rng_key(): state["rng_state"]}}
+
+
+def _with_rng_of_file(state: dict[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy ``state`` with as many random states as the file has for this rank.
+
+    It has none if the file has none for this rank, or if the states of data ranks differ and the
+    file has another number of them than this run.
+    """
+    start = f"rng_state.{_rng_key()}."
+    own = {key.removeprefix(start) for key in stored if key.startswith(start)}
+    ranks = {key.split(".")[0] for key in own}
+    file_has_any = any(key.startswith("rng_state.") for key in stored)
+    if "rng_state" not in state or not file_has_any:
+        return _with_rng_by_stage(state)  # the check reports missing entries
+    if not ranks or len(state["rng_state"]) not in (1, len(ranks)):
+        return {key: value for key, value in state.items() if key != "rng_state"}
+    first = state["rng_state"][0]
+    return _with_rng_by_stage({**state, "rng_state": [copy.deepcopy(first) for _ in ranks]})
+
+
+# ---- the file
+
+
+def _reader(source: Source) -> StorageReader:
+    return SafeReader(source) if isinstance(source, Path) else source
+
+
+def _read_metadata(source: Source) -> dict[str, STORAGE_TYPES]:
+    """Read the metadata of the file's entries, by key; a collective.
+
+    Raises:
+        ValueError: on every rank, if it is damaged for any.
+    """
+    stored: dict[str, STORAGE_TYPES] = {}
+    damage = []
+    try:
+        stored = _reader(source).read_metadata().state_dict_metadata
+    except ValueError as error:
+        damage = [str(error)]
+    damage = agree(damage)
+    if damage:
+        raise ValueError("\n".join(damage))
+    return stored
+
+
+def _read(content: dict[str, Any], source: Source) -> None:
+    """Read the entries of ``content`` from the file, in place; a collective."""
+    reader, planner = _reader(source), SafePlanner(allow_partial_load=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
+        load_entries(content, storage_reader=reader, planner=planner)
+
+
+def _read_args(source: Source) -> argparse.Namespace | None:
+    """Read the arguments of the run that wrote the file; a collective."""
+    content: dict[str, argparse.Namespace | None] = {"args": None}
+    _read(content, source)
+    return content["args"]
+
+
+def _check(
+    content: dict[str, Any], stored: Mapping[str, STORAGE_TYPES], source: Source, is_partial: bool
+) -> None:
+    """Compare the entries that all ranks ask for with those of the file; a collective.
+
+    Raises:
+        ValueError: on every rank, listing the entries that do not fit.
+    """
+    asked, _ = flatten_state_dict(content)
+    own = FileDifferences.between(asked, stored, "in the model")
+    differences = FileDifferences(agree(own.shapes), agree(own.missing))
+    starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
+    keys = [key for key in sorted(stored) if key.startswith(starts)]
+    if isinstance(source, PartReader):
+        unexpected = agree(key for key in keys if key not in asked)
+    else:
+        unexpected = _asked_nowhere(keys, asked)
+    if is_partial:
+        problems = differences.without_missing().problems()
+    else:
+        problems = differences.problems()
+        problems += [f"not in the model: {some(unexpected)}"] if unexpected else []
+    if problems:
+        raise ValueError(
+            f"{source} is a checkpoint of another model or run:\n  "
+            + "\n  ".join(problems)
+            + _hints(differences)
+        )
+
+
+def _hints(differences: FileDifferences) -> str:
+    """Name the flags that leave out the entries that do not fit."""
+    hints = ""
+    if differences.concern_random_state:
+        hints += "\nThe random state does not fit this machine or layout: --no-load-rng skips it."
+    of_optimizer = ("optimizer.", "opt_param_scheduler.")
+    if any(key.startswith(of_optimizer) for key in differences.missing):
+        hints += "\nSome of the optimizer's state is not there: --no-load-optim loads weights"
+        hints += " without it."
+    return hints
+
+
+def _asked_nowhere(keys: list[str], asked: dict[str, Any]) -> list[str]:
+    """List those of ``keys`` that no rank asks for; a collective.
+
+    Other stages and expert ranks have other entries.
+
+    Args:
+        keys: the same on every rank.
+        asked: the entries that this rank asks for, by key.
+    """
+    # One number a key: the keys themselves, from every rank, would be too many.
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    somewhere = torch.tensor([key in asked for key in keys], dtype=torch.uint8, device=device)
+    dist.all_reduce(somewhere, op=dist.ReduceOp.MAX)
+    return [key for key, found in zip(keys, somewhere.tolist()) if not found]

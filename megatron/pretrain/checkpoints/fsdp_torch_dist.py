@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of runs with FSDP in the format torch_dist, which runs without FSDP load.
+
+It is the optimizer's layout fully_reshardable. Every rank writes the chunks of its own shards at
+their positions in the stacked tensors of the format; nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import MegatronOptimizer
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from megatron.checkpoint.core import key_rules, param_groups
+from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
+from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.spelling import (
+    HALVES,
+    Spelling,
+    canonical_name,
+    expert_number,
+    layer_kinds,
+    layer_number,
+    plain_name,
+)
+from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.fsdp_dtensor.keys import split_half
+from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
+from megatron.fsdp.dtensor.chunks import local_chunks
+from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.checkpoint_entries import sharded_params
+from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
+    EntryNames,
+    Model,
+    collector_paused,
+    model_entries,
+    optimizer_entries,
+    own_prefix,
+)
+from megatron.pretrain.checkpoints.planned_save import save_planned
+from megatron.pretrain.checkpoints.torch_dist_checkpoint import sharded_random_state
+
+
+def collect(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: Model,
+    optimizer: MegatronOptimizer | None,
+) -> dict[str, Any]:
+    """Return ``args``, the ``entries`` of this rank and the ``files`` beside them; a collective.
+
+    Tensors share storage with model and optimizer. Everything can be pickled, for the process of a
+    background save. Only the first rank has files.
+
+    Args:
+        args: of the run.
+        state: everything but weights and optimizer.
+        model: the chunks of this pipeline stage.
+        optimizer: None: its state is not saved.
+    """
+    names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
+    slots: dict[str, dict[str, Any]] = {}
+    settings: dict[str, dict[str, Any]] = {}
+    entries: list[ChunkEntry | ObjectEntry] = []
+    problems = []
+    try:
+        weights = _canonical(model_entries(model, names))
+        if optimizer is not None:
+            of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
+            slots = _canonical(of_optimizer["state"])
+            settings = _canonical(of_optimizer["param_to_group_meta"])
+        layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+        entries += _random_state(state)
+        entries += extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
+        entries += _tensors(layout, weights, slots, _compute_dtypes(model))
+    except Exception as error:  # the other ranks wait
+        problems = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"]
+    problems = agree(problems)
+    if problems:
+        raise ValueError("\n".join(problems))
+    files = files_beside(_common_state(state, settings, slots, optimizer))
+    written = {}
+    if dist.get_rank() == 0:
+        written = {name: content() for name, content in files.items()}
+    return {"args": state["args"], "entries": entries, "files": written}
+
+
+@collector_paused()
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the empty directory ``target``, and sign it.
+
+    This is a collective.
+    """
+    entries = [_lazy(entry) for entry in content["entries"]]
+    save_planned(
+        args, {}, SigningWriter(target, beside=content["files"]), partial(_Planner, entries)
+    )
+
+
+class _Planner(EvenPlanner):
+    """A planner of entries with flat keys, each of which is read when it is written."""
+
+    def __init__(self, entries: list[Entry], **options: Any):
+        super().__init__(**options)
+        self._entries = EntryPlanner(entries)
+
+    def own_entries(self) -> tuple[list[WriteItem], None]:
+        return self._entries.create_local_plan().items, None
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        return self._entries.resolve_data(write_item)
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """One chunk of a tensor in the file, whose elements are in memory.
+
+    Attributes:
+        key: of the tensor.
+        shape: of the whole tensor.
+        offsets: of the chunk; as long as ``shape``.
+        elements: of the chunk; leading dims of size 1 may be left out.
+        dtype: of the tensor in the file.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    elements: torch.Tensor
+    dtype: torch.dtype
+
+
+def _lazy(entry: ChunkEntry | ObjectEntry) -> Entry:
+    """Return the entry as the planner takes it."""
+    if isinstance(entry, ObjectEntry):
+        return entry
+    elements = in_memory(entry.elements).to(entry.dtype)
+    return TensorEntry(entry.key, entry.shape, entry.offsets, elements)
+
+
+def _canonical(entries: dict[str, Any]) -> dict[str, Any]:
+    """Return entries by canonical names; halves of gated weights keep their suffix."""
+    found = {}
+    for key, value in entries.items():
+        name, half = split_half(plain_name(key))
+        found[canonical_name(name) + half] = value
+    return found
+
+
+def _compute_dtypes(model: Model) -> dict[str, torch.dtype]:
+    """Return the dtype in which the model computes, by the canonical names of parameters."""
+    return {
+        canonical_name(name): sharded.compute.dtype
+        for name, sharded in sharded_params(model).items()
+    }
+
+
+# ---- tensors
+
+
+@dataclass(frozen=True)
+class StackedLayout:
+    """Keys and shapes of the format's tensors, in which layers and experts are stacked.
+
+    Attributes:
+        spelling: of the run's model.
+        axes_of_names: canonical name of a parameter of this rank -> lengths of the axes of layers
+            and experts of its tensor.
+    """
+
+    spelling: Spelling
+    axes_of_names: dict[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, names: list[str]) -> StackedLayout:
+        """Return the layout of the model of ``args``, for the parameters of this rank."""
+        frequency = args.moe_layer_freq
+        are_layers_alike = isinstance(frequency, int) and frequency <= 1
+        spelling = Spelling(
+            transformer_engine=args.transformer_impl == "transformer_engine",
+            grouped_experts=False,  # no key depends on it
+            stacked=are_layers_alike,
+            layers=layer_kinds(names),
+        )
+        axes: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            layers = (
+                (args.num_layers,) if are_layers_alike and layer_number(name) is not None else ()
+            )
+            experts = (args.num_experts,) if expert_number(name) is not None else ()
+            axes[name] = (*layers, *experts)
+        return cls(spelling, axes)
+
+    @property
+    def axes_of_keys(self) -> dict[str, tuple[int, ...]]:
+        """Key of a tensor -> lengths of its axes of layers and experts."""
+        return {
+            self.spelling.stacked_key(name)[0]: axes for name, axes in self.axes_of_names.items()
+        }
+
+    def chunks(self, entry: str, slot: str, value: Any, dtype: torch.dtype) -> Iterator[ChunkEntry]:
+        """Yield the chunks of a tensor that this rank has.
+
+        Args:
+            entry: canonical name of a parameter or buffer, or of one half of it.
+            slot: the prefix of the key, such as ``optimizer.state.exp_avg.``; empty for the model.
+            value: a DTensor over the rank's shard, or a whole tensor.
+            dtype: of the tensor in the file.
+        """
+        name, half = split_half(entry)
+        key, index = self.spelling.stacked_key(name)
+        shape, first_row = tuple(value.shape), 0
+        if half:  # the second half of (8, 3) begins at row 8 of (16, 3)
+            first_row = shape[0] * HALVES.index(half)
+            shape = (2 * shape[0], *shape[1:])
+        for offsets, chunk in _local_chunks(value):
+            if half:
+                offsets = (first_row + offsets[0], *offsets[1:])
+            whole_shape = (*self.axes_of_names[name], *shape)
+            yield ChunkEntry(slot + key, whole_shape, (*index, *offsets), chunk, dtype)
+
+
+def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the offsets and the elements of every chunk of a tensor that this rank has."""
+    if not isinstance(value, DTensor):
+        yield (0,) * value.dim(), value.detach()
+        return
+    local = local_chunks(value)
+    assert local is not None  # the layout of sharded models determines them
+    for offsets, _ in local.chunks:
+        yield offsets, local.__get_tensor_shard__(MetadataIndex("", torch.Size(offsets)))
+
+
+def _tensors(
+    layout: StackedLayout,
+    weights: dict[str, Any],
+    slots: dict[str, dict[str, Any]],
+    compute_dtypes: dict[str, torch.dtype],
+) -> Iterator[ChunkEntry]:
+    """Yield weights in the dtype of the model, main weights and moments."""
+    for entry, value in weights.items():
+        dtype = compute_dtypes.get(split_half(entry)[0], value.dtype)
+        yield from layout.chunks(entry, "", value, dtype)
+        if entry in slots:
+            yield from layout.chunks(entry, "optimizer.state.param.", value, torch.float32)
+    for entry, values in slots.items():
+        for slot, value in values.items():
+            if slot != "step":
+                yield from layout.chunks(entry, f"optimizer.state.{slot}.", value, value.dtype)
+
+
+# ---- everything else
+
+
+def _random_state(state: dict[str, Any]) -> Iterator[ObjectEntry]:
+    if "rng_state" in state:
+        sharded = sharded_random_state(state["rng_state"])
+        if not sharded.replica_id:
+            yield ObjectEntry(sharded.unique_key, [sharded.data])
+
+
+def _common_state(
+    state: dict[str, Any],
+    settings: dict[str, dict[str, Any]],
+    slots: dict[str, dict[str, Any]],
+    optimizer: MegatronOptimizer | None,
+) -> TrainingState:
+    """Return what is not sharded, with the param groups of all ranks; a collective.
+
+    The format does not say which parameters are in a group, so one name stands for all of them.
+    """
+    common = TrainingState(
+        {},
+        args=state["args"],
+        iteration=state["iteration"],
+        operations=state["num_floating_point_operations_so_far"],
+        scheduler=state.get("opt_param_scheduler"),
+        version=state["checkpoint_version"],
+    )
+    if optimizer is None:
+        return common
+    if optimizer.grad_scaler is not None:
+        common.grad_scaler = optimizer.grad_scaler.state_dict()
+    own = []
+    for group in param_groups.group_by_fields(settings):
+        steps = [float(step) for step in _steps(group.names, slots)]
+        own.append((group.fields, max(steps, default=None)))
+    of_ranks: list[list[Any]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    fields_of: dict[str, dict[str, Any]] = {}
+    for rank, groups in enumerate(of_ranks):
+        for number, (fields, step) in enumerate(groups):
+            name = f"group {number} of rank {rank}"
+            fields_of[name] = fields
+            if step is not None:
+                common.steps[name] = step
+    common.groups = param_groups.group_by_fields(fields_of)
+    return common
+
+
+def _steps(names: list[str], slots: dict[str, dict[str, Any]]) -> Iterator[Any]:
+    for name in names:
+        for entry in key_rules.entry_names(name, name not in slots):
+            if "step" in slots.get(entry, {}):
+                yield slots[entry]["step"]

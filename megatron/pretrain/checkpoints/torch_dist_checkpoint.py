@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of runs without FSDP, in the format torch_dist of Megatron-Core's dist_checkpointing.
+
+Three defects of its DistributedOptimizer over torch's AdamW are worked around. Saving, or loading
+into, an optimizer without state fails, so it has state from the beginning
+(``make_optimizer_state``). The state on disk has no ``step``, which a load then misses. After a
+load all parameters share one ``step`` tensor, so that a training step advances it once per
+parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import DistributedOptimizer, MegatronOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.dcp.stored_metadata import read_metadata
+from megatron.checkpoint.torch_dist.checkpoint import check_marker
+from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.fsdp.engine.collectives import agree
+from megatron.mcore_adapter.releases.common_state import common_object_readable
+from megatron.pretrain.model.gpt_model import unwrap
+from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, load_strategy
+from megatron.pretrain.checkpoints.write_results import written_by_threads
+
+SHARDING_TYPE = "distrib_optim_sharding_type"
+"""The field of the description that names the distributed optimizer's layout; absent without it."""
+MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
+"""The field of the description that says how a save gathers the optimizer's state."""
+
+_STRATEGIES = SaveStrategies()
+"""Of the saves of this process."""
+
+
+def collect(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+) -> dict[str, Any]:
+    """Return ``state``, the model and the optimizer in Megatron-Core's sharded form.
+
+    Tensors share storage with the model and the optimizer. This is a collective.
+    """
+    metadata = metadata_of(args)
+    with gathered_weights(model), without_warnings():
+        content = sharded_state(state, model, optimizer, metadata, is_loading=False)
+        apply_factories(content)  # they are functions, which no other process could be sent
+    return content
+
+
+def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
+    """Write what :func:`collect` returned into the empty directory ``target``; a collective.
+
+    The ranks are those of the run, or the writer processes of a background save.
+    """
+    metadata = metadata_of(args)
+    with without_warnings(), written_by_threads():
+        try:
+            strategy = _STRATEGIES.strategy(args, content)
+            dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+        except BaseException:
+            _STRATEGIES.forget()
+            raise
+
+
+def load(
+    args: argparse.Namespace,
+    state: dict[str, Any],
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    source: Path,
+) -> dict[str, Any]:
+    """Load ``source`` into the model and the optimizer, and return the rest of its content.
+
+    Raises:
+        ValueError: it does not fit this run.
+    """
+    _refuse_code(source)
+    with gathered_weights(model), without_warnings(), _common_state_readable(source):
+        described = dist_checkpointing.load_content_metadata(str(source))
+        if described and optimizer is not None:
+            _refuse_other_optimizer(args, described, source)
+        metadata = described or metadata_of(args)
+        # A load needs no gathering, and gloo groups only with it.
+        metadata = {**metadata, MEMORY_EFFICIENT: False}
+        content = sharded_state(state, model, optimizer, metadata, is_loading=True)
+        _drop_absent_random_state(content, source)
+        try:
+            loaded = dist_checkpointing.load(
+                content,
+                str(source),
+                sharded_strategy=load_strategy(args, source),
+                strict=StrictHandling(args.dist_ckpt_strictness),
+            )
+        except (CheckpointingException, KeyError, RuntimeError) as error:
+            raise ValueError(
+                f"{source} is a checkpoint of another model or run: {error}"
+            ) from error
+        if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
+            loaded = loaded[0]
+        for key, chunk in named_chunks(model).items():
+            unwrap(chunk).load_state_dict(loaded[key])
+        if optimizer is not None:
+            load_optimizer(optimizer, loaded["optimizer"])
+    return loaded
+
+
+def _refuse_other_optimizer(
+    args: argparse.Namespace, described: dict[str, Any], source: Path
+) -> None:
+    """Refuse optimizer state that Megatron-Core's optimizer of this run cannot read.
+
+    Args:
+        args: of this run.
+        described: the description in the file, as :func:`content_metadata` makes it.
+        source: the checkpoint.
+
+    Raises:
+        ValueError: the file has the state of the distributed optimizer and this run has another
+            one, or the other way round.
+    """
+    is_distributed = SHARDING_TYPE in described
+    if is_distributed == args.use_distributed_optimizer:
+        return
+    without, way = ("", "give") if is_distributed else ("out", "leave out")
+    raise ValueError(
+        f"{source} was written with{without} --use-distributed-optimizer, whose optimizer state is"
+        f" another one: {way} --use-distributed-optimizer, or load the weights alone with"
+        " --no-load-optim; runs with --use-megatron-fsdp load both"
+    )
+
+
+def _refuse_code(source: Path) -> None:
+    """Read everything in the file as data first, because Megatron-Core unpickles any content.
+
+    This is a collective.
+
+    Raises:
+        ValueError: a file is damaged, or names what checkpoints do not hold.
+    """
+    problems = []
+    if dist.get_rank() == 0:
+        try:
+            check_marker(source)
+            stored = StoredCheckpoint(source, verify=False)  # its files are verified already
+            read_common(stored)
+            for key in stored.objects:
+                stored.read_object(key)
+        except ValueError as error:
+            problems = [str(error)]
+    problems = agree(problems)
+    if problems:
+        raise ValueError(problems[0])
+
+
+def _common_state_readable(source: Path) -> AbstractContextManager[None]:
+    """Return the context in which Megatron-Core finds the common state, in either form."""
+    if (source / COMMON_FILE).is_file():
+        return nullcontext()
+    return common_object_readable(lambda: read_common(StoredCheckpoint(source, verify=False)))
+
+
+def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
+    """Request no random state on any rank if the file has none for some rank; a collective.
+
+    It has none for some ranks where it was written under another layout, which the caller reports.
+    """
+    absent = []
+    if "rng_state" in content:
+        known = read_metadata(source).state_dict_metadata
+        if content["rng_state"].unique_key not in known:
+            absent.append("no random state")
+    if agree(absent):
+        content.pop("rng_state", None)
+
+
+def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the description of the optimizer's layout in the files of a run."""
+    return content_metadata(
+        args.use_distributed_optimizer,
+        args.dist_ckpt_optim_fully_reshardable,
+        args.distrib_optim_fully_reshardable_mem_efficient,
+    )
+
+
+def content_metadata(
+    use_distributed_optimizer: bool, fully_reshardable: bool, memory_efficient: bool
+) -> dict[str, Any]:
+    """Return the description of the optimizer's layout that the file carries.
+
+    Args:
+        use_distributed_optimizer: each rank has a part of the state.
+        fully_reshardable: the file has it parameter by parameter.
+        memory_efficient: for that it is gathered over gloo, on the first data-parallel rank alone,
+            which writes all of it. Otherwise every rank gathers all and writes its share.
+    """
+    metadata: dict[str, Any] = {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+    if use_distributed_optimizer:
+        metadata[SHARDING_TYPE] = "fully_reshardable" if fully_reshardable else "dp_reshardable"
+        metadata[MEMORY_EFFICIENT] = fully_reshardable and memory_efficient
+    return metadata
+
+
+def sharded_state(
+    state: dict[str, Any],
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    metadata: dict[str, Any],
+    is_loading: bool,
+) -> dict[str, Any]:
+    """Return ``state`` with model, optimizer and random state in Megatron-Core's sharded form."""
+    models = _sharded_models(model, metadata)
+    content = {**state, **models}
+    if optimizer is not None:
+        weights = models["model"] if len(models) == 1 else models
+        content["optimizer"] = optimizer.sharded_state_dict(
+            weights, is_loading=is_loading, metadata=metadata
+        )
+    if "rng_state" in state:
+        content["rng_state"] = sharded_random_state(state["rng_state"])
+    return content
+
+
+def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> dict[str, Any]:
+    """Return the model chunks in Megatron-Core's sharded form; a collective.
+
+    Raises:
+        ValueError: on every rank, if Megatron-Core fails for the chunks of some stage. The other
+            stages must not wait for it in a collective.
+    """
+    models: dict[str, Any] = {}
+    problems: list[str] = []
+    try:
+        for key, chunk in named_chunks(model).items():
+            models[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
+    except Exception as error:  # assertions about layouts, for the most part
+        problems = [
+            f"Megatron-Core cannot save or load this model in torch_dist: {type(error).__name__}:"
+            f" {error}"
+        ]
+    problems = agree(problems)
+    if problems:
+        raise ValueError(problems[0])
+    return models
+
+
+def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
+    """Return the generators of this rank in Megatron-Core's sharded form.
+
+    The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
+    parallelism for each data rank.
+
+    Args:
+        states: of :func:`~megatron.pretrain.random_state.gather_random_state`.
+    """
+    offset = [
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    ]
+    shape = [
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    ]
+    data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    if parallel_state.get_expert_model_parallel_world_size() == 1:
+        return ShardedObject("rng_state", states, tuple(shape), tuple(offset), replica_id=data_rank)
+    offset.append(data_rank)
+    shape.append(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+    state = states[data_rank % len(states)]
+    return ShardedObject("rng_state", [state], tuple(shape), tuple(offset))
+
+
+def named_chunks(model: list[MegatronModule]) -> dict[str, MegatronModule]:
+    """Return the chunks by their names in the file.
+
+    The name is ``model``, or ``model0``, ``model1`` and so on with virtual stages.
+    """
+    if len(model) == 1:
+        return {"model": model[0]}
+    return {f"model{number}": chunk for number, chunk in enumerate(model)}
+
+
+def distributed_optimizers(optimizer: MegatronOptimizer) -> Iterator[DistributedOptimizer]:
+    """Yield the distributed optimizers inside a chain, or the optimizer itself if it is one."""
+    for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(inner, DistributedOptimizer):
+            yield inner
+
+
+def load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Load the state into the optimizer, around the defects that the module names."""
+    for inner in distributed_optimizers(optimizer):
+        inner._set_main_param_and_optimizer_states = _keeping_step(inner)
+    try:
+        with torch.no_grad():  # in fp32 runs main parameters are views of the model's
+            optimizer.load_state_dict(state)
+    finally:
+        for inner in distributed_optimizers(optimizer):
+            del inner._set_main_param_and_optimizer_states  # the method of the class again
+            for slots in inner.optimizer.state.values():
+                if isinstance(slots.get("step"), torch.Tensor):
+                    slots["step"] = slots["step"].clone()
+
+
+def _keeping_step(
+    optimizer: DistributedOptimizer,
+) -> Callable[[torch.nn.Parameter, dict[str, Any]], None]:
+    """Return the optimizer's method that sets a parameter's state, made to leave ``step`` alone."""
+    set_state = optimizer._set_main_param_and_optimizer_states
+
+    def set_state_without_step(parameter: torch.nn.Parameter, tensors: dict[str, Any]) -> None:
+        group, order = optimizer.model_param_group_index_map[parameter]
+        main_parameter = optimizer.optimizer.param_groups[group]["params"][order]
+        slots = optimizer.optimizer.state[main_parameter]
+        if "step" in slots:
+            # The group's step is set already; bucket layouts bring back that of the optimizer
+            # before its first step.
+            tensors = {**tensors, "step": slots["step"]}
+        set_state(parameter, tensors)
+
+    return set_state_without_step
+
+
+@contextmanager
+def gathered_weights(model: list[MegatronModule]) -> Iterator[None]:
+    """Bring the weights of all ranks up to date inside the context.
+
+    With overlapped all-gathers they are otherwise stale until the next forward gathers them.
+    """
+    overlapped = [
+        chunk
+        for chunk in model
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather
+    ]
+    for chunk in overlapped:
+        chunk.disable_forward_pre_hook()
+    try:
+        yield
+    finally:
+        for chunk in overlapped:
+            chunk.enable_forward_pre_hook()
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence warnings: torch's checkpoint uses names that torch itself deprecates."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a run: datasets, tokenizers, and the samples that each rank reads."""

@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training data: Megatron-Core's GPT datasets, built from the files that the command line names."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from torch.utils.data import Dataset
+
+from megatron.pretrain.data import dataset_helpers
+from megatron.pretrain.data.corpus import standard_library_corpus
+from megatron.pretrain.data.dataset_files import check_samples
+from megatron.pretrain.data.fill_in_the_middle import (
+    FillInTheMiddle,
+    FillInTheMiddleConfig,
+    FillInTheMiddleDataset,
+)
+from megatron.pretrain.data.index_cache import cache_of, check_visible, damage_named
+from megatron.pretrain.data.splits import (
+    DEFAULT_SPLIT,
+    Blend,
+    Bookends,
+    DataSource,
+    check_splits,
+    check_weights,
+)
+from megatron.pretrain.data.tokenizer import Tokenizer
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizer_record import check_records, record_path
+from megatron.pretrain.first_rank import on_first_rank
+
+DEFAULT_CORPUS_DIRECTORY = "data"
+Sizes = tuple[int, int | None, int]
+"""Samples of the training, validation and test data; None for one epoch, each sample once."""
+
+
+def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | None:
+    """Find the source of the data and check its files, before a run begins.
+
+    A collective that returns the same on every rank, and None for a run without samples. Rank 0
+    checks the data, and writes the default corpus if no data is named. All ranks must see the same
+    file system.
+
+    Args:
+        args: one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
+            `valid_data_path` and `test_data_path`; without any, the Python standard library, in
+            `data_cache_path` or the folder "data".
+        tokenizer: must be the one the data was written with.
+
+    Raises:
+        ValueError: the data is missing, damaged, contradictory or too small; the same on every
+            rank.
+        OSError: the data cannot be read, or the default corpus be written; the same on every rank.
+    """
+    sizes = _sizes(args)
+    if not any(map(_is_wanted, sizes)):
+        return None
+    return on_first_rank(lambda: _find_source(args, tokenizer, sizes))
+
+
+def _sizes(args: argparse.Namespace) -> Sizes:
+    sizes = wanted_samples(
+        train_samples=args.train_samples,
+        train_iters=args.train_iters,
+        global_batch_size=args.global_batch_size,
+        eval_iters=args.eval_iters,
+        eval_interval=args.eval_interval,
+    )
+    if args.full_validation and (args.eval_interval or args.skip_train):
+        return sizes[0], None, sizes[2]
+    return sizes
+
+
+def _is_wanted(size: int | None) -> bool:
+    return size != 0
+
+
+def build_datasets(
+    args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource | None = None
+) -> tuple[Dataset | None, Dataset | list[Dataset] | None, Dataset | None]:
+    """Build the training, validation and test datasets.
+
+    A collective that returns the same datasets on every rank, and None for a split that is not
+    wanted or has no documents; with `multiple_validation_sets` a list of validation datasets. Rank
+    0 builds the index caches that the other ranks then read.
+
+    Args:
+        args: of the run.
+        tokenizer: must be the one the data was written with.
+        source: result of `find_data`, which is called without it, and may raise.
+    """
+    dataset_helpers.compile_if_missing()
+    source = source or find_data(args, tokenizer)
+    if source is None:
+        return None, None, None
+    if source.cache is not None and args.data_cache_path is None:
+        check_visible(source.cache)
+    sizes = _sizes(args)
+    config = _config(args, tokenizer, source)
+    if source.blend_per_split is None:
+        # The config derives these from the split alone (from a fixed one for mock data). A split
+        # without documents must not be built: the number of epochs is found by adding its tokens up
+        # until there are enough.
+        config.split_matrix = source.bookends
+        config.split = source.split
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    if args.fim_data:
+        dataset_class = FillInTheMiddleDataset
+    with damage_named(source.cache):
+        train, valid, test = BlendedMegatronDatasetBuilder(
+            dataset_class, list(sizes), lambda: True, config
+        ).build()
+    if args.multiple_validation_sets and valid is not None and not isinstance(valid, list):
+        valid = [valid]  # Megatron-Core lists only several
+    if not args.mock_data:
+        sets = valid if isinstance(valid, list) else [valid]
+        on_first_rank(lambda: _check_caches([train, *sets, test]))
+    return train, valid, test
+
+
+def _config(args: argparse.Namespace, tokenizer: Tokenizer, source: DataSource) -> GPTDatasetConfig:
+    """Return Megatron-Core's settings of the datasets."""
+    if args.allow_ambiguous_pad_tokens and tokenizer.ambiguous_pad >= 0:
+        tokenizer.pad = tokenizer.ambiguous_pad
+    settings: dict[str, Any] = dict(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=source.blend,
+        blend_per_split=source.blend_per_split,
+        split=source.split if source.blend else None,
+        full_validation=args.full_validation,
+        multiple_validation_sets=args.multiple_validation_sets,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        path_to_cache=source.cache,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    if args.fim_data:
+        fill_in_the_middle = FillInTheMiddle.of(args, tokenizer)
+        return FillInTheMiddleConfig(**settings, fill_in_the_middle=fill_in_the_middle)
+    return GPTDatasetConfig(**settings)
+
+
+def _check_caches(datasets: Sequence[Dataset | None]) -> None:
+    """Check that the index caches from which datasets were made are of the same data.
+
+    Raises:
+        ValueError: names the folder of the caches of another dataset.
+    """
+    for dataset in datasets:
+        for part in getattr(dataset, "datasets", [dataset]):
+            if not isinstance(part, GPTDataset):
+                continue
+            try:
+                check_samples(
+                    part.dataset.sequence_lengths,
+                    part.indices,
+                    part.document_index,
+                    part.sample_index,
+                    part.shuffle_index,
+                    part.config.sequence_length,
+                )
+            except ValueError as error:
+                raise ValueError(
+                    f"the index cache of {part.dataset.path_prefix} in {part.config.path_to_cache}"
+                    f" is of other data, or damaged: {error}; remove it"
+                ) from error
+
+
+def wanted_samples(
+    *,
+    train_samples: int | None,
+    train_iters: int | None,
+    global_batch_size: int,
+    eval_iters: int | None,
+    eval_interval: int | None,
+) -> tuple[int, int, int]:
+    """Return how many samples the run takes from the training, validation and test data.
+
+    Args:
+        train_samples: length of the run in samples; None if `train_iters` gives it.
+        train_iters: length of the run in iterations.
+        global_batch_size: samples in an iteration.
+        eval_iters: global batches in an evaluation.
+        eval_interval: iterations between evaluations; None or 0 for none during training.
+    """
+    evaluation = (eval_iters or 0) * global_batch_size
+    train = train_samples if train_samples is not None else (train_iters or 0) * global_batch_size
+    iterations = train_iters if train_iters is not None else train // global_batch_size
+    num_evaluations = iterations // eval_interval + 1 if eval_interval else 0
+    return train, num_evaluations * evaluation, evaluation
+
+
+def parse_blend(values: Sequence[str]) -> Blend:
+    """Read a data path: prefixes, or pairs of weight and prefix.
+
+    Returns:
+        The prefixes and their weights, None if no weights are given.
+
+    Raises:
+        ValueError: weights on some prefixes only, or a weight that is not positive.
+    """
+    prefixes = [value.strip() for value in values]
+    weights = [_as_number(value) for value in prefixes[::2]]
+    if len(values) % 2 or all(weight is None for weight in weights):
+        return prefixes, None
+    numbers = [weight for weight in weights if weight is not None and 0 < weight < float("inf")]
+    if len(numbers) < len(weights):
+        raise ValueError(
+            "a data path expects prefixes, or a positive weight before every prefix, but got"
+            f" {' '.join(values)}"
+        )
+    return prefixes[1::2], numbers
+
+
+def _find_source(args: argparse.Namespace, tokenizer: Tokenizer, sizes: Sizes) -> DataSource:
+    """Return the checked source of the data, writing the default corpus if none is named."""
+    if args.fim_data:
+        FillInTheMiddle.of(args, tokenizer)  # raises an error before a model is built
+    per_split = [args.train_data_path, args.valid_data_path, args.test_data_path]
+    problems = _source_problems(
+        mock_data=bool(args.mock_data),
+        data_path=bool(args.data_path),
+        path_per_split=any(per_split),
+        split=args.split is not None,
+    )
+    if args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        problems.append(
+            "--reset-attention-mask has no effect with --no-create-attention-mask-in-dataloader"
+        )
+    if problems:
+        raise ValueError("; ".join(problems))
+    if any(per_split):
+        whole: Bookends = (0.0, 1.0)
+        blends = [
+            parse_blend(values) if values and _is_wanted(size) else None
+            for values, size in zip(per_split, sizes)
+        ]
+        source = DataSource([whole if blend else None for blend in blends], blend_per_split=blends)
+        if sizes[0] and blends[0] is None:
+            raise ValueError(
+                "--valid-data-path and --test-data-path need --train-data-path too, or"
+                " --train-iters 0"
+            )
+    else:
+        split = args.split or ("1,1,1" if args.mock_data else DEFAULT_SPLIT)
+        source = DataSource(_bookends(split, sizes), split)
+        if not args.mock_data:
+            directory = args.data_cache_path or DEFAULT_CORPUS_DIRECTORY
+            source.blend = parse_blend(
+                args.data_path or [standard_library_corpus(directory, tokenizer)]
+            )
+    sample_length = args.seq_length + 1  # its labels come one token later
+    least_tokens = (1, sample_length if sizes[1] is None else 1, 1)
+    prefixes = source.prefixes()
+    if any(record_path(prefix).is_file() for prefix in prefixes):
+        check_records(prefixes, TokenizerChoice.of(args), tokenizer)
+    source.lines = check_splits(source, tokenizer.vocab_size, least_tokens)
+    source.cache = args.data_cache_path
+    if prefixes and source.cache is None:
+        source.cache = str(cache_of(prefixes))
+    return source
+
+
+def _source_problems(
+    *, mock_data: bool, data_path: bool, path_per_split: bool, split: bool
+) -> list[str]:
+    """Return what is wrong with flags of the source that are given together.
+
+    Args:
+        mock_data: --mock-data is given.
+        data_path: --data-path is given.
+        path_per_split: --train-data-path, --valid-data-path or --test-data-path is given.
+        split: --split is given.
+    """
+    sources = {
+        "--mock-data": mock_data,
+        "--data-path": data_path,
+        "--train-data-path, --valid-data-path, --test-data-path": path_per_split,
+    }
+    problems = []
+    if sum(sources.values()) > 1:
+        given = " and ".join(flag for flag, value in sources.items() if value)
+        problems.append(f"only one source of data can be used, but got {given}")
+    if path_per_split and split:
+        problems.append("--split cuts --data-path; leave it out where every split has its own path")
+    return problems
+
+
+def _bookends(split: str, sizes: Sizes) -> list[Bookends | None]:
+    """Return the part of the documents for every split; `sizes` of 0 are not built.
+
+    For example, "80,20,0" is [(0.0, 0.8), (0.8, 1.0), None].
+    """
+    check_weights(split)
+    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
+    if sizes[0] and matrix[0] is None:
+        raise ValueError(f"--split {split} leaves nothing to train on")
+    return [ends if _is_wanted(size) else None for ends, size in zip(matrix, sizes)]
+
+
+def _as_number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward step of one microbatch, as Megatron-Core's schedules call it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import StragglerDetector
+
+from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.report.timing import BATCH, PhaseTimes
+from megatron.pretrain.watch import rerun
+
+Microbatches = Generator[dict[str, torch.Tensor], None, None]
+"""Microbatches of one rank, see :func:`megatron.pretrain.data.microbatches.build_iterator`."""
+Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
+"""Sum of losses, number of tokens, and the values that the schedule returns for the report."""
+
+
+class ForwardStep:
+    """A forward step that returns the losses of a microbatch and the function that sums them.
+
+    Args:
+        args: of the run, which say what losses are checked for.
+        device: the device of the model.
+        iteration: the training steps done so far, for error messages.
+        times: measures how long data takes.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, iteration: int, times: PhaseTimes
+    ):
+        self._args = args
+        self._device = device
+        self._iteration = iteration
+        self._times = times
+        # Without it no context: it logs the tracebacks of errors that pass.
+        self._stragglers = StragglerDetector() if args.log_straggler else None
+
+    def __call__(
+        self, data: Microbatches, model: MegatronModule
+    ) -> tuple[torch.Tensor, Callable[[torch.Tensor], Loss]]:
+        """Run the model on the next microbatch.
+
+        Returns:
+            The model's output, on the last pipeline stage the loss of every token, and the function
+            that sums it.
+        """
+        with self._times.measured(BATCH, level=2), self._watched(is_batch=True):
+            batch = {
+                name: value.to(self._device, non_blocking=True)
+                for name, value in next(data).items()
+            }
+        batch = batch_on_this_rank(batch)
+        mask = batch["loss_mask"]
+        with self._watched():
+            output = model(
+                batch["tokens"],
+                batch["position_ids"],
+                batch.get("attention_mask"),
+                labels=batch["labels"],
+                loss_mask=mask,
+            )
+        return output, lambda output: self.loss(output, mask)
+
+    def _watched(self, is_batch: bool = False) -> AbstractContextManager[object]:
+        """Return the context in which --log-straggler measures: of a batch, or of the model."""
+        return self._stragglers(bdata=is_batch) if self._stragglers else nullcontext()
+
+    def loss(self, losses: torch.Tensor, mask: torch.Tensor) -> Loss:
+        """Sum the losses where ``mask`` is 1.
+
+        Args:
+            losses: loss of every token, ``[batch, length]``.
+            mask: 1 for tokens that count, 0 for others, ``[batch, length]``.
+
+        Returns:
+            The sum, the number of tokens that count (int32), and under ``lm loss`` both of them in
+            float32, ``[2]``.
+
+        Raises:
+            RunError: the sum is NaN or infinite, and no rerun machine rejects such results.
+        """
+        total = torch.sum(losses.float() * mask)
+        tokens = mask.sum().to(torch.int)
+        checks = self._args.check_for_nan_in_loss_and_grad and not rerun.validates(self._args)
+        if checks and not torch.isfinite(total):
+            raise RunError(
+                f"rank {dist.get_rank()}: the loss is {total.item()} in iteration"
+                f" {self._iteration + 1}"
+            )
+        if torch.is_grad_enabled():  # not in an evaluation
+            rerun.validate_loss(self._args, total.detach().clone())
+        # A copy: the schedule scales the loss in place.
+        return total, tokens, {"lm loss": torch.stack([total.detach().clone(), tokens.float()])}

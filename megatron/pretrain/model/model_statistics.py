@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Statistics over all parameters of a model: their number, their norm, zeros in their gradients.
+
+Every element counts once, whichever ranks have it or copies of it. The functions that count or sum
+are collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.module import MegatronModule
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from megatron.pretrain.checkpoints.torch_dist_checkpoint import gathered_weights
+
+
+def number_of_parameters(model: list[MegatronModule]) -> int:
+    """Return the number of elements over all pipeline stages and tensor-parallel ranks."""
+    return int(_sum_over_ranks([float(shard.numel()) for _, shard in owned_shards(model)]))
+
+
+@torch.no_grad()
+def params_norm(model: list[MegatronModule]) -> float:
+    """Return the L2 norm of the weights that the optimizer updates.
+
+    These are the fp32 main weights if there are any.
+    """
+    with gathered_weights(model):
+        return _sum_over_ranks([_square(shard) for _, shard in owned_shards(model)]) ** 0.5
+
+
+@torch.no_grad()
+def count_zeros(model: list[MegatronModule]) -> int:
+    """Return the number of zeros in the reduced gradients of a model with --use-megatron-fsdp."""
+    zeros = []
+    for parameter, _ in owned_shards(model):
+        if isinstance(parameter.grad, DTensor):
+            gradient = parameter.grad.to_local()
+            zeros.append(float(gradient.numel() - gradient.count_nonzero()))
+    return int(_sum_over_ranks(zeros))
+
+
+def owned_shards(model: list[MegatronModule]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield parameters, each with the elements that this rank adds to a sum over all ranks."""
+    for chunk in model:
+        for parameter in chunk.parameters():
+            if getattr(parameter, "shared", False) or _is_replicated_over_tensor_ranks(parameter):
+                continue
+            shard = _owned_shard(parameter)
+            if shard is not None:
+                yield parameter, shard
+
+
+def _owned_shard(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the elements of a parameter that this rank counts, None if others count them."""
+    is_first_instance = (
+        not _is_hybrid()
+        or parallel_state.get_inter_distributed_optimizer_instance_group().rank() == 0
+    )
+    if isinstance(parameter, DTensor):
+        # Replicas within an instance are marked as shared.
+        model = parameter._fsdp_model  # type: ignore[attr-defined]  # the engine sets it
+        outer_is_sharded = model.get_distributed_index().hsdp_outer_dp_shard
+        return parameter.to_local() if is_first_instance or outer_is_sharded else None
+    if getattr(parameter, "main_param_sharded", False):
+        main_param = parameter.main_param  # type: ignore[attr-defined]  # Megatron-Core sets it
+        return main_param if is_first_instance else None
+    if _is_expert(parameter):
+        data_rank = parallel_state.get_expert_data_parallel_rank()
+    else:
+        data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+    return getattr(parameter, "main_param", parameter) if data_rank == 0 else None
+
+
+def _is_hybrid() -> bool:
+    group = parallel_state.get_inter_distributed_optimizer_instance_group(check_initialized=False)
+    return group is not None
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)
+
+
+def _is_replicated_over_tensor_ranks(parameter: nn.Parameter) -> bool:
+    """Return True if a lower tensor-parallel rank has the same parameter and counts it."""
+    if getattr(parameter, "tensor_model_parallel", False):
+        return False
+    if _is_expert(parameter):
+        group = parallel_state.get_expert_tensor_parallel_group()
+    else:
+        group = parallel_state.get_tensor_model_parallel_group()
+    return group.rank() > 0
+
+
+def _square(tensor: torch.Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    return torch.linalg.vector_norm(tensor.detach().float()).square().item()
+
+
+def _sum_over_ranks(numbers: list[float]) -> float:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
+    total = torch.tensor(sum(numbers), dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.item()

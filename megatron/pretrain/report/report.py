@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a run: printed lines, a progress bar, TensorBoard, W&B, curves of its losses."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from megatron.checkpoint.core.progress import terminal_bar
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
+from megatron.checkpoint.store.url_staging import with_urls
+from megatron.pretrain.model.router_losses import LAYERS
+from megatron.pretrain.progress import Progress
+from megatron.pretrain.ranks import environment_rank
+from megatron.pretrain.report.decorations import Decorations
+from megatron.pretrain.report.device_records import DeviceRecords
+from megatron.pretrain.report.loss_curve import draw_loss_curves
+from megatron.pretrain.report.loss_history import HISTORY, LossHistory
+from megatron.pretrain.report.quantities import rows, significant, size
+from megatron.pretrain.report.run_config import write_config
+from megatron.pretrain.report.scalars import ScalarWriters
+from megatron.pretrain.report.speed import Speed, SpeedClock
+from megatron.pretrain.report.terminal import fitted
+from megatron.pretrain.report.timing import PhaseTimes
+
+PICTURE = "loss_curves.png"
+PROGRESS = "progress.txt"
+LABELS = {
+    "grad-norm": "grad norm",
+    "params-norm": "params norm",
+    "num-zeros": "num zeros",
+    "loss-scale": "loss scale",
+    "iter-energy/gpu": "energy per device (J)",
+    "power/gpu": "power per device (W)",
+}
+"""Name of a number of a step -> its label on the log."""
+UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-tflops"
+
+
+class Report:
+    """The report of the first rank; other ranks report nothing but their times.
+
+    Args:
+        args: of the run. With ``save``, they are written to ``config.json``. Losses are kept
+            in ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
+            ``validation``) and drawn in ``loss_curves.png``.
+
+    Attributes:
+        times: of the phases of training, on this rank.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self._args = args
+        self._speaks = environment_rank() == 0
+        self._history = LossHistory(Path(args.save or ""))
+        self._bar: tqdm | None = None
+        self._decorations = Decorations(self.say)
+        self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
+        self.times = PhaseTimes(args, self.say)
+        self._devices = DeviceRecords(args, self._decorations)
+        self._clock = SpeedClock(args)
+        self._first_iteration = 1
+        self._iterations_since_line = 0
+        self._skipped_since_line = 0
+        self._flops_at_line = 0.0
+
+    def begin(self, progress: Progress) -> None:
+        """Begin to report training, or continue at ``progress`` with the history of the run."""
+        self._devices.start()
+        self._flops_at_line = progress.num_floating_point_operations_so_far
+        self._first_iteration = progress.iteration + 1
+        knows_peak = self._clock.start(progress)
+        if not self._speaks:
+            return
+        if not knows_peak:
+            self.say(UNKNOWN_PEAK.format(torch.cuda.get_device_name()))
+        save, load = self._args.save, self._args.load
+        if save:
+            with self._decorations.guard(CONFIG):
+                write_config(Path(save), self._args, progress.iteration)
+        if progress.iteration and save and load and Path(save).resolve() == Path(load).resolve():
+            with self._decorations.guard(HISTORY):
+                note = self._history.resume(progress.iteration)
+                if note is not None:
+                    self.say(note)
+        self._bar = terminal_bar(
+            total=self._args.train_iters,
+            initial=progress.iteration,
+            unit="it",
+            dynamic_ncols=True,
+        )
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar if there is one."""
+        if not self._speaks:
+            return
+        line = with_urls(line)
+        line = fitted(line, sys.stdout)
+        if self._bar is not None:
+            tqdm.write(line)
+        else:
+            print(line, flush=True)
+
+    def is_due(self, progress: Progress, is_last: bool = False) -> bool:
+        """Return True if this step is reported, the same on every rank.
+
+        Args:
+            progress: with the step counted.
+            is_last: no step follows in this run.
+        """
+        args = self._args
+        writes = args.tensorboard_dir or args.wandb_project
+        return self._has_line(progress, is_last) or (
+            bool(writes) and progress.is_multiple_of(args.tensorboard_log_interval)
+        )
+
+    def _has_line(self, progress: Progress, is_last: bool) -> bool:
+        """Return True for the first and the last step of this run, and every ``log_interval``."""
+        is_first = progress.iteration == self._first_iteration
+        is_last = is_last or progress.iteration >= self._args.train_iters
+        return is_first or is_last or progress.is_multiple_of(self._args.log_interval)
+
+    def step(
+        self,
+        progress: Progress,
+        values: dict[str, float | None],
+        skipped: bool,
+        is_last: bool = False,
+    ) -> None:
+        """Report one training step; a collective at every line if phases are timed.
+
+        Args:
+            progress: with that step counted.
+            values: ``lm loss`` (nats per token), ``learning-rate``, ``batch-size`` (sequences),
+                ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``, None for those
+                that are not known, and other losses by their names.
+            skipped: the loss scaler skipped the optimizer step.
+            is_last: no step follows in this run.
+        """
+        self._iterations_since_line += 1
+        self._skipped_since_line += skipped
+        if self._speaks:
+            self._add_step(progress, values, skipped)
+        if self._has_line(progress, is_last):
+            self._end_interval(progress, values)
+
+    def _add_step(self, progress: Progress, values: dict[str, float | None], skipped: bool) -> None:
+        args = self._args
+        shown = _known(values)
+        if not skipped:
+            self._history.entries.append(
+                {"iteration": progress.iteration, "train": shown["lm loss"]}
+            )
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {significant(shown['lm loss'], 4)}", refresh=False)
+            self._bar.update(1)
+        if self._scalars and progress.is_multiple_of(args.tensorboard_log_interval):
+            by_samples = tuple(name for name in shown if not name.startswith(LAYERS))
+            self._scalars.add(scalars_of_step(args, shown), progress, by_samples)
+        if progress.is_multiple_of(args.log_memory_interval):
+            self.say(memory_line(progress.iteration))
+
+    def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
+        """Report what took place since the last line."""
+        num_iterations = self._iterations_since_line
+        speed = self._clock.end_interval(progress)
+        flops = progress.num_floating_point_operations_so_far
+        energy = self._devices.end_interval(
+            num_iterations, speed.seconds, flops - self._flops_at_line
+        )
+        memory = memory_in_use()
+        if self._speaks:
+            shown = _known(values) | energy
+            self.say(rows(self._parts(progress, shown, speed, memory)))
+        numbers = speed.scalars() | {"memory-bytes": memory} | energy
+        self._scalars.add(numbers | self.times.report(num_iterations), progress)
+        self._flops_at_line = flops
+        self._iterations_since_line = self._skipped_since_line = 0
+
+    def times_of(self, name: str, progress: Progress) -> None:
+        """Report the time of a checkpoint; a collective if phases are timed."""
+        self._scalars.add(self.times.report_once(name), progress)
+
+    def _parts(
+        self, progress: Progress, shown: dict[str, float], speed: Speed, memory: int
+    ) -> list[str]:
+        """Return the parts of a line: where the run is, how it learns, how fast it is."""
+        args = self._args
+        width = len(str(args.train_iters))
+        parts = [
+            f"iteration {progress.iteration:>{width}}/{args.train_iters}",
+            f"consumed samples: {progress.consumed_train_samples}",
+            f"lm loss: {shown['lm loss']:.6E}",
+            f"lr: {shown['learning-rate']:.4E}",
+        ]
+        if args.rampup_batch_size:
+            parts.append(f"global batch size: {shown['batch-size']:.0f}")
+        for name, label in LABELS.items():
+            if name in shown:
+                parts.append(f"{label}: {significant(shown[name], 4)}")
+        for name, value in shown.items():
+            if name.endswith("loss") and name != "lm loss":
+                parts.append(f"{name}: {value:.6E}")
+        if self._skipped_since_line:
+            parts.append(f"skipped iterations: {self._skipped_since_line}")
+        return [*parts, *speed.parts(), size(memory), speed.left()]
+
+    def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
+        """Report an evaluation: the mean loss of the split ``name``, in nats per token."""
+        if not self._speaks:
+            return
+        iteration, perplexity = progress.iteration, math.exp(min(20, loss))
+        self.say(
+            f"{name} at iteration {iteration} | lm loss value: {loss:.6E} | lm loss PPL:"
+            f" {perplexity:.6E}"
+        )
+        if name.startswith("validation"):  # validation-0 and so on for several sets
+            self._history.entries.append({"iteration": iteration, name: loss})
+        loss_name = f"lm loss {name}"
+        numbers = {loss_name: loss}
+        if self._args.log_validation_ppl_to_tensorboard:
+            numbers[f"{loss_name} ppl"] = perplexity
+        self._scalars.add(numbers, progress, by_samples=(loss_name,))
+
+    def stage(self, progress: Progress) -> None:
+        """Write the history that belongs to the checkpoint which is saved next."""
+        if self._speaks and self._args.save:
+            with self._decorations.guard(HISTORY):
+                self._history.stage(progress.iteration)
+
+    def saved(self, progress: Progress) -> None:
+        """Report that a checkpoint has been published: keep the history that belongs to it."""
+        self.keep()
+        if self._speaks and self._args.log_progress:
+            with (
+                self._decorations.guard(PROGRESS),
+                open(Path(self._args.save) / PROGRESS, "a") as file,
+            ):
+                file.write(
+                    f"iteration {progress.iteration}\tsamples {progress.consumed_train_samples}\t"
+                    f"operations {progress.num_floating_point_operations_so_far:.4e}\n"
+                )
+
+    def keep(self) -> None:
+        """Write the history of losses and its plot beside the checkpoints."""
+        if not (self._speaks and self._args.save):
+            return
+        self.keep_history()
+        with self._decorations.guard(PICTURE):
+            curves = self._history.curve("train"), self._history.curve("validation")
+            draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
+
+    def keep_history(self) -> None:
+        """Write the history of losses, without its plot: drawing takes longer than a local save."""
+        if self._speaks and self._args.save:
+            with self._decorations.guard(HISTORY):
+                self._history.keep()
+
+    def stop_clock(self) -> None:
+        """Leave the time until :meth:`restart_clock` out of the time that steps take."""
+        self.times.stop_interval()
+        self._devices.pause()
+        self._clock.stop()
+
+    def restart_clock(self) -> None:
+        """Count time as training time again."""
+        self.times.resume_interval()
+        self._devices.resume()
+        self._clock.restart()
+
+    def end(self) -> None:
+        """Close the progress bar and TensorBoard's file."""
+        if self._bar is not None:
+            self._bar.close()
+        self._scalars.close()
+        self._devices.end()
+
+
+def _known(values: dict[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def scalars_of_step(args: argparse.Namespace, shown: dict[str, float]) -> dict[str, float]:
+    """Return the numbers of a step for TensorBoard, as the flags say."""
+    numbers = dict(shown)
+    if not args.log_loss_scale_to_tensorboard:
+        numbers.pop("loss-scale", None)
+    if args.log_world_size_to_tensorboard:
+        numbers["world-size"] = args.world_size
+    if args.log_memory_to_tensorboard:
+        numbers |= memory_numbers()
+    return numbers
+
+
+def memory_numbers() -> dict[str, float]:
+    """Return the bytes in use, by the names that Megatron-LM gives them."""
+    if not torch.cuda.is_available():
+        return {"mem-allocated-bytes": memory_in_use()}
+    statistics = torch.cuda.memory_stats()
+    return {
+        "mem-reserved-bytes": statistics["reserved_bytes.all.current"],
+        "mem-allocated-bytes": statistics["allocated_bytes.all.current"],
+        "mem-max-allocated-bytes": statistics["allocated_bytes.all.peak"],
+        "mem-allocated-count": statistics["allocation.all.current"],
+    }
+
+
+def memory_line(iteration: int) -> str:
+    """Return the line of --log-memory-interval, of the first rank."""
+    numbers = ", ".join(
+        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')} {size(value)}"
+        for name, value in memory_numbers().items()
+        if name.endswith("-bytes")
+    )
+    return f"memory of rank 0 after {iteration} iterations: {numbers}"
+
+
+def memory_in_use() -> int:
+    """Return bytes: the most that was allocated on the GPU, else what this process uses."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return psutil.Process().memory_info().rss

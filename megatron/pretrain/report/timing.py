@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of the phases of training, by Megatron-Core's timers.
+
+At ``--timing-log-level 0`` nothing is measured and nothing communicates. From level 1 on every rank
+has timers, and their times travel in an all-gather at each ``--log-interval``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.timers import Timers
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.utils import get_model_config
+
+from megatron.pretrain.report.collective_times import NAMES as COLLECTIVES
+from megatron.pretrain.report.collective_times import CollectiveTimes
+
+INTERVAL = "interval-time"
+SAVE, LOAD = "save-checkpoint", "load-checkpoint"
+OPTIMIZER, BATCH = "optimizer", "batch-generator"
+LEVEL_1 = (
+    INTERVAL,
+    "forward-backward",
+    "all-grads-sync",
+    "conditional-embedder-grads-all-reduce",
+    "non-tensor-parallel-grads-all-reduce",
+    "embedding-grads-all-reduce",
+    "params-all-gather",
+    "optimizer-copy-to-main-grad",
+    "optimizer-unscale-and-check-inf",
+    "optimizer-clip-main-grad",
+    "optimizer-count-zeros",
+    "optimizer-inner-step",
+    "optimizer-copy-main-to-model-params",
+    OPTIMIZER,
+)
+"""Timers that run about once in an iteration, of this program and of Megatron-Core."""
+LEVEL_2 = (
+    BATCH,
+    "forward-compute",
+    "backward-compute",
+    "forward-recv",
+    "forward-send",
+    "backward-recv",
+    "backward-send",
+    "forward-send-forward-recv",
+    "forward-send-backward-recv",
+    "backward-send-forward-recv",
+    "backward-send-backward-recv",
+    "forward-backward-send-forward-backward-recv",
+    *COLLECTIVES,
+)
+"""Timers that run many times in an iteration."""
+
+
+class PhaseTimes:
+    """Timers of this rank, which all ranks report together.
+
+    Args:
+        args: of the run, with the flags of timing.
+        say: prints a line on the first rank.
+    """
+
+    def __init__(self, args: argparse.Namespace, say: Callable[[str], None]):
+        level = args.timing_log_level
+        self.timers = Timers(level, args.timing_log_option) if level else None
+        """Megatron-Core's timers; None at level 0."""
+        self._barrier = args.barrier_with_L1_time
+        self._names = LEVEL_1 + LEVEL_2 if level > 1 else LEVEL_1
+        self.writes = args.log_timers_to_tensorboard
+        self._say = say
+        self._configs: list[object] = []
+        self._is_paused = False
+        self.collectives: CollectiveTimes | None = None
+        """Times of FSDP's collectives, at level 2 of a run with --use-megatron-fsdp."""
+        if level > 1 and args.use_megatron_fsdp:
+            if torch.cuda.is_available():
+                say(
+                    "--timing-log-level 2: on a GPU collectives of FSDP end after they are"
+                    " launched, so only a profile shows their times: see --use-pytorch-profiler"
+                )
+            else:
+                self.collectives = CollectiveTimes()
+
+    def connect(self, model: list[MegatronModule], optimizer: MegatronOptimizer | None) -> None:
+        """Let Megatron-Core's schedules, gradient reductions and optimizers measure too."""
+        self._configs = [get_model_config(chunk) for chunk in model]
+        if optimizer is not None:
+            chained = getattr(optimizer, "chained_optimizers", [optimizer])
+            self._configs += [each.config for each in chained]
+        self._let_megatron_core_measure(self.timers)
+
+    def _let_megatron_core_measure(self, timers: Timers | None) -> None:
+        for config in self._configs:
+            config.timers = timers  # type: ignore[attr-defined]  # a field of both classes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Measure nothing inside the context, which is an evaluation."""
+        self._let_megatron_core_measure(None)
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+            self._let_megatron_core_measure(self.timers)
+
+    @contextmanager
+    def measured(self, name: str, level: int = 1) -> Iterator[None]:
+        """Measure the time inside the context, on this rank.
+
+        Args:
+            name: of the timer.
+            level: of detail from which on it is measured. At level 1 ranks wait for each other
+                first, unless --no-barrier-with-level-1-timing.
+        """
+        if self.timers is None or self._is_paused:
+            yield
+            return
+        self.timers(name, log_level=level).start(barrier=level == 1 and self._barrier)
+        yield
+        self.timers(name).stop()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Measure intervals, and collectives, inside the context."""
+        if self.collectives is not None:
+            self.collectives.start()
+        self.resume_interval()
+        try:
+            yield
+        finally:
+            if self.collectives is not None:
+                self.collectives.stop()
+
+    def stop_interval(self) -> None:
+        """Leave the time until :meth:`resume_interval` out of the interval; after every step."""
+        if self.timers is not None:
+            self.timers(INTERVAL).stop()
+        if self.collectives is not None:
+            self.collectives.count()
+
+    def resume_interval(self) -> None:
+        """Count time as that of the interval again, without the collectives since its stop."""
+        if self.collectives is not None:
+            self.collectives.discard()
+        if self.timers is not None:
+            self.timers(INTERVAL, log_level=1).start()
+
+    def report(self, num_iterations: int) -> dict[str, float]:
+        """Report the times of an interval as means of its iterations; a collective from level 1 on.
+
+        Returns:
+            Name -> seconds, for TensorBoard: the longest of all ranks, with
+            --log-timers-to-tensorboard.
+        """
+        if self.timers is not None and self.collectives is not None:
+            self.collectives.add_to(self.timers)
+        return self._report(self._names, num_iterations)
+
+    def report_once(self, name: str) -> dict[str, float]:
+        """Report the time of something that is no part of an iteration, such as a checkpoint."""
+        return self._report([name], 1)
+
+    def _report(self, names: Sequence[str], normalizer: int) -> dict[str, float]:
+        if self.timers is None:
+            return {}
+        values = {}
+        if self.writes:
+            collector = _collector()
+            # Ranks without a file measure too.
+            self.timers.write(list(names), collector, 0, normalizer, reset=False)
+            values = collector.values
+        text = self.timers.get_all_timers_string(list(names), normalizer, reset=True)
+        if text is not None:
+            self._say(text)
+        return values
+
+
+def _collector():  # type: ignore[no-untyped-def]  # the class is local
+    """Return a writer of Megatron-Core's timers that keeps what it is told in ``values``."""
+    # Here, because TensorBoard takes a second to import.
+    from torch.utils.tensorboard import SummaryWriter
+
+    class ScalarCollector(SummaryWriter):
+        """A writer without a file: Megatron-Core asks for this class."""
+
+        def __init__(self) -> None:
+            self.values: dict[str, float] = {}
+
+        def add_scalar(  # type: ignore[override]
+            self, name: str, value: float, iteration: int
+        ) -> None:
+            """Keep a number."""
+            self.values[name] = float(value)
+
+    return ScalarCollector()

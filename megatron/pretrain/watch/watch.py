@@ -1,0 +1,388 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The watch over a run: heartbeats, signals, and the end of the run when a rank has failed.
+
+A thread of every rank sends a heartbeat to the store every second. It hears of signals at once,
+also while the main thread waits in a collective that never ends. Nothing here is a collective.
+
+[Note: ends of a run]
+    a collective fails     the first rank that sees it asks the heartbeats who has failed (see
+                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each rank
+                           writes torch's traceback to a file, and exits with 1
+    a rank has an error    the first rank that has one prints it, the others are silent
+    SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
+                           left. Otherwise the loop stops after its step, if it was told to; without
+                           that the process exits with 143
+    SIGINT                 the loop stops after its step, without saving. Elsewhere
+                           KeyboardInterrupt ends the program. A second SIGINT, or a main thread
+                           that is not over after some seconds, ends the process. Exit code 130
+    NCCL, a stall          torch will abort the process when the timeout of the collective is over.
+                           The message is printed before that. Not yet run on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from megatron.checkpoint.store.stores import is_staged
+from megatron.pretrain.checkpoints import background_save, checkpointing
+from megatron.pretrain.progress import Progress
+from megatron.pretrain.ranks import environment_rank
+from megatron.pretrain.report.terminal import complain
+from megatron.pretrain.watch import position
+from megatron.pretrain.watch.heartbeats import Heartbeats
+from megatron.pretrain.watch.peers import (
+    DEAD,
+    LEFT,
+    RUNNING,
+    TERMINATED,
+    WAITING,
+    Verdict,
+    judge,
+    message,
+)
+from megatron.pretrain.watch.short_calls import StoreError
+
+INTERRUPT_SECONDS = 10.0
+"""Time that the step under way may take after SIGINT; a checkpoint is always finished."""
+LEAVE_SECONDS = 5.0
+"""Time that a rank has to see that its collective fails, after another has reported it."""
+ERROR_SECONDS = 1.0
+"""Time in which a collective fails on this rank after SIGTERM, if the peer is dead."""
+ABORTING_BACKENDS = ("nccl",)
+"""Backends whose timeouts end the process, so that the message must come before them."""
+
+SIGINT_CODE, SIGTERM_CODE = 128 + signal.SIGINT, 128 + signal.SIGTERM
+"""Exit codes, as shells have them."""
+
+
+class Watch:
+    """The watch of this rank, for as long as the ``with`` block lasts.
+
+    Args:
+        args: of the run.
+    """
+
+    def __init__(self, args: argparse.Namespace):
+        self._timeout = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
+        self._announces_stalls = args.distributed_backend in ABORTING_BACKENDS
+        self._has_log = bool(args.log_dir)
+        self._file = error_file(args.save, args.log_dir)
+        self._hearts = Heartbeats(self._file)
+        # Times of the signals that have arrived, and of a report of another rank.
+        self._signals: dict[int, list[float]] = {signal.SIGTERM: [], signal.SIGINT: []}
+        self._reported: float | None = None
+        self._error: BaseException | None = None
+        self._has_announced = False  # a stall
+        self._is_leaving = False  # the main thread ends the program
+        self._is_over = False
+        self._ears, self._mouth = socket.socketpair()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._restore = contextlib.ExitStack()
+
+    def __enter__(self) -> Watch:
+        for number, handler in ((signal.SIGTERM, _ignore), (signal.SIGINT, _interrupt)):
+            self._restore.callback(signal.signal, number, signal.signal(number, handler))
+        # Python writes the numbers of signals there at once, whatever the main thread does.
+        self._mouth.setblocking(False)
+        before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        self._restore.callback(signal.set_wakeup_fd, before)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over = True
+        self._wake()
+        self._thread.join()
+        self._restore.close()
+        with contextlib.suppress(StoreError):
+            self._hearts.send(LEFT)
+        self._ears.close()
+        self._mouth.close()
+
+    def connect(self) -> None:
+        """Begin to send heartbeats to the store of the process group."""
+        self._hearts.connect()
+        self._wake()
+
+    def follow(self, progress: Progress) -> None:
+        """Send this progress in heartbeats from now on."""
+        self._hearts.progress = progress
+
+    # ---- ends of a run, for the main thread
+
+    def tell(self, text: str) -> bool:
+        """Print an error of this rank, unless a rank has printed one.
+
+        Returns:
+            False if the ranks cannot know of each other, and nothing was printed.
+        """
+        self._is_leaving = True
+        try:
+            is_first = self._hearts.claim()
+        except StoreError:
+            return False
+        if is_first:
+            self._say(text)
+        else:
+            self._hearts.wait_for_report()
+        self._hearts.keep_store()
+        return True
+
+    def interrupted(self) -> int:
+        """End a run after KeyboardInterrupt: print one line, and return the exit code."""
+        iteration = self._hearts.progress.iteration
+        text = f"interrupted after iteration {iteration}" if iteration else "interrupted"
+        if not self.tell(text) and environment_rank() == 0:
+            self._say(text)
+        return SIGINT_CODE
+
+    def failed(self, error: Exception) -> None:
+        """Report an error; the process ends here if a collective has failed.
+
+        Other errors are reported by who raised them, and are only made known to the other ranks.
+        With --log-dir their traceback goes to a file.
+        """
+        if _is_of_collective(error):
+            self._error = error
+            self._wake()
+            self._thread.join()
+        if self._has_log:
+            _add(self._file, "".join(traceback.format_exception(error)))
+            return
+        self._is_leaving = True
+        with contextlib.suppress(StoreError):
+            if self._hearts.claim():
+                self._hearts.note_report()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        while not self._is_over:
+            period = self._hearts.period
+            pause = period / 5 if any(self._signals.values()) else period
+            ready, _, _ = select.select([self._ears], [], [], pause)
+            for number in self._ears.recv(1024) if ready else b"":
+                if number in self._signals:
+                    self._signals[number].append(time.monotonic())
+            if self._error is not None:
+                self._report_error(self._error)
+            if not (self._is_over or self._is_leaving):
+                try:
+                    self._look()
+                except Exception:  # a defect of this thread is none of the run
+                    _add(self._file, traceback.format_exc())
+
+    def _wake(self) -> None:
+        self._mouth.send(b"\0")
+
+    def _look(self) -> None:
+        """Send a heartbeat, and see whether the process must end."""
+        self._hearts.locate(position.current())
+        with contextlib.suppress(StoreError):
+            self._hearts.send(RUNNING)
+            if self._reported is None and self._hearts.must_end():
+                self._reported = time.monotonic()
+        if self._reported is not None and time.monotonic() - self._reported > LEAVE_SECONDS:
+            self._leave(1)
+        if self._signals[signal.SIGINT]:
+            self._look_at_interrupt(self._signals[signal.SIGINT])
+        if self._signals[signal.SIGTERM]:
+            self._look_at_sigterm(time.monotonic() - self._signals[signal.SIGTERM][0])
+        with contextlib.suppress(StoreError):
+            self._look_for_stall()
+
+    def _look_at_interrupt(self, times: list[float]) -> None:
+        is_late = time.monotonic() - times[0] > INTERRUPT_SECONDS
+        is_saving = any(map(position.is_inside, (checkpointing.__file__, background_save.__file__)))
+        if len(times) > 1 or (is_late and not is_saving):
+            self._exit(self.interrupted())
+
+    def _look_at_sigterm(self, seconds: float) -> None:
+        """End the process, unless the loop does; if a peer has failed, with a message.
+
+        Args:
+            seconds: since the signal.
+        """
+        if self._reported is not None:
+            self._leave(SIGTERM_CODE)
+        sees_all = True
+        with contextlib.suppress(StoreError):
+            peers = self._hearts.peers() if self._hearts.is_connected else []
+            verdict = judge(peers)
+            if verdict.trouble in DEAD:
+                if seconds > ERROR_SECONDS:
+                    self._report(verdict, "")
+                return
+            sees_all = all(peer.process for peer in peers)
+        loop_stops = signal.getsignal(signal.SIGTERM) is not _ignore
+        # That a process on another machine has ended is known only after its silence.
+        if not loop_stops and (sees_all or seconds > self._hearts.silence + self._hearts.period):
+            self._exit(SIGTERM_CODE)
+
+    def _look_for_stall(self) -> None:
+        """Print the message shortly before torch aborts the process."""
+        margin = min(30.0, self._timeout / 4)
+        is_stall = self._announces_stalls and self._hearts.age > self._timeout - margin
+        if is_stall and not self._has_announced and self._hearts.is_connected:
+            self._has_announced = True
+            verdict = judge(self._hearts.gather())
+            if verdict.trouble and self._hearts.claim():
+                _add(self._file, position.stacks())
+                complain(message(verdict, ""))
+                self._hearts.note_report(ends_run=False)
+
+    # ---- reports
+
+    def _report_error(self, error: BaseException) -> NoReturn:
+        """Report a collective that has failed, and end the process."""
+        if self._signals[signal.SIGINT]:
+            self._exit(self.interrupted())
+        _add(self._file, "".join(traceback.format_exception(error)))
+        self._hearts.locate(position.of_error(error))
+        text = str(error).splitlines()[0]
+        try:
+            self._hearts.send(WAITING)
+            verdict = judge(self._hearts.gather())
+            if self._signals[signal.SIGTERM] and verdict.trouble not in DEAD:
+                self._exit(SIGTERM_CODE)  # others were sent it too, and have ended sooner
+            self._report(verdict, text)
+        except StoreError as store_error:
+            self._report_alone(str(store_error), text)
+
+    def _report(self, verdict: Verdict, text: str) -> NoReturn:
+        """Print the message, unless another rank does, and end the process."""
+        if self._hearts.claim():
+            self._say(message(verdict, text))
+        else:
+            self._hearts.wait_for_report()
+            self._hearts.note_report()  # if it was a stall, it ends the run now
+        self._leave(1)
+
+    def _report_alone(self, cause: str, text: str) -> NoReturn:
+        """Print a message without the store, once for the ranks that share a folder for errors."""
+        if environment_rank() > 1:
+            time.sleep(LEAVE_SECONDS)
+        files = [self._file.with_name(f"rank{rank}.txt") for rank in range(1, environment_rank())]
+        if self._reported is None and not any(map(_is_new, files)):
+            beat = self._hearts.own(WAITING)
+            lines = [
+                f"error: {cause}",
+                "rank 0, or the host of the store, has probably died: look at its log",
+                f"rank {beat.rank} was in {beat.position}, in iteration {beat.iteration + 1}",
+                f"error and stacks: {self._file}",
+                f"torch says: {text}",
+            ]
+            self._say("\n  ".join(lines))
+        self._exit(1)
+
+    def _say(self, text: str) -> None:
+        complain(text)
+        self._hearts.note_report()
+
+    def _leave(self, code: int) -> NoReturn:
+        """End the process after a report; what its threads did is in its file."""
+        if self._error is None:
+            _add(self._file, position.stacks())
+        self._exit(code)
+
+    def _exit(self, code: int) -> NoReturn:
+        """End the process at once: destructors of process groups may wait for dead peers."""
+        if code == SIGTERM_CODE:
+            with contextlib.suppress(StoreError):
+                self._hearts.send(TERMINATED)
+        for child in multiprocessing.active_children():
+            child.kill()
+        if not self._is_leaving:
+            self._hearts.keep_store()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+
+
+def error_file(save: str | None, log_dir: str | None = None) -> Path:
+    """Return the file for the errors of this rank: beside its log or the checkpoints, or temporary.
+
+    It is a temporary one too if the checkpoints are at a URL. It is there only if there was an
+    error: its time tells other ranks whether one has just been reported.
+    """
+    name = f"rank{environment_rank()}.txt"
+    if log_dir:
+        return Path(log_dir).absolute() / name
+    if save and not is_staged(save):
+        return Path(save, "errors", name)
+    return Path(tempfile.gettempdir(), f"pretrain_gpt_errors_{os.getuid()}", name)
+
+
+def in_one_line(error: Exception, file: Path) -> str:
+    """Return an error of this rank with the place where it was raised.
+
+    Args:
+        error: the error.
+        file: that has its traceback.
+    """
+    text = " ".join(str(error).split())
+    place = position.of_error(error).place
+    return (
+        f"error: rank {environment_rank()}: {type(error).__name__}: {text} (at {place});"
+        f" traceback: {file}"
+    )
+
+
+def _add(path: Path, text: str) -> None:
+    """Add a text to a file, with the time; print it if that fails."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"---- {when}, process {os.getpid()}\n{text}\n")
+    except OSError as error:
+        print(f"cannot write {path}: {error}\n{text}", file=sys.stderr, flush=True)
+
+
+def _is_new(path: Path) -> bool:
+    """Return True for a file that was written to a moment ago."""
+    return path.exists() and time.time() - path.stat().st_mtime < 4 * LEAVE_SECONDS
+
+
+def _is_of_collective(error: BaseException | None) -> bool:
+    """Return True for an error of torch.distributed, which other ranks have probably caused."""
+    while error is not None:
+        if isinstance(error, dist.DistError):
+            return True
+        # gloo raises RuntimeError, with the file of its own source where it happened.
+        if isinstance(error, RuntimeError) and "/gloo/" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the thread of the watch hears of the signal."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, _ignore)  # the second one is for the watch
+    raise KeyboardInterrupt

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates on flat segments have the bits of updates of single parameters, and cost less."""
+
+import copy
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
+from megatron.fsdp.optimizer import flat_segments
+from tests.fsdp.test_host_time import shard_layers, train
+from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.optimizers import OPTIMIZERS, two_groups
+from tests.support.fsdp.reference import Ranks
+
+Optimizer = torch.optim.Optimizer
+Pair = list[tuple[nn.Module, Optimizer]]
+
+
+class OddUnit(nn.Module):
+    """Sizes that leave padding, and elements that fill no vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.up, self.norm, self.down = nn.Linear(5, 13), nn.LayerNorm(13), nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.norm(self.up(x)))
+
+
+def flat_and_single(make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32) -> Pair:
+    """Shard the same model twice; the second optimizer steps on single parameters only."""
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        # The last layer consists of whole blocks, which 16 bits and fused kernels need.
+        layers = [nn.Linear(8, 5), OddUnit(), nn.Linear(5, 8), nn.Linear(8, 256)]
+        module = nn.Sequential(*layers).to(dtype)
+        precision = MixedPrecisionPolicy(main_params_dtype=None)
+        settings = {"fsdp_unit_modules": [OddUnit], "mixed_precision_policy": precision}
+        pair.append(fully_shard(module, make(two_groups(module)), shard_mesh(), **settings))
+    pair[1][1]._fsdp_flat = None
+    return pair
+
+
+def backward(pair: Pair, step: int, dtype: torch.dtype = torch.float32) -> None:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    x = torch.randn(3, 8, generator=generator).to(dtype)
+    for model, optimizer in pair:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+
+
+def step_and_compare(pair: Pair, what: str) -> None:
+    for _, optimizer in pair:
+        optimizer.step()
+    (model, optimizer), (other_model, other) = pair
+    for (name, mine), theirs in zip(model.named_parameters(), other_model.parameters()):
+        assert torch.equal(mine._local_tensor, theirs._local_tensor), f"{what}: {name}"
+        slots, expected = optimizer.state.get(mine, {}), other.state.get(theirs, {})
+        assert slots.keys() == expected.keys(), f"{what}: state of {name}"
+        for slot, value in slots.items():
+            assert type(value) is type(expected[slot])
+            assert torch.equal(local(value), local(expected[slot])), f"{what}: {slot} of {name}"
+
+
+def local(value: Tensor) -> Tensor:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [*optimizer.param_groups[0]["params"], *optimizer.param_groups[1]["params"]]
+
+
+def drop_a_gradient(optimizer: Optimizer) -> None:
+    parameters_of(optimizer)[1].grad = None
+
+
+def replace_a_gradient(optimizer: Optimizer) -> None:
+    parameter = parameters_of(optimizer)[2]
+    parameter.grad = parameter.grad * 2
+
+
+def clip(optimizer: Optimizer) -> None:
+    nn.utils.clip_grad_norm_(parameters_of(optimizer), 0.1)
+
+
+def load_own_state(optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def decay_rates(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+
+
+EVENTS = [
+    *(None, None, drop_a_gradient, None, replace_a_gradient, None),
+    *(clip, decay_rates, load_own_state, None),
+]
+
+
+def compare_with_single_updates(name: str, dtype: torch.dtype) -> None:
+    pair = flat_and_single(OPTIMIZERS[name], dtype)
+    for step, event in enumerate(EVENTS):
+        backward(pair, step, dtype)
+        for _, optimizer in pair:
+            if event is not None:
+                event(optimizer)
+        step_and_compare(pair, f"{name} in {dtype}, step {step}")
+    segments = pair[0][1]._fsdp_flat._segments
+    assert segments.all()
+    if "fused" not in name and dtype != torch.bfloat16:
+        assert not any(segments.others)
+        assert max(len(segment.members) for segment in segments.all()) > 1
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.float32)
+
+
+def compare_small_segments() -> None:
+    """Compare with single updates where a unit (65 + 13 + 13 + 65 + 5 elements) is too large."""
+    with patch.object(flat_segments, "LARGEST", 40):
+        pair = flat_and_single(OPTIMIZERS["adamw"])
+        for step, event in enumerate(EVENTS):
+            backward(pair, step)
+            for _, optimizer in pair:
+                if event is not None:
+                    event(optimizer)
+            step_and_compare(pair, f"step {step}")
+    segments = pair[0][1]._fsdp_flat._segments.all()
+    assert all(len(each.members) == 1 or each.weight.numel() <= 40 for each in segments)
+    assert max(len(each.members) for each in segments) > 1
+    groups = {each.first.sharded_param.group for each in segments}
+    assert len(segments) > 2 * len(groups)  # more than one for each param group of the optimizer
+
+
+def test_segments_are_bounded(ranks: Ranks) -> None:
+    ranks(2, compare_small_segments)
+
+
+IN_16_BITS = ["adamw", "adamw_fused", "adam_amsgrad", "sgd_momentum", "rmsprop"]
+"""Some of them round the last elements of a tensor in another way."""
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_updates_in_16_bits_have_the_bits_of_single_updates(ranks: Ranks, name: str) -> None:
+    ranks(2, compare_with_single_updates, name, torch.bfloat16)
+
+
+def exchange_states() -> None:
+    """Load the state of either optimizer into the other, after different numbers of steps."""
+    for name in ("adamw", "sgd_momentum", "nadam", "asgd", "rprop"):
+        pair, other_pair = flat_and_single(OPTIMIZERS[name]), flat_and_single(OPTIMIZERS[name])
+        for step in range(3):
+            backward(pair, step)
+            step_and_compare(pair, name)
+        for (_, optimizer), (_, source) in zip(other_pair, reversed(pair)):
+            optimizer.load_state_dict(copy.deepcopy(source.state_dict()))
+        for step in range(2):
+            backward(other_pair, step)
+            step_and_compare(other_pair, f"{name}, loaded")
+
+
+def test_states_are_those_of_single_updates(ranks: Ranks) -> None:
+    ranks(2, exchange_states)
+
+
+def count_in_place(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[0]]["step"].fill_(9)
+
+
+def replace_a_counter(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[1]]["step"] = torch.tensor(5.0)
+
+
+def replace_a_moment(optimizer: Optimizer) -> None:
+    slots = optimizer.state[parameters_of(optimizer)[3]]
+    slots["exp_avg"] = slots["exp_avg"] * 3
+
+
+def write_to_a_moment(optimizer: Optimizer) -> None:
+    optimizer.state[parameters_of(optimizer)[0]]["exp_avg"].mul_(0.5)
+
+
+def replace_a_state(optimizer: Optimizer) -> None:
+    parameter = parameters_of(optimizer)[2]
+    optimizer.state[parameter] = copy.deepcopy(optimizer.state[parameter])
+
+
+def forget_a_state(optimizer: Optimizer) -> None:
+    optimizer.state.pop(parameters_of(optimizer)[2])
+
+
+def freeze(optimizer: Optimizer) -> None:
+    parameters_of(optimizer)[0].requires_grad_(False)
+
+
+def move_to_the_other_group(optimizer: Optimizer) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def turn_uphill(optimizer: Optimizer) -> None:
+    optimizer.param_groups[0]["maximize"] = True
+
+
+CHANGES = [
+    *(count_in_place, replace_a_counter, replace_a_moment, write_to_a_moment, replace_a_state),
+    *(forget_a_state, move_to_the_other_group, turn_uphill, freeze),
+]
+
+
+def change_between_steps() -> None:
+    pair = flat_and_single(OPTIMIZERS["adamw"])
+    for step, change in enumerate([None, *CHANGES]):
+        if change is not None:
+            for _, optimizer in pair:
+                change(optimizer)
+        for again in range(2):
+            backward(pair, step)
+            step_and_compare(pair, f"{change and change.__name__}, step {again}")
+
+
+def test_changes_of_the_optimizer_between_steps_are_noticed(ranks: Ranks) -> None:
+    ranks(2, change_between_steps)
+
+
+def begin_momentum() -> None:
+    pair = flat_and_single(OPTIMIZERS["sgd"])
+    for step, momentum in enumerate((0.0, 0.9, 0.9, 0.0, 0.5)):
+        for _, optimizer in pair:
+            for group in optimizer.param_groups:
+                group["momentum"] = momentum
+        backward(pair, step)
+        step_and_compare(pair, f"momentum {momentum} at step {step}")
+
+
+def test_momentum_can_begin_and_end_later(ranks: Ranks) -> None:
+    ranks(2, begin_momentum)
+
+
+def write_to_a_counter() -> None:
+    (_, optimizer), _ = pair = flat_and_single(OPTIMIZERS["adamw"])
+    backward(pair, 0)
+    step_and_compare(pair, "adamw")
+    state = optimizer.state_dict()["state"]
+    state[0]["step"].add_(1)
+    assert [slots["step"].item() for slots in state.values()] == [2.0] + [1.0] * (len(state) - 1)
+
+
+def test_every_parameter_has_a_counter_of_its_own(ranks: Ranks) -> None:
+    """An unsharded optimizer that loads counters which are one tensor would count several times."""
+    ranks(1, write_to_a_counter)
+
+
+# ---- memory
+
+
+def stored_gradients(model: nn.Module) -> list[int]:
+    """Return the bytes of the gradient shards; a shard that was left to the user is none."""
+    shards = [group.gradients._grad_sum._total for group in model.groups if group.requires_grad]
+    return [0 if shard is None else shard.untyped_storage().nbytes() for shard in shards]
+
+
+KEPT: dict[str, Callable[[Tensor], object] | None] = {
+    "nothing": None,
+    "gradient": lambda gradient: gradient,
+    "local": lambda gradient: gradient.to_local(),
+    "local_itself": lambda gradient: gradient._local_tensor,
+    "numpy": lambda gradient: gradient._local_tensor.numpy(),
+}
+
+
+def watch_storage(kept: str) -> list[int]:
+    """Return the bytes of gradient shards after clearing, and check that nothing else changes.
+
+    One that the user has kept a part of is theirs.
+    """
+    model, optimizer = shard_layers(2)
+    train(model, optimizer)
+    expected = [parameter.grad._local_tensor.clone() for parameter in model.parameters()]
+    keep = KEPT[kept]
+    users_own = keep and keep(next(model.parameters()).grad)
+    shards = [group.gradients._grad_sum._total for group in model.groups if group.requires_grad]
+    optimizer.zero_grad()
+    stored = stored_gradients(model)
+    num_kept = sum(1 for shard in shards if shard.untyped_storage().nbytes())
+    assert num_kept == (0 if keep is None else 1)
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.equal(parameter.grad._local_tensor, gradient)
+    assert all(stored_gradients(model))
+    del users_own
+    return stored
+
+
+def watch_storage_of_two_optimizers() -> list[list[int]]:
+    """Return the bytes of gradient shards after each of two optimizers has cleared its own."""
+    model, _ = shard_layers(2)
+    parameters = list(model.parameters())
+    first, second = (
+        fully_shard_optimizer(torch.optim.SGD(part)) for part in (parameters[::2], parameters[1::2])
+    )
+    stored = []
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+        expected = [parameter.grad._local_tensor.clone() for parameter in parameters]
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+            stored.append(stored_gradients(model))
+    model(torch.ones(2, 8)).sum().backward()
+    for parameter, gradient in zip(parameters, expected):
+        assert torch.equal(parameter.grad._local_tensor, gradient)
+    return stored
+
+
+def test_gradient_shards_have_no_storage_after_all_optimizers_cleared_theirs(ranks: Ranks) -> None:
+    for stored in ranks(2, watch_storage_of_two_optimizers):
+        assert [any(sizes) for sizes in stored] == [True, False] * 2
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_gradient_shards_have_no_storage_after_clearing_but_the_one_left_to_the_user(
+    ranks: Ranks, kept: str
+) -> None:
+    for stored in ranks(2, watch_storage, kept):
+        assert not any(stored)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of --save: nothing in it is overwritten unasked, and no two runs share it."""
+
+import errno
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron.checkpoint.store.directory import TRACKER
+from megatron.pretrain.checkpoints import save_lock
+from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
+from megatron.pretrain.checkpoints.save_directory import refuse_overwriting
+from megatron.pretrain.checkpoints.save_lock import LOCK, locked
+from tests.support.pretrain.saved_runs import LINE, saved_at
+from tests.pretrain.test_newest_checkpoint import arguments
+from tests.pretrain.test_pretrain_gpt import ROOT, tree
+from tests.support.pretrain.training_runs import refuse, train
+from tests.support.rank_pool import run_ranks
+
+SHORT = f"{LINE} --train-iters 3 --save-interval 1"
+
+
+def test_a_run_overwrites_nothing_that_it_does_not_continue(tmp_path: Path) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
+    run_ranks(2, train, f"{SHORT} --save {mine} --exit-interval 2")
+    before = tree(tmp_path)
+    for flags in ("", f"--load {other}", f"--load {mine} --finetune", f"--load {mine}/../mine/x"):
+        first, second = run_ranks(2, refuse, f"{SHORT} --save {mine} {flags}")
+        assert first == second and "iter_0000001, iter_0000002 already" in first
+        for way_out in (f"--load {mine}", "another --save", "--overwrite"):
+            assert way_out in first
+        assert tree(tmp_path) == before
+    going_on, elsewhere, anew = run_ranks(
+        2,
+        train,
+        f"{SHORT} --save {mine} --load {mine}",
+        f"{SHORT} --save {other} --load {mine} --ckpt-step 1",
+        f"{SHORT} --save {mine} --overwrite --exit-interval 1",
+    )[0]
+    assert going_on.column("iteration") == [3] and elsewhere.column("iteration") == [2, 3]
+    assert anew.column("iteration") == [1]
+    saved_at(mine, 1)
+    saved_at(other, 2, 3)
+
+
+def test_a_tracker_file_that_is_a_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / TRACKER).mkdir()
+    first, second = run_ranks(2, refuse, f"{SHORT} --save {tmp_path} --load {tmp_path}")
+    assert first == second and f"--save {tmp_path}: {TRACKER} is a directory" in first
+    assert [path.name for path in tmp_path.iterdir()] == [TRACKER]
+
+
+@pytest.mark.parametrize(
+    ("begin", "there", "is_refused"),
+    [(0, (), False), (0, (2,), True), (1, (1, 2), True), (2, (1, 2), False)],
+)
+def test_later_checkpoints_than_those_that_a_run_goes_on_from_are_kept(
+    begin: int, there: tuple[int, ...], is_refused: bool, tmp_path: Path
+) -> None:
+    for iteration in there:
+        (tmp_path / "save" / f"iter_{iteration:07d}").mkdir(parents=True)
+    args = arguments(tmp_path / "load", save=str(tmp_path / "save"), overwrite=False)
+    source = CheckpointSource(tmp_path / "load" / f"iter_{begin:07d}", begin, False, True)
+    for given in (source, None) if begin == 0 else (source,):
+        if is_refused:
+            with pytest.raises(ValueError, match=f"begins at iteration {begin}"):
+                refuse_overwriting(args, given)
+        else:
+            refuse_overwriting(args, given)
+    args.overwrite = True
+    refuse_overwriting(args, source)
+
+
+@pytest.mark.parametrize("name", ["save", "load"])
+def test_the_directory_of_the_non_persistent_checkpoint_is_no_other_one(
+    name: str, tmp_path: Path
+) -> None:
+    """Every save deletes the others there."""
+    extra = f"{tmp_path}/here/../{name}/"
+    flags = f"--save {tmp_path}/save --load {tmp_path}/load --non-persistent-save-interval 2"
+    flags += f" --non-persistent-ckpt-type global --non-persistent-global-ckpt-dir {extra}"
+    line = f"{LINE} --train-iters 3 --save-interval 3 {flags}"
+    (refusal, _) = run_ranks(2, refuse, line)
+    assert f"is the directory of --{name}: name another" in refusal
+    assert not list(tmp_path.iterdir())
+
+
+HOLDER = f"""
+import os, sys, time
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from megatron.pretrain.checkpoints.save_lock import locked
+with locked(Path(sys.argv[1]), print):
+    child = os.fork()
+    if child == 0:
+        time.sleep(600)
+    print(child, flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Start another run in the directory `run`; return it and the child that it has forked."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        yield process, child
+        process.kill()
+        os.kill(child, signal.SIGKILL)
+
+
+def refuse_without_waiting(line: str) -> str:
+    """Job: the error of a run that does not wait for another one."""
+    with patch.object(save_lock, "WAIT_SECONDS", 0.0):
+        return refuse(line)
+
+
+def test_a_second_run_is_refused_until_the_first_is_dead(
+    holder: tuple[subprocess.Popen[str], int], tmp_path: Path
+) -> None:
+    process, _ = holder
+    folder = tmp_path / "run"
+    errors = run_ranks(2, refuse_without_waiting, f"{SHORT} --save {folder}")
+    assert errors[0] == errors[1]
+    assert f"in use by process {process.pid} on {socket.gethostname()}, started 2" in errors[0]
+    process.kill()
+    process.wait()
+    # The child that it has forked lives, and has inherited the open file.
+    with patch.object(save_lock, "WAIT_SECONDS", 0.0), locked(folder, print):
+        assert str(os.getpid()) in (folder / LOCK).read_text()
+    assert not (folder / LOCK).exists()
+
+
+def test_a_run_waits_for_one_that_is_ending(
+    holder: tuple[subprocess.Popen[str], int], tmp_path: Path
+) -> None:
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        holder[0].kill()
+
+    with locked(tmp_path / "run", say):
+        assert len(lines) == 1 and "waiting 30 s" in lines[0]
+
+
+def test_a_lock_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="of the run"), locked(tmp_path / "a" / "b", print):
+        raise ValueError("of the run")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / LOCK).write_text("of a run that was killed")
+    with locked(tmp_path, print):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_where_there_are_no_locks_a_run_goes_on_with_a_warning(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with (
+        patch.object(fcntl, "lockf", side_effect=OSError(errno.ENOLCK, "no locks")),
+        locked(tmp_path, lines.append),
+    ):
+        (line,) = lines
+        assert "cannot be locked" in line
+
+
+def test_another_error_of_the_lock_is_one_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / LOCK).mkdir()
+    with pytest.raises(OSError, match=LOCK), locked(tmp_path, print):
+        raise AssertionError("it was locked")
