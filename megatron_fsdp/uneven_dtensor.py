@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on sharded tensors. See `megatron.fsdp.dtensor.uneven_dtensor`."""
+"""Functions on sharded tensors. See `megatron.fsdp.dtensor.checkpointing`."""
 
-from megatron.fsdp.dtensor.making import make_uneven_dtensor
-from megatron.fsdp.dtensor.uneven_dtensor import (
+from megatron.fsdp.dtensor.checkpointing import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,
     get_state_dict,
     get_unflattened_state_dict,
+    make_uneven_dtensor,
     preprocess_state_dict_for_uneven_dtensor,
     redistribute_uneven_dtensor_to_replicated,
     split_dtensor,

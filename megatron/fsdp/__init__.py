@@ -2,7 +2,7 @@
 """Fully sharded data parallelism for PyTorch: the engine. Begin with :func:`fully_shard`."""
 
 from megatron.fsdp.config import DistributedDataParallelConfig
-from megatron.fsdp.dtensor.gradient import clip_grad_norm_
+from megatron.fsdp.dtensor.sharded_param import clip_grad_norm_
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shard_optimizer

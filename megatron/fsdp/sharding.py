@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp.backends.memory_slots import EngineSlots
-from megatron.fsdp.dtensor.gradient import NormGroup
-from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
+from megatron.fsdp.dtensor.sharded_param import NormGroup, ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import NcclMemory, allocate_slots, streams_for

@@ -37,7 +37,7 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.fsdp.dtensor import uneven_dtensor  # noqa: E402
+from megatron.fsdp.dtensor import checkpointing  # noqa: E402
 from megatron.mcore_adapter import loop_optimizer, loop_planner, loop_state_dicts  # noqa: E402
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
 from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
@@ -233,7 +233,7 @@ def _forwarder(name: str) -> Callable[..., Any]:
     The modules of this project contain our functions themselves, which
     :meth:`Installation.restore` would mistake for replacements.
     """
-    function = getattr(uneven_dtensor, name)
+    function = getattr(checkpointing, name)
 
     @functools.wraps(function)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import megatron.fsdp
-from megatron.fsdp.dtensor import making, uneven_dtensor
+from megatron.fsdp.dtensor import checkpointing
 from megatron.fsdp.engine import axes, mesh, policy, tensor_parallel
 from megatron.fsdp.model import find_megatron_fsdp
 
@@ -46,12 +46,9 @@ NAMES: dict[str, dict[str, object]] = {
     "megatron_fsdp": _taken(_CLASSES, "MegatronFSDP"),
     "mixed_precision": _taken(_CLASSES, "MixedPrecisionPolicy"),
     "distributed_data_parallel_config": _taken(_CLASSES, "DistributedDataParallelConfig"),
-    "param_and_grad_buffer": {"make_fsdp_dtensor": making.make_fsdp_dtensor},
+    "param_and_grad_buffer": {"make_fsdp_dtensor": checkpointing.make_fsdp_dtensor},
     "package_info": _VERSION,
-    "uneven_dtensor": {
-        **_taken(vars(uneven_dtensor), *uneven_dtensor.__all__),
-        "make_uneven_dtensor": making.make_uneven_dtensor,
-    },
+    "uneven_dtensor": _taken(vars(checkpointing), *checkpointing.__all__),
     "utils": {
         "FSDPDistributedIndex": mesh.FSDPDistributedIndex,
         "contains_submesh": axes.contains_submesh,

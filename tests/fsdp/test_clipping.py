@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, clip_grad_norm_, fully_shard_model
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.support.fsdp.models import MODELS, TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer

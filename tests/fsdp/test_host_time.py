@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
-from megatron.fsdp.dtensor.uneven import UnevenDTensor
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from tests.support.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
-from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from tests.support.fsdp.reference import Ranks
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import Ranks, close, optimizer_over
 

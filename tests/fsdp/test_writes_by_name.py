@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
-from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.compute_writes import ComputeWrites
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack

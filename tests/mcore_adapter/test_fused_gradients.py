@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.comparison.measures import StepCounter
 from megatron.fsdp import MegatronFSDP, fully_shard_model
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
 from tests.support.pretrain import training_runs

@@ -19,7 +19,7 @@ from megatron.core.transformer.module import Float16Module
 from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from megatron.mcore_adapter.data_parallel import (
     CoreEngine,
     FullyShardedDataParallel,

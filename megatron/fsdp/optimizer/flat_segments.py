@@ -33,8 +33,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.gradient import ShardedGradient
-from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam, sharded_param_of
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.optimizer.elementwise import OptimizerClass, Setting
 from megatron.fsdp.optimizer.optimizer_state import Slots

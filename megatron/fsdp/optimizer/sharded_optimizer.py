@@ -24,7 +24,7 @@ from megatron.fsdp.optimizer.elementwise import (
     torch_class,
 )
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
-from megatron.fsdp.optimizer.gathering_step import OnWholeMatrices, refuse_class
+from megatron.fsdp.optimizer.gathering_step import refuse_class
 from megatron.fsdp.optimizer.optimizer_state import (
     checkpoint_slots,
     elementwise_names,
@@ -86,7 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self, closure: Callable[[], Any] | None, reduce: Callable[[], None]
     ) -> Any:
         """Run the user's step over all parameters, as DTensors."""
-        on_local_shards = OnWholeMatrices() if self._fsdp_gathers else OnLocalShards()
+        on_local_shards = OnLocalShards()
 
         def synchronised(closure: Callable[[], Any]) -> Any:
             with on_local_shards.paused():

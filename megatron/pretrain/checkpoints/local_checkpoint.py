@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
+from megatron.fsdp.dtensor.tensor_part import ChunkedTensor
 from megatron.pretrain.checkpoints import url_saves
 from megatron.pretrain.checkpoints.abandoned_checkpoints import run_to_load
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource, Damage, Say, find_source
@@ -107,7 +107,7 @@ def _digest_of_shards(content: dict[str, Any]) -> str:
         value = entries[key]
         if isinstance(value, torch.Tensor):
             local = value._local_tensor if isinstance(value, DTensor) else value
-            own = local.chunks if isinstance(local, ChunkedTensor) else tuple(local.shape)
+            own = local.part.chunks if isinstance(local, ChunkedTensor) else tuple(local.shape)
             digest.update(f"{key} {tuple(value.shape)} {own}\n".encode())
     return digest.hexdigest()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard_model
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.uneven_dtensor import full_tensor
 from megatron.fsdp.engine import device
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
