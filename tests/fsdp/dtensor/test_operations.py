@@ -60,7 +60,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, DTensor):
         return full_tensor(value)
     if isinstance(value, Tensor):
-        return value.as_subclass(Tensor)
+        return value.detach().as_subclass(Tensor)
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     return list(map(plain, value)) if isinstance(value, list | tuple) else value
