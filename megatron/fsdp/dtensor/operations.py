@@ -33,12 +33,14 @@ from megatron.fsdp.engine.collectives import broadcast_over
 
 aten = torch.ops.aten
 
-COPIES = frozenset(
-    getattr(aten, name).default
-    for name in (
-        *("clone", "copy_", "_to_copy", "zero_"),
-        *("empty_like", "full_like", "ones_like", "zeros_like"),
-    )
+UNTAGGED = frozenset(
+    {
+        *(aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.copy_.default),
+        *(aten.clone.default, aten._to_copy.default, aten.zero_.default),
+        *(aten.empty_like.default, aten.full_like.default),
+        *(aten.ones_like.default, aten.zeros_like.default),
+    }
 )
 """Element-wise operations that torch does not tag as pointwise."""
 
@@ -145,6 +147,8 @@ class OnLocalTensors(TorchDispatchMode):
             return func(*args, **kwargs)
         if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
             return func(*self._local(args), **kwargs)
+        if func is aten.index_put_.default and _fills_by_mask(*args):
+            func, args = aten.masked_fill_.Tensor, (args[0], *args[1], args[2])
         is_list = func._schema.name.startswith(LISTS)
         if func._schema.is_mutable:
             args = self._own_parts_of_operands(func, args, is_list)
@@ -191,7 +195,7 @@ class OnLocalTensors(TorchDispatchMode):
                 is_read = func._schema.arguments[position].alias_info is None
                 if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
                     result[position] = list(map(self._own_part, values, written))
-        elif _is_pointwise(func) or func is aten.copy_.default:
+        elif _is_pointwise(func):
             result = [self._own_part(value, written) for value in args]
         return tuple(result)
 
@@ -229,9 +233,20 @@ class OnLocalTensors(TorchDispatchMode):
         return tree_map_only(self._class, _local_tensor, value)
 
 
+def _fills_by_mask(
+    target: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, *accumulates: bool
+) -> bool:
+    """Return True for ``target[mask] = number``, with the arguments of ``index_put_``."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or mask.shape != target.shape:
+        return False
+    return value.ndim == 0 and not any(accumulates)
+
+
 def _is_pointwise(func: Any) -> bool:
     # Numbers that are drawn for the whole tensor are in the order of its elements.
-    return torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return func in UNTAGGED or (torch.Tag.pointwise in func.tags and not is_random)
 
 
 def _is_elementwise(
@@ -242,10 +257,7 @@ def _is_elementwise(
         return True
     if func in RESHAPES or func in FACTORIES:
         return tuple(args[1]) == tuple(operands[0].shape)
-    if func is aten.index_put_.default:  # parameter[mask] = number
-        is_mask = len(args[1]) == 1 and args[1][0] is not None and args[1][0].dtype == torch.bool
-        return is_mask and len(operands) == 2 and _can_meet(operands, tensors)
-    return (_is_pointwise(func) or func in COPIES) and _can_meet(operands, tensors)
+    return _is_pointwise(func) and _can_meet(operands, tensors)
 
 
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:

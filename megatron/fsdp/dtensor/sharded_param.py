@@ -51,6 +51,7 @@ _version_of = attrgetter("_local_tensor._version")
 _norm_group_of = attrgetter("norm_group")
 _dtype_of = attrgetter("dtype")
 _groups_of = attrgetter("groups")
+_copies_of = attrgetter("copies")
 
 
 @dataclass(frozen=True, eq=False)  # its hash is not computed in Python
@@ -351,12 +352,14 @@ def norms(
         _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
     else:
         _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
-        copies = result.new_tensor([group.copies for group in norm_groups])
+        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
         result = (result / copies) ** (1 / order)
-    dtypes = [dtype or torch.promote_types(own, torch.float32) for own in map(_dtype_of, shards)]
-    if len(set(dtypes)) > 1:
-        return [norm.to(own) for norm, own in zip(result, dtypes)]
-    return list(result.to(dtypes[0]).unbind())
+    if dtype is None:
+        dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
+        if len(set(dtypes)) > 1:
+            return [norm.to(own) for norm, own in zip(result, dtypes)]
+        dtype = dtypes[0]
+    return list(result.to(dtype).unbind())
 
 
 def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
