@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 ROOMS = {
     "engine": [
         *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
-        *("rendezvous", "mesh", "device", "recorder", "point_to_point", "collectives"),
+        *("rendezvous", "mesh", "device", "observe", "collectives"),
         *(
             "memory_slots",
             "buffer",

@@ -24,8 +24,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.policy import SlotPolicy
-from megatron.fsdp.trace import recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class MemorySlots:
                 user.slot = None
         for slot in self._slots[self._num_before :]:
             if slot.memory is not None:
-                recorder.storage("release", slot.memory)
+                observe.storage("release", slot.memory)
         del self._slots[self._num_before :]
         self._assigned = []
 
@@ -213,7 +213,7 @@ class MemorySlots:
             return None
         for slot, tensor in zip(slots, memory, strict=True):
             slot.memory = tensor
-            recorder.storage("allocate", tensor)
+            observe.storage("allocate", tensor)
         return None
 
     def _told(self) -> str:

@@ -11,8 +11,8 @@ from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots, SlotUse
 
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.trace import recorder
 
 
 class FlatBuffer:
@@ -43,7 +43,7 @@ class FlatBuffer:
         self.name = name
         self.flat = torch.empty(layout.numel, dtype=dtype, device=device)
         self.num_bytes = self.flat.numel() * self.flat.element_size()
-        recorder.storage("allocate", self.flat)
+        observe.storage("allocate", self.flat)
         # Created now, because a tensor without storage cannot be sliced.
         self.views = views_of(self.flat, layout)
         """The views of whole parameters, in their logical shapes."""
@@ -64,7 +64,7 @@ class FlatBuffer:
                 self._slots.occupy(self)
             if self._has_own_storage:
                 memory.allocate(self.flat)
-                recorder.storage("allocate", self.flat)
+                observe.storage("allocate", self.flat)
             self.is_allocated = True
 
     def free(self) -> None:
@@ -72,7 +72,7 @@ class FlatBuffer:
         if self.is_allocated:
             if self._has_own_storage:
                 memory.free(self.flat)
-                recorder.storage("release", self.flat)
+                observe.storage("release", self.flat)
             self.is_allocated = False
             if self._slots is not None:
                 self._slots.vacate(self)
@@ -160,10 +160,10 @@ class RunningSum:
         """Return the tensor of the sum, with storage; the values of an empty one are undefined."""
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
-            recorder.storage("allocate", self._total)
+            observe.storage("allocate", self._total)
         elif self.is_empty and not self._total.untyped_storage().nbytes():
             memory.allocate(self._total)
-            recorder.storage("allocate", self._total)
+            observe.storage("allocate", self._total)
         return self._total
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
@@ -200,7 +200,7 @@ class RunningSum:
         if self._total is None or self._holds_address:
             return
         if self._total.untyped_storage().nbytes():
-            recorder.storage("release", self._total)
+            observe.storage("release", self._total)
             memory.free(self._total)
 
 

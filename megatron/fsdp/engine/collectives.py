@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from megatron.fsdp.backends import point_to_point
 from megatron.fsdp.engine.device import Collective, Pending, Streams, Work
-from megatron.fsdp.trace.recorder import GATHER, REDUCE, observed, observing
+from megatron.fsdp.engine.observe import GATHER, REDUCE, observed, observing
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

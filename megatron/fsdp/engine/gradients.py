@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.backends.memory_slots import MemorySlots
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
@@ -38,7 +39,6 @@ from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.trace.recorder import named
 
 
 class GroupGradients:
@@ -181,13 +181,13 @@ class GroupGradients:
         self.wait_for_reduce()
         self._move_back()
         self._reduction = self._reduce(over_inner, over_outer)
-        with named(self._unit_name, "reduce"):
+        with observe.work(self._unit_name, "reduce"):
             self._collective = next(self._reduction, None)
 
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
-            with named(self._unit_name, "wait for reduce"):
+            with observe.work(self._unit_name, "wait for reduce"):
                 collective, self._collective = self._collective, None
                 collective.wait()  # a reduction that fails is over, and raises its error once
                 self._collective = next(self._reduction, None)

@@ -26,10 +26,10 @@ import torch
 from torch import nn
 
 from megatron.fsdp.backends.memory_slots import MemorySlots
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum, padding_of, views_of
 from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
-from megatron.fsdp.trace.recorder import named
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")
@@ -113,7 +113,7 @@ class LocalGradients:
         if not (arrived or self._written) and self._slots is None:
             return
         self._may_write = False
-        with named(self._unit_name, "accumulate gradients"):
+        with observe.work(self._unit_name, "accumulate gradients"):
             covers_all = len(arrived) == len(self._parameters)
             has_values = self.open(dtype, gradient_sum, covers_all)
             arrived = self._take_written(arrived) if self._written else arrived
@@ -143,7 +143,7 @@ class LocalGradients:
         if index in self._early:
             return None
         if self.is_empty:
-            with named(self._unit_name, "accumulate gradients"):
+            with observe.work(self._unit_name, "accumulate gradients"):
                 self.open(dtype, gradient_sum, covers_all=False)
             self._may_write = True
         if not self._may_write or index in self._written:

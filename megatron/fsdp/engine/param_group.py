@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from megatron.fsdp.backends.memory_slots import MemorySlots, SlotUser
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.compute_writes import ComputeWrites
@@ -37,7 +38,6 @@ from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
 from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import WeightState, change_state
-from megatron.fsdp.trace.recorder import named
 
 
 class ParamGroup:
@@ -150,7 +150,7 @@ class ParamGroup:
         """
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
-        with named(self.unit_name, "shard"):
+        with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
         slot = self.layout.slots[index]
         if self._casts_at_unshard:
@@ -206,7 +206,7 @@ class ParamGroup:
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
         if self._all_gather is not None:
-            with named(self.unit_name, "wait for unshard"):
+            with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
@@ -232,7 +232,7 @@ class ParamGroup:
             else:
                 self.wait_for_unshard()
                 self.writes.take()
-            with named(self.unit_name, "reshard"):
+            with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
 
@@ -297,7 +297,7 @@ class ParamGroup:
         """Broadcast main weights from the first of the ranks that own the same shard."""
         num_ranks = self.communicator.inner_size * self.communicator.outer_size
         if self.layout.world_size < num_ranks:
-            with named(self.unit_name, "broadcast"):
+            with observe.work(self.unit_name, "broadcast"):
                 self.communicator.broadcast(
                     self.main_shard,
                     over_inner=self._partition.num_inner == 1,
@@ -318,7 +318,7 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     due = [group for group in groups if group.state in (WeightState.SHARDED, WeightState.STALE)]
     if not due:
         return
-    with named(due[0].unit_name, "unshard"):
+    with observe.work(due[0].unit_name, "unshard"):
         for together in _launches(due):
             gathers = [group.prepare_unshard() for group in together]
             first = together[0]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from megatron.core.timers import Timers
 
-from megatron.fsdp.trace import recorder
+from megatron.fsdp.engine import observe
 from megatron.fsdp.trace.recorder import GATHER, REDUCE, Recorder, TraceEntry
 
 NAMES = ("fsdp-all-gather", "fsdp-reduce-scatter", "fsdp-all-reduce")
@@ -30,13 +30,13 @@ class CollectiveTimes:
     def start(self) -> None:
         """Begin to record."""
         self._recorder = Recorder()
-        recorder.start(self._recorder)
+        observe.add(self._recorder)
 
     def stop(self) -> None:
         """End recording."""
         if self._recorder is not None:
             self.count()
-            recorder.stop()
+            observe.remove(self._recorder)
             self._recorder = None
 
     @contextmanager

@@ -16,7 +16,6 @@ import pytest
 
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.trace import recorder
 from megatron.pretrain.watch import position
 from megatron.pretrain.watch.peers import (
     LEFT,
@@ -190,12 +189,11 @@ def test_the_main_thread_is_seen_at_its_line() -> None:
 
     found = watcher.position_while(wait_here)
     assert found.collective == "" and found.place.endswith(" in wait_here")
-    assert found.place.startswith(f"pretrain/{os.path.basename(__file__)}:")
+    assert found.place.startswith(f"watch/{os.path.basename(__file__)}:")
 
 
 def test_the_last_work_of_the_engine_is_known() -> None:
-    with recorder.named("decoder.layers.0", "unshard"):
-        pass
+    position.last_work.begin_work("decoder.layers.0", "unshard")
     watcher = Watcher()
     found = watcher.position_while(watcher.wait)
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
@@ -240,7 +238,6 @@ def test_an_error_of_the_engine_names_the_unit_also_after_other_work(collective:
 
     with pytest.raises(RuntimeError) as caught:
         METHODS[collective](waiting(fail))
-    with recorder.named("decoder.layers.0", "reshard"):
-        pass
+    position.last_work.begin_work("decoder.layers.0", "reshard")
     found = position.of_error(caught.value)
     assert found.collective == f"the {collective} of unit 'head'"

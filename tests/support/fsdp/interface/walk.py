@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import GATHER
 from megatron_fsdp import (
     DistributedDataParallelConfig,
