@@ -218,6 +218,13 @@ METHODS: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _observed() -> Iterator[None]:
+    observe.add(position.last_work)
+    yield
+    observe.remove(position.last_work)
+
+
 @pytest.mark.parametrize("collective", METHODS)
 def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
     watcher = Watcher()
