@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.pretrain.watch import position
@@ -219,7 +220,7 @@ METHODS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.fixture(autouse=True)
-def _observed() -> Iterator[None]:
+def observed() -> Iterator[None]:
     observe.add(position.last_work)
     yield
     observe.remove(position.last_work)
