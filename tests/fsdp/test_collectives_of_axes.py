@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model, trace
-from megatron.fsdp.trace.recorder import REDUCE
+from megatron.fsdp.engine.observe import REDUCE
 from tests.fsdp.test_communication import ORDER, collectives, order_of
 from tests.support.fsdp.models import WIDTH
 from tests.support.fsdp.recorded_steps import record_step

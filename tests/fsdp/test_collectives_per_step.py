@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, fully_shard_model, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.fsdp.trace.recorder import GATHER, REDUCE
+from megatron.fsdp.engine.observe import GATHER, REDUCE
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
 from tests.support.fsdp.reference import Ranks

@@ -7,12 +7,46 @@ from collections.abc import Callable
 
 import torch
 
-from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots, SlotUser
-
 # Imported as a module, because tests replace its functions to watch memory.
 from megatron.fsdp.engine import device as memory
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.layout import Layout
+
+
+class Storage:
+    """The memory of flat buffers; by default each has its own, which is resized to nothing.
+
+    Attributes:
+        is_assigned_ahead: buffers take turns in memory that is assigned ahead of its use. All ranks
+            must then allocate the same buffers at the same times, also those without gradients.
+        holds_addresses: no address may ever change, as captured graphs expect.
+    """
+
+    is_assigned_ahead = False
+    holds_addresses = False
+
+    def adopt(self, buffer: FlatBuffer) -> None:
+        """Note a new buffer, which is allocated."""
+
+    def allocate(self, buffer: FlatBuffer) -> None:
+        """Give a freed buffer memory; its values are undefined."""
+        memory.allocate(buffer.flat)
+        observe.storage("allocate", buffer.flat)
+
+    def free(self, buffer: FlatBuffer) -> None:
+        """Take the memory of an allocated buffer back."""
+        memory.free(buffer.flat)
+        observe.storage("release", buffer.flat)
+
+    def discard(self, buffer: FlatBuffer) -> None:
+        """Forget a freed buffer that is not used any more, and all uses of it."""
+
+    def blocker(self, buffer: FlatBuffer) -> FlatBuffer | None:
+        """Return the buffer that must be freed before this one can be allocated, if there is one.
+
+        Only buffers that no call uses are asked for: in use, no two buffers share memory.
+        """
+        return None
 
 
 class FlatBuffer:
@@ -23,11 +57,14 @@ class FlatBuffer:
 
     Args:
         layout: the positions of the parameters.
-        dtype: of the flat tensor.
-        device: of the storage.
-        name: for messages.
-        slots: the slots in which the buffer may live; None: it always has storage of its own.
-        on_move: called when the buffer has moved to a slot or back.
+        dtype: dtype of the flat tensor.
+        device: device of the storage.
+        name: name of the buffer, for messages.
+        storage: the memory in which the buffer lives.
+        on_move: called when the buffer has moved to other memory.
+
+    Attributes:
+        num_moves: how often the address has changed for good. Graphs of autograd refer to it.
     """
 
     def __init__(
@@ -36,7 +73,7 @@ class FlatBuffer:
         dtype: torch.dtype,
         device: torch.device,
         name: str,
-        slots: MemorySlots | None = None,
+        storage: Storage,
         on_move: Callable[[], None] | None = None,
     ):
         self.layout = layout
@@ -51,64 +88,50 @@ class FlatBuffer:
         """The slices between parameters."""
         self._slices: list[torch.Tensor] = []
         self.is_allocated = True
-        self.slot: MemorySlot | None = None
-        self._slots = slots
+        self.num_moves = 0
+        self._storage = storage
         self._on_move = on_move
-        if slots is not None:
-            slots.occupy(self)
+        storage.adopt(self)
 
     def allocate(self) -> None:
         """Allocate the storage if it is freed; new storage has undefined values."""
         if not self.is_allocated:
-            if self._slots is not None:
-                self._slots.occupy(self)
-            if self._has_own_storage:
-                memory.allocate(self.flat)
-                observe.storage("allocate", self.flat)
+            self._storage.allocate(self)
             self.is_allocated = True
 
     def free(self) -> None:
         """Free the storage if it is allocated."""
         if self.is_allocated:
-            if self._has_own_storage:
-                memory.free(self.flat)
-                observe.storage("release", self.flat)
+            self._storage.free(self)
             self.is_allocated = False
-            if self._slots is not None:
-                self._slots.vacate(self)
 
     def discard(self) -> None:
-        """Free the storage, give up the slot, and forget all uses of the buffer."""
+        """Free the storage, and forget all uses of the buffer."""
         self.free()
-        if self._slots is not None:
-            self._slots.discard(self)
+        self._storage.discard(self)
 
     @property
-    def _has_own_storage(self) -> bool:
-        return self.slot is None or self.slot.memory is None
+    def blocker(self) -> FlatBuffer | None:
+        """The buffer that must be freed before this one can be allocated, if there is one."""
+        return self._storage.blocker(self)
 
-    @property
-    def blocker(self) -> SlotUser | None:
-        """The other buffer that occupies the slot of this one."""
-        occupant = None if self.slot is None else self.slot.occupant
-        return None if occupant is self else occupant
-
-    def move(self, slot_memory: torch.Tensor | None) -> None:
-        """Use the memory of a slot from now on; None: storage of its own. It must be freed.
+    def move(self, memory: torch.Tensor | None) -> None:
+        """Use other memory from now on; None: storage of its own. It must be freed.
 
         The tensors stay the same objects. Aliases made by ``.data`` do not follow them.
 
         Args:
-            slot_memory: ``uint8``, of at least ``num_bytes`` elements.
+            memory: ``uint8``, at least ``num_bytes`` elements.
         """
-        if slot_memory is None:
+        if memory is None:
             storage = torch.UntypedStorage(self.num_bytes, device=self.flat.device)
         else:
-            storage = slot_memory.untyped_storage()
+            storage = memory.untyped_storage()
         for tensor in (self.flat, *self.views, *self.padding, *self._slices):
             tensor.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if slot_memory is None:
+        if memory is None:
             storage.resize_(0)
+        self.num_moves += 1
         if self._on_move is not None:
             self._on_move()
 

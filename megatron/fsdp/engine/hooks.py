@@ -230,7 +230,7 @@ class UnitHooks:
         if call.unit is self._outside:
             self._unshard(call)
         elif call.state is CallState.FORWARD:
-            call.check_slots()
+            call.check_addresses()
             call.unit.begin_backward(call)
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None

@@ -26,9 +26,8 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots, SlotUser
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.compute_writes import ComputeWrites
 from megatron.fsdp.engine.device import Pending
@@ -53,8 +52,8 @@ class ParamGroup:
         communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
-        weight_slots: memory slots for gathered weights; None: they have storage of their own.
-        gradient_slots: memory slots for local gradients, likewise.
+        weight_storage: the memory of gathered weights.
+        gradient_storage: the memory of local gradients.
         granularity: of all parameters.
     """
 
@@ -68,8 +67,8 @@ class ParamGroup:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
-        weight_slots: MemorySlots | None = None,
-        gradient_slots: MemorySlots | None = None,
+        weight_storage: Storage,
+        gradient_storage: Storage,
         granularity: Granularity = PREFER_ROWS,
     ):
         self.names = list(names)
@@ -86,7 +85,7 @@ class ParamGroup:
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self._partition.num_owned, granularity)
         self._reshards_after_use = strategy.shards_parameters and self._partition.num_inner > 1
-        self._make_weights(device, weight_slots if self._reshards_after_use else None)
+        self._make_weights(device, weight_storage if self._reshards_after_use else Storage())
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -96,18 +95,18 @@ class ParamGroup:
             communicator,
             device,
             unit_name,
-            gradient_slots,
+            gradient_storage,
         )
 
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_weights(self, device: torch.device, slots: MemorySlots | None) -> None:
+    def _make_weights(self, device: torch.device, storage: Storage) -> None:
         """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
         partition = self._partition
         name = f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
         self.compute = FlatBuffer(
-            self.layout, self.precision.compute, device, name, slots, self._point_parameters
+            self.layout, self.precision.compute, device, name, storage, self._point_parameters
         )
         self.main_is_compute = self.precision.main_param == self.precision.compute
         gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
@@ -118,7 +117,7 @@ class ParamGroup:
         if self._reshards_after_use:
             if not self._casts_at_unshard:
                 self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.discard()  # that was no use: it gets a slot after the first one
+            self.compute.discard()  # that was no use
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()
@@ -242,8 +241,8 @@ class ParamGroup:
         return self.layout.world_size == 1
 
     @property
-    def blocker(self) -> SlotUser | None:
-        """The buffer of another group that occupies the memory slot of the compute parameters."""
+    def blocker(self) -> FlatBuffer | None:
+        """The buffer of another group that must be freed before this one is unsharded."""
         return self.compute.blocker
 
     @property

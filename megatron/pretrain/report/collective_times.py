@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from megatron.core.timers import Timers
 
 from megatron.fsdp.engine import observe
-from megatron.fsdp.trace.recorder import GATHER, REDUCE, Recorder, TraceEntry
+from megatron.fsdp.engine.observe import GATHER, REDUCE
+from megatron.fsdp.trace.recorder import Recorder, TraceEntry
 
 NAMES = ("fsdp-all-gather", "fsdp-reduce-scatter", "fsdp-all-reduce")
 """Timers, each of the operation of that name."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp import trace
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
