@@ -20,9 +20,7 @@ ROOMS = {
         *(
             "memory_slots",
             "buffer",
-            "local_tensor",
             "tensor_parallel",
-            "partition",
             "local_gradients",
         ),
         *("gradients", "compute_writes", "param_group"),

@@ -34,9 +34,8 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, Storage
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
-from megatron.fsdp.engine.layout import Layout
+from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
-from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 
 

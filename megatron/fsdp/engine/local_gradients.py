@@ -28,7 +28,7 @@ from torch import nn
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum, Storage, padding_of, views_of
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_tensor import local_grad
+from megatron.fsdp.engine.tensor_parallel import local_grad
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")
