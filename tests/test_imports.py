@@ -16,13 +16,11 @@ REPOSITORY = Path(__file__).parents[1]
 ROOMS = {
     "engine": [
         *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
-        *("rendezvous", "mesh", "device", "recorder", "point_to_point", "collectives"),
+        *("rendezvous", "mesh", "device", "observe", "collectives"),
         *(
             "memory_slots",
             "buffer",
-            "local_tensor",
             "tensor_parallel",
-            "partition",
             "local_gradients",
         ),
         *("gradients", "compute_writes", "param_group"),

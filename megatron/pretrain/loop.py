@@ -21,7 +21,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_model_config
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.checkpoints import (

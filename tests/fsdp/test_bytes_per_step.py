@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 
 from benchmarks.comparison.measures import count_step
-from megatron.fsdp import MegatronFSDP, fully_shard
+from megatron.fsdp import MegatronFSDP, fully_shard, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer

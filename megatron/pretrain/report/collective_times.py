@@ -12,8 +12,9 @@ from contextlib import contextmanager
 
 from megatron.core.timers import Timers
 
-from megatron.fsdp.trace import recorder
-from megatron.fsdp.trace.recorder import GATHER, REDUCE, Recorder, TraceEntry
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.observe import GATHER, REDUCE
+from megatron.fsdp.trace.recorder import Recorder, TraceEntry
 
 NAMES = ("fsdp-all-gather", "fsdp-reduce-scatter", "fsdp-all-reduce")
 """Timers, each of the operation of that name."""
@@ -30,13 +31,13 @@ class CollectiveTimes:
     def start(self) -> None:
         """Begin to record."""
         self._recorder = Recorder()
-        recorder.start(self._recorder)
+        observe.add(self._recorder)
 
     def stop(self) -> None:
         """End recording."""
         if self._recorder is not None:
             self.count()
-            recorder.stop()
+            observe.remove(self._recorder)
             self._recorder = None
 
     @contextmanager

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import Recorder
 from megatron.pretrain.report.collective_times import CollectiveTimes
 from megatron.pretrain.report.decorations import Decorations

@@ -18,7 +18,7 @@ from types import FrameType
 
 import torch
 
-from megatron.fsdp.trace import recorder
+from megatron.fsdp.engine import observe
 
 ENGINE = os.path.join("megatron", "fsdp", "engine", "")
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
@@ -44,6 +44,24 @@ METHODS = {
 """Methods of parameter groups and their gradients -> the collective in which they may fail."""
 TORCH = os.path.dirname(torch.__file__)
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+class LastWork(observe.Observer):
+    """The work of the engine that began last, and its unit; another thread reads it."""
+
+    def __init__(self) -> None:
+        self.position = ("", "")
+
+    def begin_work(self, unit: str, work: str) -> None:
+        """Note the work."""
+        self.position = (work, unit)
+
+    def begin_backward(self, unit: str) -> None:
+        """Note the backward."""
+        self.position = (observe.BACKWARD, unit)
+
+
+last_work = LastWork()
 
 
 @dataclass(frozen=True)
@@ -99,7 +117,7 @@ def _main_frame() -> FrameType | None:
 
 def _position(frames: list[traceback.FrameSummary]) -> Position:
     """Return the position that a stack shows, innermost frame first."""
-    name, unit = recorder.position
+    name, unit = last_work.position
     work = f"{name} of unit {unit!r}" if name else ""
     if not frames:
         return Position("", "unknown", work)
@@ -133,7 +151,7 @@ def _collective(frames: list[traceback.FrameSummary], place: traceback.FrameSumm
     line = linecache.getline(innermost.filename, innermost.lineno or 0)
     if not names and (innermost is not place or not any(call in line for call in WAITS)):
         return ""
-    work, unit = recorder.position
+    work, unit = last_work.position
     if ENGINE in place.filename and work in WORKS:
         return f"the {WORKS[work]} of unit {unit!r}"
     return f"{names[-1]} at {_shown(place)}" if names else f"a wait at {_shown(place)}"

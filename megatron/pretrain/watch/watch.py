@@ -41,6 +41,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from megatron.checkpoint.store.stores import is_staged
+from megatron.fsdp.engine import observe
 from megatron.pretrain.checkpoints import background_save, checkpointing
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import environment_rank
@@ -103,6 +104,8 @@ class Watch:
         self._mouth.setblocking(False)
         before = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         self._restore.callback(signal.set_wakeup_fd, before)
+        observe.add(position.last_work)
+        self._restore.callback(observe.remove, position.last_work)
         self._thread.start()
         return self
 

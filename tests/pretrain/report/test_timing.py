@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import timers
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp.engine.observe import GATHER
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.report.collective_times import CollectiveTimes
 from megatron.pretrain.report.timing import BATCH, PhaseTimes

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.fsdp.backends import point_to_point
+from megatron.fsdp.backends import gloo_messages
+from megatron.fsdp.backends.gloo_messages import GlooMessages
 from megatron.fsdp.engine import collectives
 from megatron.fsdp.engine.device import CpuStreams, Pending
 from tests.support.fsdp.reference import Ranks
 from tests.support.rank_pool import RankFailure
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
-LARGE = point_to_point.SMALLEST_ALL_GATHER // 4
+LARGE = gloo_messages.SMALLEST_ALL_GATHER // 4
 """Elements in fp32 of a buffer of the smallest size that is gathered as messages."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -62,7 +63,7 @@ def reductions_as_gloo(shard_size: int) -> None:
             full = buffer_of(rank, num_ranks * shard_size, dtype)
             before = full.clone()
             shard, plain = full.new_empty(shard_size), full.new_empty(shard_size)
-            launch(point_to_point.reduce_scatter(full, shard, group, operation)).wait()
+            launch(gloo_messages.reduce_scatter(full, shard, group, operation)).wait()
             assert torch.equal(full, before)
             collectives._reduce_scatter_single(plain, full, op=operation)
             if num_ranks == 2:
@@ -88,8 +89,8 @@ def gathers_as_gloo(shard_size: int) -> None:
         own = in_place.chunk(num_ranks)[rank] if shard_size else in_place
         own.copy_(shard)
         gathers = [
-            launch(point_to_point.all_gather([apart], [shard], group)),
-            launch(point_to_point.all_gather([in_place], [own], group)),
+            launch(gloo_messages.all_gather([apart], [shard], group)),
+            launch(gloo_messages.all_gather([in_place], [own], group)),
         ]
         for gather in reversed(gathers):
             gather.wait()
@@ -114,7 +115,7 @@ def gathers_of_several(shard_sizes: list[int], is_in_place: bool) -> int:
         fulls.append(full)
         expected.append(torch.cat(whole))
     with watching_messages() as (sent, _):
-        launch(collectives._all_gather(fulls, shards, group)).wait()
+        launch(GlooMessages().all_gather(fulls, shards, group)).wait()
     for full, wanted in zip(fulls, expected, strict=True):
         assert torch.equal(full, wanted)
     return len(sent)
@@ -141,10 +142,10 @@ def collectives_of_one_rank() -> None:
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     full, shard = torch.arange(4.0), torch.empty(4)
     with watching_messages() as (sent, received):
-        launch(collectives._reduce_scatter(full, shard, group, SUM)).wait()
+        launch(GlooMessages().reduce_scatter(full, shard, group, SUM)).wait()
         assert torch.equal(shard, full)
-        launch(collectives._all_gather([full], [full], group)).wait()
-        launch(collectives._all_gather([shard], [full], group)).wait()
+        launch(GlooMessages().all_gather([full], [full], group)).wait()
+        launch(GlooMessages().all_gather([shard], [full], group)).wait()
     assert torch.equal(shard, full)
     assert not sent and not received
 
@@ -157,7 +158,7 @@ def write_during_a_gather() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     full = torch.zeros(num_ranks * 500_000)
     own = full.chunk(num_ranks)[rank]
-    gather = launch(collectives._all_gather([full], [own], dist.group.WORLD))
+    gather = launch(GlooMessages().all_gather([full], [own], dist.group.WORLD))
     own.fill_(7.0)
     gather.wait()
     assert own.eq(7.0).all()
@@ -198,8 +199,8 @@ def bytes_of_each_collective() -> None:
     own, shard = full.chunk(num_ranks)[rank], torch.empty(LARGE)
     least = (num_ranks - 1) * shard.nbytes
     for collective in (
-        collectives._all_gather([full], [shard], group),
-        collectives._all_gather([full], [own], group),
+        GlooMessages().all_gather([full], [shard], group),
+        GlooMessages().all_gather([full], [own], group),
     ):
         with watching_messages() as (sent, received):
             launch(collective).wait()
@@ -207,7 +208,7 @@ def bytes_of_each_collective() -> None:
         in_full = full.untyped_storage().data_ptr()
         assert all(part.untyped_storage().data_ptr() == in_full for part in received)
     with watching_messages() as (sent, received):
-        launch(collectives._reduce_scatter(full, shard, group, SUM)).wait()
+        launch(GlooMessages().reduce_scatter(full, shard, group, SUM)).wait()
     assert total_bytes(sent) == total_bytes(received) == least
     temporary = [part for part in received if part.data_ptr() != shard.data_ptr()]
     assert total_bytes(temporary) == (num_ranks - 2) * shard.nbytes
@@ -227,7 +228,7 @@ def message_counts_by_size() -> tuple[int, int, int]:
         own = full.chunk(num_ranks)[rank]
         shard = own if is_in_place else torch.empty_like(own)
         with watching_messages() as (sent, _):
-            launch(collectives._all_gather([full], [shard], group)).wait()
+            launch(GlooMessages().all_gather([full], [shard], group)).wait()
         counts.append(len(sent))
     return tuple(counts)
 
@@ -241,15 +242,16 @@ def messages_of_another_backend() -> None:
 
     group = dist.new_group(backend="fake")
     full, shard = torch.ones(2 * LARGE), torch.ones(LARGE)
+    transport = GlooMessages()
     asked = dist.get_backend_config
     with (
         watching_messages() as (sent, received),
         patch.object(dist, "get_backend_config", side_effect=asked) as question,
     ):
         for _ in range(2):
-            launch(collectives._reduce_scatter(full, shard, group, SUM)).wait()
-            launch(collectives._all_gather([full], [shard], group)).wait()
-            launch(collectives._all_gather([full, full.double()], [shard, shard.double()], group))
+            launch(transport.reduce_scatter(full, shard, group, SUM)).wait()
+            launch(transport.all_gather([full], [shard], group)).wait()
+            launch(transport.all_gather([full, full.double()], [shard, shard.double()], group))
         assert question.call_count == 1
     assert not sent and not received
 
@@ -303,9 +305,9 @@ def started_gather(
         own = full.chunk(len(members))[members.index(dist.get_rank())]
         shard = own.copy_(shard)
     if seed % 2:
-        return launch(point_to_point.all_gather([full], [shard], group)), full, expected
+        return launch(gloo_messages.all_gather([full], [shard], group)), full, expected
     halves = [torch.zeros(2 * len(members)), full]  # beside a buffer of another size and dtype
-    gather = point_to_point.all_gather(halves, [torch.ones(2), shard], group)
+    gather = gloo_messages.all_gather(halves, [torch.ones(2), shard], group)
     return launch(gather), full, expected
 
 
@@ -321,7 +323,7 @@ def started_reduction(
     expected = expected_reduction(members, shard_size, dtype, operation, seed)
     full = buffer_of(dist.get_rank(), len(members) * shard_size, dtype, seed)
     shard = full.new_empty(shard_size)
-    pending = launch(point_to_point.reduce_scatter(full, shard, group, operation))
+    pending = launch(gloo_messages.reduce_scatter(full, shard, group, operation))
     return pending, shard, expected
 
 
@@ -336,9 +338,9 @@ def wait_for_a_dead_rank() -> None:
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(3)
-    launch(point_to_point.reduce_scatter(full, shard, dist.group.WORLD, SUM)).wait()
+    launch(gloo_messages.reduce_scatter(full, shard, dist.group.WORLD, SUM)).wait()
 
 
 def test_waiting_for_a_rank_that_died_raises(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match=r"rank 0 of 2 failed[\s\S]*point_to_point.py[\s\S]*peer"):
+    with pytest.raises(RankFailure, match=r"rank 0 of 2 failed[\s\S]*gloo_messages.py[\s\S]*peer"):
         ranks(2, wait_for_a_dead_rank)

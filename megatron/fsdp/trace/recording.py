@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.trace import recorder
 from megatron.fsdp.trace.divergence import DivergenceWatch
 from megatron.fsdp.trace.files import write_trace
 from megatron.fsdp.trace.recorder import Recorder
@@ -53,7 +53,7 @@ def record(
     Raises:
         ValueError: on every rank, for wrong arguments, and if any rank cannot write into the
             directory.
-        RuntimeError: without process groups, or if a trace is being recorded already.
+        RuntimeError: without process groups.
         CollectiveError: inside the block, for a collective that fails.
     """
     if not dist.is_initialized():
@@ -62,13 +62,13 @@ def record(
     _raise_everywhere(problems or _problems_of_directory(directory, ranks))
     origin = min(float(each) for each in agree([repr(time.time())]))
     own = Recorder(keep)
-    recorder.start(own)
+    observe.add(own)
     watch = DivergenceWatch(own, repr(origin))
     watch.start()
     try:
         yield own
     finally:
-        recorder.stop()
+        observe.remove(own)
         watch.stop()
         if directory is not None and _writes(ranks):
             write_trace(Path(directory), dist.get_rank(), own.entries, origin, own.now())

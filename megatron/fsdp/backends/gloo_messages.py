@@ -24,11 +24,11 @@ the end, which would undo a concurrent write. Messages do not, and neither does 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
+from megatron.fsdp.engine.collectives import Transport
 from megatron.fsdp.engine.device import Collective, Work
 
 _GATHER_TAG = 0x66_73_64_70  # the letters "fsdp"
@@ -42,8 +42,6 @@ two for each other rank. Reduce-scatters and gathers in place are faster as mess
 since gloo copies the whole buffer and a shard for them. The measurement is in
 ``benchmarks/results/point_to_point.md``.
 """
-
-_sends_by_gloo: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
 
 
 class Exchange:
@@ -65,34 +63,49 @@ class Exchange:
             send.wait()
 
 
-def is_better_reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if :func:`reduce_scatter` works on this group and is faster than its own."""
-    return _uses_gloo(full, group)
+class GlooMessages(Transport):
+    """All-gathers and reduce-scatters over gloo as messages, where these are faster."""
 
+    def __init__(self) -> None:
+        self._sends_by_gloo: dict[dist.ProcessGroup, bool] = {}
 
-def is_better_all_gather(
-    fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], group: dist.ProcessGroup
-) -> bool:
-    """Return True if :func:`all_gather` works on this group and is faster than its own."""
-    if not _uses_gloo(fulls[0], group):
-        return False
-    for full, shard in zip(fulls, shards, strict=True):
-        # See [Note: gathering in place].
-        if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:
-            return True
-    return sum(full.nbytes for full in fulls) >= SMALLEST_ALL_GATHER
+    def all_gather(
+        self,
+        fulls: Sequence[torch.Tensor],
+        shards: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> Collective:
+        """Gather in place and large buffers by messages; see [Note: gathering in place]."""
+        if self._uses_gloo(fulls[0], group):
+            for full, shard in zip(fulls, shards, strict=True):
+                if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:
+                    return all_gather(fulls, shards, group)
+            if sum(full.nbytes for full in fulls) >= SMALLEST_ALL_GATHER:
+                return all_gather(fulls, shards, group)
+        return super().all_gather(fulls, shards, group)
 
+    def reduce_scatter(
+        self,
+        full: torch.Tensor,
+        shard: torch.Tensor,
+        group: dist.ProcessGroup,
+        operation: dist.ReduceOp.RedOpType,
+    ) -> Collective:
+        """Reduce by messages at every size."""
+        if self._uses_gloo(full, group):
+            return reduce_scatter(full, shard, group, operation)
+        return super().reduce_scatter(full, shard, group, operation)
 
-def _uses_gloo(tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
-    """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
-    if not tensor.is_cpu:
-        return False
-    sends = _sends_by_gloo.get(group)
-    if sends is None:
-        # Example: "cpu:gloo,cuda:nccl".
-        has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
-        sends = _sends_by_gloo[group] = has_gloo and group.size() > 1
-    return sends
+    def _uses_gloo(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        """Return True if ``group`` sends ``tensor`` to other ranks through gloo, on a CPU."""
+        if not tensor.is_cpu:
+            return False
+        sends = self._sends_by_gloo.get(group)
+        if sends is None:
+            # Example: "cpu:gloo,cuda:nccl".
+            has_gloo = "cpu:gloo" in dist.get_backend_config(group).split(",")
+            sends = self._sends_by_gloo[group] = has_gloo and group.size() > 1
+        return sends
 
 
 def all_gather(

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace import recorder
+from megatron.fsdp import MegatronFSDP, trace
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
 from megatron.fsdp.trace.files import COLUMNS, Lanes
 from megatron.fsdp.trace.recorder import STORAGE, CollectiveError, Recorder
@@ -83,7 +83,7 @@ def test_only_the_named_ranks_write_files(ranks: Ranks, tmp_path: Path) -> None:
 def error_of_record(folders: list[Path], **options: Any) -> str:
     with pytest.raises(ValueError) as caught, trace.record(folders[dist.get_rank()], **options):
         pytest.fail("the body must not run")
-    assert recorder._recorder is None
+    assert not observe._observers
     return str(caught.value)
 
 
@@ -117,28 +117,29 @@ def test_wrong_options_are_one_error(
     assert ranks(2, error_of_record, [tmp_path] * 2, **options) == [message] * 2
 
 
-def record_twice() -> None:
-    with trace.record() as first:
-        with pytest.raises(RuntimeError, match="already"), trace.record():
-            pass
-        trace.agree([])
-        assert [entry.name for entry in first.collectives][-1] == "all_gather_object"
-    assert recorder._recorder is None
+def record_twice() -> tuple[list[str], list[str]]:
+    with trace.record() as outer:
+        with trace.record() as inner:
+            agree([])
+        agree([])
+    assert not observe._observers
+    return [each.name for each in outer.collectives], [each.name for each in inner.collectives]
 
 
-def test_one_trace_is_recorded_at_a_time(ranks: Ranks) -> None:
-    ranks(1, record_twice)
+def test_a_trace_inside_of_another_records_its_part(ranks: Ranks) -> None:
+    outer, inner = ranks(1, record_twice)[0]
+    assert len(outer) == 4 and len(inner) == 1 and set(outer + inner) == {"all_gather_object"}
 
 
 def test_a_recorder_keeps_as_many_entries_as_it_is_asked_to() -> None:
     kept = Recorder(keep=3)
-    recorder.start(kept)
+    observe.add(kept)
     try:
         for _ in range(5):
-            with recorder.named("unit", "work"):
-                recorder.storage("allocate", torch.empty(2))
+            with observe.work("unit", "work"):
+                observe.storage("allocate", torch.empty(2))
     finally:
-        recorder.stop()
+        observe.remove(kept)
     assert [entry.name for entry in kept.entries] == ["allocate", "work", "allocate"]
     assert {entry.unit for entry in kept.entries} == {"unit"}
 
@@ -170,10 +171,10 @@ def test_nothing_is_wrapped_where_nothing_is_recorded() -> None:
     def collective(asynchronous: bool) -> None:
         raise AssertionError
 
-    assert recorder.named("unit", "work") is recorder.NOTHING
-    assert recorder.observing("broadcast", None, None) is recorder.NOTHING
+    assert observe.work("unit", "work") is observe.NOTHING
+    assert observe.observing("broadcast", None, None) is observe.NOTHING
     operand = torch.empty(0)
-    assert recorder.observed("gather", "all_gather", (operand,), None, collective) is collective
+    assert observe.observed("gather", "all_gather", (operand,), None, collective) is collective
 
 
 def profiled_ranges() -> set[str]:
