@@ -27,11 +27,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron.mcore_adapter.loop_environment import check_importable
 from megatron.mcore_adapter.releases import tested
 
 # The imports below would fail with an error that names a file of Megatron-Core and no fix.
-check_importable(tested.check().file.parent)
+tested.check()
 
 import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
@@ -72,9 +71,9 @@ def install() -> AbstractContextManager[object]:
 
     Raises:
         LoopFlagError: if the command line contradicts itself or the machine.
-        RuntimeError: if something is not installed that the loop needs, for a release of
-            Megatron-Core without the objects to replace, and if a loaded program uses parts of the
-            replaced files that this module does not know. Nothing is changed then.
+        RuntimeError: for a release of Megatron-Core without the objects to replace, and if a loaded
+            program uses parts of the replaced files that this module does not know. Nothing is
+            changed then.
     """
     global _installation
     if _installation is not None:
