@@ -352,7 +352,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "adapter: the norm of one instance",
-        "megatron/mcore_adapter/gradient_statistics.py",
+        "megatron/mcore_adapter/core_optimizers.py",
         "    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original(optimizer)\n",
         "    return _original(optimizer)\n",
         "tests/mcore_adapter",

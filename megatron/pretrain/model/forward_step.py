@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import StragglerDetector
 
-from megatron.mcore_adapter.releases.context_parallel_batch import batch_on_this_rank
+from megatron.mcore_adapter.releases.process_groups import batch_on_this_rank
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.report.timing import BATCH, PhaseTimes
 from megatron.pretrain.watch import rerun

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from megatron.mcore_adapter.optimizer_state import make_optimizer_state
+from megatron.mcore_adapter.core_optimizers import make_optimizer_state
 from megatron.pretrain.arguments.configs import optimizer_config
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron.mcore_adapter.releases import main_weights
+from megatron.mcore_adapter import core_optimizers
 
 METHOD = "_copy_model_params_to_main_params"
 
@@ -19,9 +19,9 @@ def refuse(optimizer: Any, state_dict: Any = None) -> None:
 
 def test_only_optimizers_of_other_models_copy_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedOptimizer, METHOD, refuse)
-    monkeypatch.setattr(main_weights, "is_owned", lambda parameter: parameter == "sharded")
+    monkeypatch.setattr(core_optimizers, "is_owned", lambda parameter: parameter == "sharded")
     for _ in range(2):
-        main_weights.keep_main_weights()
+        core_optimizers.keep_main_weights()
     copy = getattr(DistributedOptimizer, METHOD)
     assert copy.__wrapped__ is refuse  # once
     groups = [{"params": ["other"]}, {"params": ["other", "sharded"]}]

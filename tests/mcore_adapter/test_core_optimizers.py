@@ -12,7 +12,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.mcore_adapter import FullyShardedDataParallel, other_optimizers
+from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module
 from tests.support.rank_pool import run_ranks
@@ -137,7 +137,7 @@ def test_an_optimizer_of_unsharded_weights_is_built_by_keyword() -> None:
     def original(optimizer_of_core: Any, optimizer: Any, config: Any = None) -> None:
         built.append((optimizer_of_core, optimizer, config))
 
-    init = other_optimizers._refusing_init(original)
+    init = core_optimizers._refusing_init(original)
     init("self", optimizer=inner, config="config")
     init("self", inner, "config")
     assert built == [("self", inner, "config")] * 2
@@ -145,7 +145,7 @@ def test_an_optimizer_of_unsharded_weights_is_built_by_keyword() -> None:
 
 def hook_of_a_model_that_is_gone() -> tuple[bool, bool]:
     """Job: whether torch's hook for a model is removed while it lives, and afterwards."""
-    with patch.object(other_optimizers, "register_optimizer_step_post_hook") as register:
+    with patch.object(core_optimizers, "register_optimizer_step_post_hook") as register:
         model, _ = wrapped("optim_grads_params")
         before = register.return_value.remove.called
         del model
