@@ -29,7 +29,8 @@ from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.data_parallel import default_unit_modules, precision_policy
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_chunk
 
 MIB = 2**20

@@ -33,10 +33,10 @@ from megatron.pretrain.checkpoints import (
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
 from megatron.pretrain.checkpoints.local_checkpoint import LOCAL
-from megatron.pretrain.data.full_validation import WholeDataset, named_sets
 from megatron.pretrain.data.gpt_datasets import build_datasets, find_data
-from megatron.pretrain.data.microbatches import batches, one_or_list
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import build_tokenizer, embedding_rows
 from megatron.pretrain.model.forward_step import Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer

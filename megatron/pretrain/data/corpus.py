@@ -28,8 +28,8 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import progress_of
 from megatron.checkpoint.store import durable
-from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_record import record_path
+from megatron.pretrain.data.tokenizers import Tokenizer
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 # Installed packages are not the library, and its tests are mostly tables of odd data.

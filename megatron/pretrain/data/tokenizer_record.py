@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_choice import TOKENIZER_TYPES, TokenizerChoice
+from megatron.pretrain.data.tokenizers import Tokenizer
 
 SUFFIX = ".tokenizer.json"
 PATHS = ("tokenizer_model", "vocab_file", "merge_file")
@@ -112,7 +112,7 @@ def identity_of(choice: TokenizerChoice, tokenizer: Tokenizer) -> dict[str, Any]
         OSError: a file of the tokenizer cannot be read.
     """
     identity: dict[str, Any] = {
-        "class": type(tokenizer).__name__,
+        "class": tokenizer.kind,
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
     }

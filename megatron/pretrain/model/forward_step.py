@@ -18,7 +18,7 @@ from megatron.pretrain.report.timing import BATCH, PhaseTimes
 from megatron.pretrain.watch import rerun
 
 Microbatches = Generator[dict[str, torch.Tensor], None, None]
-"""Microbatches of one rank, see :func:`megatron.pretrain.data.microbatches.build_iterator`."""
+"""Microbatches of one rank, see :func:`megatron.pretrain.data.samplers.build_iterator`."""
 Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 """Sum of losses, number of tokens, and the values that the schedule returns for the report."""
 
