@@ -41,15 +41,14 @@ from megatron.pretrain.model.forward_step import Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.ranks import data_parallel_size, say
 from megatron.pretrain.report.profiling import profile_directory, profiling
 from megatron.pretrain.report.quantities import count
 from megatron.pretrain.report.report import Report
 from megatron.pretrain.report.timing import LOAD, SAVE
-from megatron.pretrain.training_run import TrainingRun
-from megatron.pretrain.training_step import forward_backward, sum_of, train_step
-from megatron.pretrain.watch import rerun
+from megatron.pretrain.run_state import Progress
+from megatron.pretrain.training_step import TrainingRun, forward_backward, sum_of, train_step
+from megatron.pretrain.watch import position, rerun
 from megatron.pretrain.watch.replicas import check_replicas
 from megatron.pretrain.watch.stopping import StopRequest
 
@@ -80,7 +79,8 @@ def run_to_the_end(
     tokenizer = build_tokenizer(TokenizerChoice.of(args))
     rows = embedding_rows(args, tokenizer)
     args = FrozenArguments(args, padded_vocab_size=rows)
-    source = find_data(args, tokenizer)
+    with position.during(position.READING):
+        source = find_data(args, tokenizer)
     model = build_model(args, args.padded_vocab_size, device)
     optimizer, scheduler = (None, None) if args.skip_train else build_optimizer(args, model)
     run = TrainingRun(args, device, model, optimizer, scheduler, Report(args))
@@ -113,7 +113,8 @@ def load_and_train(
     with report.times.measured(LOAD):
         run.progress = checkpointing.load(args, run.model, run.optimizer, run.scheduler, report.say)
     report.times_of(LOAD, run.progress)
-    train_data, valid_data, test_data = datasets()
+    with position.during(position.READING):
+        train_data, valid_data, test_data = datasets()
     if args.multiple_validation_sets and valid_data is not None:
         for name, dataset in named_sets(args, valid_data).items():
             report.say(f"{name}: {len(dataset)} samples of {dataset.dataset_path}")
@@ -179,11 +180,8 @@ def train(
     get_rerun_state_machine().current_iteration = progress.iteration
     saved_at = progress.iteration
 
-    times = report.times
-    with (
-        times.recording(),
-        profiling(args, report.say, times.collectives) as step_is_over,
-    ):
+    report.times.resume_interval()
+    with profiling(args, report.say) as step_is_over:
         while progress.iteration < args.train_iters:
             train_step(run, data)
             step_is_over()
@@ -193,7 +191,8 @@ def train(
             # Once in a while: evaluate, save, collect garbage, stop. None of it is training time.
             report.stop_clock()
             if run.background is not None:
-                run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
+                with position.during(position.SAVING):
+                    run.background.step_is_over(run.model, run.optimizer, run.scheduler, progress)
             if run.stop.interrupted:
                 break
             if progress.is_multiple_of(args.check_weight_hash_across_dp_replicas_interval):
@@ -234,10 +233,12 @@ def background_saves(run: TrainingRun) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:  # of all ranks: what is being written is finished
-            run.background.wait()
+            with position.during(position.SAVING):
+                run.background.wait()
             raise
-        run.background.wait()
-        run.background.end()
+        with position.during(position.SAVING):
+            run.background.wait()
+            run.background.end()
 
 
 @torch.no_grad()
@@ -313,10 +314,11 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
             SIGTERM a launcher gives a few seconds.
     """
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
-    if run.background is not None:
-        run.background.wait()
-    run.report.stage(run.progress)
-    with run.report.times.measured(SAVE):
+    with position.during(position.SAVING):
+        if run.background is not None:
+            run.background.wait()
+    run.report.keep_history()
+    with run.report.times.measured(SAVE), position.during(position.SAVING):
         if run.background is not None and not at_the_end:
             run.background.save(*parts, root)
         else:
@@ -336,9 +338,8 @@ def save_non_persistent(run: TrainingRun) -> None:
         save(run, non_persistent_root(args, args.save))
         return
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
-    run.report.stage(run.progress)
     under_way = None if run.background is None else run.background.under_way
-    with run.report.times.measured(SAVE):
+    with run.report.times.measured(SAVE), position.during(position.SAVING):
         content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
         local_save.save(args, content, run.progress.iteration, run.report.say, under_way)
         run.report.keep_history()

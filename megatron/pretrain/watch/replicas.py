@@ -1,20 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The check that replicas of weights are equal, by hashes, as Megatron-Core makes them.
 
-Only what is replicated is compared: all weights under Megatron-Core's data parallelism, the
-gathered weights of levels 0 to 2 of --use-megatron-fsdp, and at level 3 the shards of instances.
+Compared are all weights under Megatron-Core's data parallelism, and the gathered weights of levels
+0 to 2 of --use-megatron-fsdp. Level 3 is refused, as in Megatron-LM.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import check_param_hashes_across_dp_replicas
@@ -25,8 +22,6 @@ from megatron.mcore_adapter import FullyShardedDataParallel
 from megatron.pretrain.checkpoints.torch_dist_checkpoint import gathered_weights
 from megatron.pretrain.errors import RunError
 
-SHARDED = "optim_grads_params"
-
 
 def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iteration: int) -> None:
     """Compare the weights of all replicas. This is a collective.
@@ -34,9 +29,7 @@ def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iterat
     Raises:
         RunError: on every rank, with the names of the weights that differ.
     """
-    if args.use_megatron_fsdp and args.data_parallel_sharding_strategy == SHARDED:
-        names = list(chain.from_iterable(map(_differing_shards, model)))
-    elif args.use_megatron_fsdp:
+    if args.use_megatron_fsdp:
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
         names = _differing([GatheredWeights(chunk) for chunk in model])
@@ -95,28 +88,3 @@ def _messages() -> Iterator[list[str]]:
         logger.setLevel(before[0])
         logger.propagate = before[1]
         logger.removeHandler(handler)
-
-
-def _differing_shards(chunk: FullyShardedDataParallel) -> list[str]:
-    """Return the names of this rank's shards that differ from those of the first instance."""
-    index = chunk.module.get_distributed_index()
-    differing = []
-    for is_expert in (False, True):
-        hashes = {
-            each.name: _hash(each.parameter.to_local())
-            for each in chunk.module.sharded_params
-            if getattr(each.compute, "allreduce", True) is not is_expert
-        }
-        if not hashes:
-            continue
-        outer = index.axes(is_expert and index.expert is not None).outer
-        assert outer is not None  # the command line is refused without several instances
-        everyone: list[dict[str, str]] = [{}] * outer.size()
-        dist.all_gather_object(everyone, hashes, group=outer.get_group())
-        differing += [name for name, digest in hashes.items() if digest != everyone[0][name]]
-    return differing
-
-
-def _hash(shard: torch.Tensor) -> str:
-    data = shard.detach().cpu().float().numpy(force=True)
-    return hashlib.sha1(data.tobytes(), usedforsecurity=False).hexdigest()

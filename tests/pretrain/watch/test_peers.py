@@ -31,7 +31,7 @@ from megatron.pretrain.watch.peers import (
     this_machine,
 )
 
-GATHER = "the all-gather of unit 'decoder.layers.1'"
+GATHER = "a collective of unit 'decoder.layers.1'"
 
 
 def beat(rank: int, **changes: object) -> Heartbeat:
@@ -190,7 +190,7 @@ def test_the_main_thread_is_seen_at_its_line() -> None:
 
     found = watcher.position_while(wait_here)
     assert found.collective == "" and found.place.endswith(" in wait_here")
-    assert found.place.startswith(f"pretrain/{os.path.basename(__file__)}:")
+    assert found.place.startswith(f"watch/{os.path.basename(__file__)}:")
 
 
 def test_the_last_work_of_the_engine_is_known() -> None:
@@ -230,7 +230,7 @@ def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
         METHODS[collective](group)
 
     found = watcher.position_while(wait_in_the_engine)
-    assert found.collective == f"the {collective} of unit 'head'"
+    assert found.collective == "a collective of unit 'head'"
 
 
 @pytest.mark.parametrize("collective", METHODS)
@@ -243,4 +243,4 @@ def test_an_error_of_the_engine_names_the_unit_also_after_other_work(collective:
     with recorder.named("decoder.layers.0", "reshard"):
         pass
     found = position.of_error(caught.value)
-    assert found.collective == f"the {collective} of unit 'head'"
+    assert found.collective == "a collective of unit 'head'"

@@ -35,9 +35,9 @@ from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.data.tokenizers import Tokenizer, build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
+from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
 
 SIZES = (
