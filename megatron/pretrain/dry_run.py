@@ -103,22 +103,17 @@ def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterat
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         total = sum(parts.values())
         yield f"memory of a rank{stage}: {total / MIB:,.1f} MiB = {named}"
+    kept = "no recomputation of layers"
+    if args.recompute_granularity == "full":
+        kept = "the input of each layer alone is kept"
     yield (
-        f"activations assume {ACTIVATION_BYTES} bytes a token, hidden unit and layer"
-        f" ({'the input of each layer' if args.recompute_granularity == 'full' else 'no'}"
-        f" {'alone is kept' if args.recompute_granularity == 'full' else 'recomputation of layers'}"
-        "), without logits, experts beyond a dense MLP, and what libraries reserve"
+        f"activations assume {ACTIVATION_BYTES} bytes a token, hidden unit and layer ({kept}),"
+        " without logits, experts beyond a dense MLP, and what libraries reserve"
     )
 
 
 def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEstimate:
-    """Return parameters and memory of the first rank of a pipeline stage.
-
-    Args:
-        args: the completed arguments.
-        rows: of the embedding.
-        stage: the pipeline stage.
-    """
+    """Return parameters and memory of the first rank of a pipeline stage."""
     with pretending(args, stage):
         virtual = args.virtual_pipeline_model_parallel_size
         on_meta = argparse.Namespace(**vars(args) | {"init_model_with_meta_device": True})

@@ -39,12 +39,14 @@ class TokenizerRecord:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the settings that differ from their defaults, the type among them."""
-        return {
-            each.name: getattr(self.choice, each.name)
-            for each in fields(TokenizerChoice)
-            if getattr(self.choice, each.name) != each.default
-        }
+        """The settings that differ from their defaults, the type among them."""
+        return changed(self.choice)
+
+
+def changed(choice: TokenizerChoice) -> dict[str, Any]:
+    """Return the settings that differ from their defaults, the type among them."""
+    values = {each.name: (getattr(choice, each.name), each.default) for each in fields(choice)}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def record_path(prefix: str | Path) -> Path:
@@ -59,9 +61,7 @@ def record_text(prefix: str | Path, choice: TokenizerChoice, tokenizer: Tokenize
         OSError: a file of the tokenizer cannot be read.
     """
     settings = {
-        each.name: getattr(choice, each.name)
-        for each in fields(choice)
-        if each.name not in LEFT_TO_THE_RUN and getattr(choice, each.name) != each.default
+        name: value for name, value in changed(choice).items() if name not in LEFT_TO_THE_RUN
     }
     folder = record_path(prefix).absolute().parent
     for name in PATHS:
@@ -143,12 +143,7 @@ def _digest(path: Path) -> str:
 
 
 def check_records(prefixes: Iterable[str], choice: TokenizerChoice, tokenizer: Tokenizer) -> None:
-    """Check that datasets with a record were written with this tokenizer.
-
-    Args:
-        prefixes: of the datasets.
-        choice: of the run's tokenizer.
-        tokenizer: of the run.
+    """Check that datasets with a record were written with this tokenizer, that of the run.
 
     Raises:
         ValueError: lists those that were not, with what differs.

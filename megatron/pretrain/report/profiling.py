@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles of some steps, and records of GPU memory."""
+"""Profiles of some steps: traces of collectives, storage and units, and torch.profiler's."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ import torch.distributed as dist
 from megatron.fsdp.trace import record as trace
 from megatron.pretrain.ranks import complain
 from megatron.pretrain.report.run_files import Decorations
-
-MAX_ALLOCATIONS = 100_000
-"""Allocations and releases that --record-memory-history keeps, the last ones."""
 
 
 def profile_directory(args: argparse.Namespace) -> str:
@@ -83,34 +80,3 @@ def _start(args: argparse.Namespace, profile: ExitStack) -> None:
     if args.use_pytorch_profiler and rank in args.profile_ranks:
         write = torch.profiler.tensorboard_trace_handler(directory)
         enter(f"{directory} (torch)", torch.profiler.profile(on_trace_ready=write))
-
-
-class MemoryRecord:
-    """The record of GPU allocations with --record-memory-history; the first rank writes it.
-
-    Args:
-        args: arguments of the run.
-        decorations: the guard around the file.
-    """
-
-    def __init__(self, args: argparse.Namespace, decorations: Decorations):
-        self._is_on, self._path = args.record_memory_history, args.memory_snapshot_path
-        self._decorations = decorations
-
-    # torch has no public names for these three, which it documents as they are.
-
-    def start(self) -> None:
-        """Begin to record, before the first step."""
-        if self._is_on:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
-
-    def write(self) -> None:
-        """Write the last allocations, after an interval of the log."""
-        if self._is_on and dist.get_rank() == 0:
-            with self._decorations.guard(self._path, Exception):
-                torch.cuda.memory._dump_snapshot(self._path)
-
-    def end(self) -> None:
-        """End recording."""
-        if self._is_on:
-            torch.cuda.memory._record_memory_history(enabled=None)

@@ -17,7 +17,6 @@ from megatron.checkpoint.store.url_staging import with_urls
 from megatron.pretrain.model.router_losses import LAYERS
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
-from megatron.pretrain.report.profiling import MemoryRecord
 from megatron.pretrain.report.quantities import rows, significant, size
 from megatron.pretrain.report.run_files import Decorations, write_config
 from megatron.pretrain.report.scalars import ScalarWriters
@@ -25,6 +24,8 @@ from megatron.pretrain.report.speed import Speed, SpeedClock
 from megatron.pretrain.report.timing import PhaseTimes
 from megatron.pretrain.run_state import Progress
 
+MAX_ALLOCATIONS = 100_000
+"""Allocations and releases that --record-memory-history keeps, the last ones."""
 PICTURE = "loss_curves.png"
 PROGRESS = "progress.txt"
 LABELS = {
@@ -57,7 +58,6 @@ class Report:
         self._decorations = Decorations(self.say)
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
         self.times = PhaseTimes(args, self.say)
-        self._allocations = MemoryRecord(args, self._decorations)
         self._clock = SpeedClock(args)
         self._first_iteration = 1
         self._iterations_since_line = 0
@@ -65,7 +65,9 @@ class Report:
 
     def begin(self, progress: Progress) -> None:
         """Begin to report training, or continue at ``progress`` with the history of the run."""
-        self._allocations.start()
+        if self._args.record_memory_history:
+            # torch has no public name for its recorder, which it documents under these two.
+            torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
         self._first_iteration = progress.iteration + 1
         knows_peak = self._clock.start(progress)
         if not self._speaks:
@@ -98,17 +100,11 @@ class Report:
             print(with_urls(line), flush=True)
 
     def is_due(self, progress: Progress, is_last: bool = False) -> bool:
-        """Return True if this step is reported, the same on every rank.
-
-        Args:
-            progress: with the step counted.
-            is_last: no step follows in this run.
-        """
+        """Return True if a step that has been counted is reported, the same on every rank."""
         args = self._args
-        writes = args.tensorboard_dir or args.wandb_project
-        return self._has_line(progress, is_last) or (
-            bool(writes) and progress.is_multiple_of(args.tensorboard_log_interval)
-        )
+        writes = bool(args.tensorboard_dir or args.wandb_project)
+        has_point = writes and progress.is_multiple_of(args.tensorboard_log_interval)
+        return has_point or self._has_line(progress, is_last)
 
     def _has_line(self, progress: Progress, is_last: bool) -> bool:
         """Return True for the first and the last step of this run, and every ``log_interval``."""
@@ -159,7 +155,9 @@ class Report:
     def _end_interval(self, progress: Progress, values: dict[str, float | None]) -> None:
         """Report what took place since the last line."""
         speed, memory = self._clock.end_interval(progress), memory_in_use()
-        self._allocations.write()
+        if self._speaks and self._args.record_memory_history:
+            with self._decorations.guard(self._args.memory_snapshot_path, Exception):
+                torch.cuda.memory._dump_snapshot(self._args.memory_snapshot_path)
         if self._speaks:
             self.say(rows(self._parts(progress, _known(values), speed, memory)))
         numbers = speed.scalars() | {"memory-bytes": memory}
@@ -252,7 +250,8 @@ class Report:
         if self._bar is not None:
             self._bar.close()
         self._scalars.close()
-        self._allocations.end()
+        if self._args.record_memory_history:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _known(values: dict[str, float | None]) -> dict[str, float]:
@@ -286,12 +285,12 @@ def memory_numbers() -> dict[str, float]:
 
 def memory_line(iteration: int) -> str:
     """Return the line of --log-memory-interval, of the first rank."""
-    numbers = ", ".join(
-        f"{name.removeprefix('mem-').removesuffix('-bytes').replace('-', ' ')} {size(value)}"
-        for name, value in memory_numbers().items()
-        if name.endswith("-bytes")
-    )
-    return f"memory of rank 0 after {iteration} iterations: {numbers}"
+    numbers = []
+    for name, value in memory_numbers().items():
+        if name.endswith("-bytes"):
+            words = name.removeprefix("mem-").removesuffix("-bytes").replace("-", " ")
+            numbers.append(f"{words} {size(value)}")
+    return f"memory of rank 0 after {iteration} iterations: {', '.join(numbers)}"
 
 
 def memory_in_use() -> int:

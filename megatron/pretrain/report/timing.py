@@ -54,12 +54,7 @@ LEVEL_2 = (
 
 
 class PhaseTimes:
-    """Timers of this rank, which all ranks report together.
-
-    Args:
-        args: of the run, with the flags of timing.
-        say: prints a line on the first rank.
-    """
+    """Timers of this rank, which all ranks report together."""
 
     def __init__(self, args: argparse.Namespace, say: Callable[[str], None]):
         level = args.timing_log_level
@@ -97,12 +92,9 @@ class PhaseTimes:
 
     @contextmanager
     def measured(self, name: str, level: int = 1) -> Iterator[None]:
-        """Measure the time inside the context, on this rank.
+        """Measure the time inside the context, on this rank, from a level of detail on.
 
-        Args:
-            name: of the timer.
-            level: of detail from which on it is measured. At level 1 ranks wait for each other
-                first, unless --no-barrier-with-level-1-timing.
+        At level 1 ranks wait for each other first, unless --no-barrier-with-level-1-timing.
         """
         if self.timers is None or self._is_paused:
             yield

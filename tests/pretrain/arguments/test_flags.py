@@ -232,8 +232,7 @@ READ_BY = {
     ),
     "samplers": "dataloader_type num_workers",
     "profiling": (
-        """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler
-        record_memory_history memory_snapshot_path"""
+        """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
     "ranks": "seed tp_comm_overlap_cfg",
     "speed": "device_peak_tflops",
@@ -241,7 +240,8 @@ READ_BY = {
     "report": (
         """log_interval log_validation_ppl_to_tensorboard log_memory_to_tensorboard
             tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
-            log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
+            log_loss_scale_to_tensorboard log_world_size_to_tensorboard
+            record_memory_history memory_snapshot_path"""
     ),
 }
 
