@@ -88,17 +88,18 @@ def batch_lines(args: argparse.Namespace) -> Iterator[str]:
 
 def model_lines(args: argparse.Namespace, stages: list[StageEstimate]) -> Iterator[str]:
     """Yield the lines about parameters and memory."""
-    for each in stages:
-        memory = each.memory
-        stage = f" of stage {each.stage}" if len(stages) > 1 else ""
-        yield f"parameters of a rank{stage}, before data ranks divide them: {each.num_parameters:,}"
+    for estimate in stages:
+        memory = estimate.memory
+        stage = f" of stage {estimate.stage}" if len(stages) > 1 else ""
+        number = estimate.num_parameters
+        yield f"parameters of a rank{stage}, before data ranks divide them: {number:,}"
         parts = {
             "weights": memory.weights,
             "gradients": memory.gradients,
             "optimizer state": memory.optimizer_state,
             "gathered weights": memory.gathered,
             "local gradients": memory.local_gradients,
-            "activations": each.activations,
+            "activations": estimate.activations,
         }
         named = ", ".join(f"{name} {size / MIB:,.1f}" for name, size in parts.items())
         total = sum(parts.values())
@@ -126,7 +127,7 @@ def estimate_stage(args: argparse.Namespace, rows: int, stage: int) -> StageEsti
         for chunk in chunks:
             memory += estimate_memory(chunk, memory_plan(args, chunk))
         parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
-        num_parameters = sum(each.numel() for each in parameters)
+        num_parameters = sum(parameter.numel() for parameter in parameters)
         num_layers = sum(len(layers_of(chunk)) for chunk in chunks)
     return StageEstimate(stage, num_parameters, memory, activation_bytes(args, num_layers, stage))
 

@@ -41,7 +41,7 @@ from megatron.pretrain.model.forward_step import Microbatches
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
 from megatron.pretrain.model.model_statistics import number_of_parameters
-from megatron.pretrain.ranks import data_parallel_size, say
+from megatron.pretrain.ranks import say
 from megatron.pretrain.report.profiling import profile_directory, profiling
 from megatron.pretrain.report.quantities import count
 from megatron.pretrain.report.report import Report
@@ -104,10 +104,7 @@ def load_and_train(
 ) -> None:
     """Load the checkpoint of a run and do what is left to do: train, evaluate at the end.
 
-    Args:
-        run: with new weights.
-        datasets: builds those for training, validation and test, None for one that is not needed.
-        follow: gets the progress.
+    ``datasets`` builds those for training, validation and test, None for one that is not needed.
     """
     args, report = run.args, run.report
     with report.times.measured(LOAD):
@@ -249,16 +246,14 @@ def evaluate(
 ) -> float:
     """Return the mean loss per token, without dropout.
 
-    Args:
-        run: the run.
-        data: the microbatches of this rank.
-        num_microbatches: of every pass; None for ``eval_iters`` global batches.
+    Every pass is over so many microbatches; without numbers there are ``eval_iters`` passes over
+    whole global batches.
     """
     for chunk in run.model:
         chunk.eval()
     args = run.args
     if num_microbatches is None:
-        # Evaluations are over whole global batches, also while --rampup-batch-size makes them grow.
+        # Also while --rampup-batch-size makes batches grow.
         per_batch = args.global_batch_size // (args.micro_batch_size * args.data_parallel_size)
         num_microbatches = [per_batch] * args.eval_iters
     # In double precision, which counts more than the 2^24 tokens of single precision.
@@ -291,7 +286,7 @@ def evaluate_in_training(run: TrainingRun, valid_data: Any) -> None:
 def evaluate_whole_sets(run: TrainingRun, valid_data: Any) -> None:
     """Evaluate on every sample of every validation set, which are reported by their names."""
     for name, dataset in named_sets(run.args, valid_data).items():
-        whole = WholeDataset(dataset, run.args, data_parallel_size())
+        whole = WholeDataset(dataset, run.args)
         with batches(run.args, whole, 0) as data:
             loss = evaluate(run, data, whole.num_microbatches)
         run.report.evaluation(run.progress, loss, name)
@@ -307,11 +302,8 @@ def evaluate_at_the_end(run: TrainingRun, dataset: Any, name: str) -> None:
 def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
     """Save a checkpoint under ``root``, and the loss curves so far.
 
-    Args:
-        run: the run.
-        root: the directory of checkpoints.
-        at_the_end: no training follows, so no process is started to save in the background: after
-            SIGTERM a launcher gives a few seconds.
+    At the end of a run no process is started to save in the background: after SIGTERM a launcher
+    gives a few seconds.
     """
     parts = (run.model, run.optimizer, run.scheduler, run.progress)
     with position.during(position.SAVING):

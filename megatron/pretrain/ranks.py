@@ -122,7 +122,7 @@ def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) ->
     """Seed every generator of this rank.
 
     Args:
-        number: the seed of the first rank. Pipeline stages have seeds of their own.
+        number: seed of the first rank. Pipeline stages have seeds of their own.
         differs_between_data_ranks: data ranks have seeds of their own too.
         te_rng_tracker: use Transformer Engine's tracker of random states.
     """
@@ -133,16 +133,6 @@ def seed(number: int, differs_between_data_ranks: bool, te_rng_tracker: bool) ->
     np.random.seed(number)
     torch.manual_seed(number)
     tensor_parallel.model_parallel_cuda_manual_seed(number, te_rng_tracker=te_rng_tracker)
-
-
-def data_parallel_rank() -> int:
-    """Return this rank's number among those that read different samples."""
-    return parallel_state.get_data_parallel_rank()
-
-
-def data_parallel_size() -> int:
-    """Return the number of ranks that read different samples."""
-    return parallel_state.get_data_parallel_world_size()
 
 
 def stop() -> None:

@@ -72,7 +72,7 @@ def write_corpus(
         output_prefix: path without suffix; missing folders are made.
         tokenizer: its vocabulary decides the width of a stored token (2 bytes below 65500 ids, else
             4).
-        json_key: the member of a JSON line that holds the text.
+        json_key: member of a JSON line that holds the text.
         append_eod: end every document with `tokenizer.eod`.
         progress: show on stderr how far the work is: a bar on a terminal, else a plain line now and
             then.
@@ -115,9 +115,9 @@ def standard_library_corpus(
     caches of another one.
 
     Args:
-        directory: the folder of the corpus; made if missing.
+        directory: folder of the corpus; made if missing.
         tokenizer: any that reads text.
-        library: a folder to read instead of the running Python's standard library.
+        library: folder to read instead of the running Python's standard library.
 
     Raises:
         ValueError: the folder holds no Python files, or the tokenizer cannot read text.

@@ -43,13 +43,11 @@ def find_data(args: argparse.Namespace, tokenizer: Tokenizer) -> DataSource | No
 
     A collective that returns the same on every rank, and None for a run without samples. Rank 0
     checks the data, and writes the default corpus if no data is named. All ranks must see the same
-    file system.
+    file system. The tokenizer must be the one the data was written with.
 
-    Args:
-        args: one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
-            `valid_data_path` and `test_data_path`; without any, the Python standard library, in
-            `data_cache_path` or the folder "data".
-        tokenizer: must be the one the data was written with.
+    Data is named by one of `mock_data`, `data_path` (cut by `split`), or `train_data_path`,
+    `valid_data_path` and `test_data_path`; without any, it is the Python standard library, in
+    `data_cache_path` or the folder "data".
 
     Raises:
         ValueError: the data is missing, damaged, contradictory or too small; the same on every
@@ -91,8 +89,8 @@ def build_datasets(
     0 builds the index caches that the other ranks then read.
 
     Args:
-        args: of the run.
-        tokenizer: must be the one the data was written with.
+        args: arguments of the run.
+        tokenizer: tokenizer that the data was written with.
         source: result of `find_data`, which is called without it, and may raise.
     """
     dataset_helpers.compile_if_missing()

@@ -8,10 +8,10 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.ranks import data_parallel_rank, data_parallel_size
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
@@ -31,8 +31,8 @@ def batches(args: argparse.Namespace, dataset: Any, consumed_samples: int) -> It
                 num_samples=len(dataset),
                 consumed_samples=consumed_samples,
                 micro_batch_size=args.micro_batch_size,
-                rank=data_parallel_rank(),
-                num_ranks=data_parallel_size(),
+                rank=parallel_state.get_data_parallel_rank(),
+                num_ranks=args.data_parallel_size,
                 shuffle_seed=args.seed if args.dataloader_type == "cyclic" else None,
             )
             iterator = build_iterator(dataset, sampler, args.seed, args.num_workers)
@@ -173,16 +173,15 @@ class WholeDataset(Dataset):
     Args:
         dataset: a dataset of samples with a `loss_mask`.
         args: arguments of the run.
-        num_ranks: number of data-parallel ranks, which read different samples.
 
     Attributes:
         num_microbatches: microbatches of each rank, in every pass over a global batch. The last
             pass is shorter, except in interleaved pipelines, which need full rounds of stages.
     """
 
-    def __init__(self, dataset: Any, args: argparse.Namespace, num_ranks: int) -> None:
+    def __init__(self, dataset: Any, args: argparse.Namespace) -> None:
         self._dataset = dataset
-        stride = args.micro_batch_size * num_ranks
+        stride = args.micro_batch_size * args.data_parallel_size
         per_batch = args.global_batch_size // stride
         # Example: 21 samples, 2 ranks, microbatches of 2, global batches of 8: 6 strides of 4, so
         # passes of 2, 2 and 2 microbatches, and 3 samples of padding.

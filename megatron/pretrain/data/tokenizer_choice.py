@@ -22,7 +22,7 @@ PACKAGES = {
 """Type of tokenizer -> the package that it needs."""
 EXTRAS = {"tokenizers": "transformers"}
 """Package -> the extra of this project that brings it, where that has another name."""
-SENTENCE_PIECE = tuple(each for each, package in PACKAGES.items() if package == "sentencepiece")
+SENTENCE_PIECE = tuple(kind for kind, package in PACKAGES.items() if package == "sentencepiece")
 TOKENIZER_TYPES = ("ByteTokenizer", "NullTokenizer", *PACKAGES)
 OF_TYPES = {
     "vocab_size": ("NullTokenizer", "TikTokenizer"),
@@ -42,7 +42,7 @@ NEEDED = {
     "TikTokenizer": {"tokenizer_model": "a vocabulary in JSON"},
     "GPT2BPETokenizer": {"vocab_file": "vocab.json", "merge_file": "merges.txt"},
     "NullTokenizer": {"vocab_size": "the number of ids before the end-of-document token"},
-    **{each: {"tokenizer_model": "a model file of sentencepiece"} for each in SENTENCE_PIECE},
+    **{kind: {"tokenizer_model": "a model file of sentencepiece"} for kind in SENTENCE_PIECE},
 }
 """Type -> settings without which it cannot be built, with what they are."""
 
@@ -74,7 +74,7 @@ class TokenizerChoice:
     @classmethod
     def of(cls, args: argparse.Namespace) -> TokenizerChoice:
         """Take the settings from the arguments of a run; those that it lacks keep their default."""
-        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
         return cls(**{name: getattr(args, name) for name in names})
 
     def problems(self) -> list[str]:
@@ -103,15 +103,14 @@ class TokenizerChoice:
     def _misplaced(self) -> list[str]:
         """Return the settings that this type would ignore."""
         problems = []
-        for each in fields(self):
-            types = OF_TYPES.get(each.name, TOKENIZER_TYPES)
+        for field in fields(self):
+            types = OF_TYPES.get(field.name, TOKENIZER_TYPES)
             # A size that is no smaller than the vocabulary is told to other types by many scripts.
-            if each.name == "vocab_size" or self.tokenizer_type in types:
+            if field.name == "vocab_size" or self.tokenizer_type in types:
                 continue
-            value = getattr(self, each.name)
-            if value != each.default:
+            if getattr(self, field.name) != field.default:
                 problems.append(
-                    f"{_flag(each.name)} is for {' or '.join(types)}, not for"
+                    f"{_flag(field.name)} is for {' or '.join(types)}, not for"
                     f" {self.tokenizer_type}: leave it out"
                 )
         return problems

@@ -45,7 +45,7 @@ class TokenizerRecord:
 
 def changed(choice: TokenizerChoice) -> dict[str, Any]:
     """Return the settings that differ from their defaults, the type among them."""
-    values = {each.name: (getattr(choice, each.name), each.default) for each in fields(choice)}
+    values = {field.name: (getattr(choice, field.name), field.default) for field in fields(choice)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
@@ -85,7 +85,7 @@ def read_record(prefix: str | Path) -> TokenizerRecord | None:
     path = record_path(prefix)
     if not path.is_file():
         return None
-    names = {each.name for each in fields(TokenizerChoice)} - set(LEFT_TO_THE_RUN)
+    names = {field.name for field in fields(TokenizerChoice)} - set(LEFT_TO_THE_RUN)
     try:
         content = json.loads(path.read_text())
         kind, settings, identity = (
@@ -132,7 +132,7 @@ def _digest(path: Path) -> str:
     files = [path]
     if path.is_dir():
         files = sorted(
-            each for each in path.iterdir() if each.name in FOLDER_FILES or each.suffix == ".model"
+            file for file in path.iterdir() if file.name in FOLDER_FILES or file.suffix == ".model"
         )
     digest = hashlib.sha256()
     for file in files:

@@ -24,11 +24,7 @@ Loss = tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]
 class ForwardStep:
     """A forward step that returns the losses of a microbatch and the function that sums them.
 
-    Args:
-        args: of the run, which say what losses are checked for.
-        device: the device of the model.
-        iteration: the training steps done so far, for error messages.
-        times: measures how long data takes.
+    ``iteration`` counts the training steps done so far, for error messages.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ def is_buffer_of(model: Sequence[MegatronModule]) -> Callable[[torch.Tensor], bo
     modules = itertools.chain.from_iterable(chunk.modules() for chunk in model)
     # Not buffers(): Megatron-Core's DDP has an attribute of that name.
     buffers = itertools.chain.from_iterable(module._buffers.values() for module in modules)
-    storages = {each.untyped_storage().data_ptr() for each in buffers if each is not None}
+    storages = {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer is not None}
     return lambda tensor: tensor.untyped_storage().data_ptr() in storages
 
 
@@ -26,9 +26,6 @@ class WeightWrites:
     """Finds out whether forwards write to weights, by the version counters of weights.
 
     Writes through ``parameter.data`` do not count there.
-
-    Args:
-        is_fully_sharded: the models are wrapped by this package, not by Megatron-Core's DDP.
 
     Attributes:
         may_come: forwards have been found to write, or have not been watched yet.

@@ -43,7 +43,7 @@ class VocabularyArguments:
     @classmethod
     def of(cls, args: argparse.Namespace | None) -> VocabularyArguments:
         """Take the fields from ``args``; those that it lacks keep their defaults."""
-        names = [each.name for each in fields(cls) if hasattr(args, each.name)]
+        names = [field.name for field in fields(cls) if hasattr(args, field.name)]
         return cls(**{name: getattr(args, name) for name in names})
 
 

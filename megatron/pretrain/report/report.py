@@ -41,13 +41,8 @@ UNKNOWN_PEAK = "no MFU for {}, whose peak is not known here: give --device-peak-
 class Report:
     """The report of the first rank; other ranks report nothing but their times.
 
-    Args:
-        args: arguments of the run. With ``save`` they are written to ``config.json``, losses to
-            ``losses.jsonl`` (one JSON object a line, with ``iteration`` and ``train`` or
-            ``validation``) and ``loss_curves.png``.
-
-    Attributes:
-        times: of the phases of training, on this rank.
+    With ``args.save`` all arguments are written to ``config.json``, losses to ``losses.jsonl`` and
+    ``loss_curves.png``.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -57,7 +52,7 @@ class Report:
         self._bar: tqdm | None = None
         self._decorations = Decorations(self.say)
         self._scalars = ScalarWriters(args, self._decorations, writes=self._speaks)
-        self.times = PhaseTimes(args, self.say)
+        self.times = PhaseTimes(args, self.say)  # of the phases of training, on this rank
         self._clock = SpeedClock(args)
         self._first_iteration = 1
         self._iterations_since_line = 0
@@ -119,15 +114,15 @@ class Report:
         skipped: bool,
         is_last: bool = False,
     ) -> None:
-        """Report one training step; a collective at every line if phases are timed.
+        """Report one training step that has been counted; a collective if phases are timed.
 
         Args:
-            progress: with that step counted.
+            progress: progress of the run.
             values: ``lm loss`` (nats per token), ``learning-rate``, ``batch-size`` (sequences),
                 ``grad-norm``, ``num-zeros``, ``loss-scale`` and ``params-norm``, None for those
                 that are not known, and other losses by their names.
-            skipped: the loss scaler skipped the optimizer step.
-            is_last: no step follows in this run.
+            skipped: True if the loss scaler skipped the optimizer step.
+            is_last: True if no step follows in this run.
         """
         self._iterations_since_line += 1
         self._skipped_since_line += skipped

@@ -101,11 +101,7 @@ class Speed:
 
 
 class SpeedClock:
-    """The clock of a run, which counts time of training only.
-
-    Args:
-        args: of the run.
-    """
+    """The clock of a run, which counts time of training only."""
 
     def __init__(self, args: argparse.Namespace):
         self._args = args

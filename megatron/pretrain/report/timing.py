@@ -72,7 +72,7 @@ class PhaseTimes:
         self._configs = [get_model_config(chunk) for chunk in model]
         if optimizer is not None:
             chained = getattr(optimizer, "chained_optimizers", [optimizer])
-            self._configs += [each.config for each in chained]
+            self._configs += [part.config for part in chained]
         self._let_megatron_core_measure(self.timers)
 
     def _let_megatron_core_measure(self, timers: Timers | None) -> None:

@@ -135,11 +135,11 @@ class Heartbeats:
     """The heartbeats of all ranks. Nothing is sent before :meth:`connect`.
 
     Args:
-        file: for this rank's errors.
+        file: file for this rank's errors.
 
     Attributes:
         period: seconds between two heartbeats.
-        progress: of the run.
+        progress: progress of the run.
         is_connected: True if there are other ranks and a store to which heartbeats go.
     """
 

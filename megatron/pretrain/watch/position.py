@@ -93,11 +93,9 @@ def of_error(error: BaseException) -> Position:
 
 
 def _position(frames: list[tuple[FrameType, int]], unit: str) -> Position:
-    """Return the position that a stack shows.
+    """Return the position that a stack shows, innermost frame first.
 
-    Args:
-        frames: frames with their lines, innermost first.
-        unit: unit whose collective it is in; empty if it is in none of the engine's.
+    ``unit`` is the unit whose collective it is in, empty if it is in none of the engine's.
     """
     name, last_unit = recorder.position
     work = f"{name} of unit {last_unit!r}" if name else ""

@@ -32,7 +32,7 @@ def check_replicas(args: argparse.Namespace, model: list[MegatronModule], iterat
         if args.use_megatron_fsdp:
             chunk.start_param_sync(force_sync=True)
             sharded = chunk.module.sharded_params
-            names += _differing((each.name, each.compute) for each in sharded)
+            names += _differing((parameter.name, parameter.compute) for parameter in sharded)
         else:
             with gathered_weights([chunk]):
                 names += _differing(chunk.named_parameters())

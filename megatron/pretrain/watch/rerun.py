@@ -114,8 +114,8 @@ def _report_statistics(
         own, *others = (stats[caller] for stats in everyone if caller in stats)
         own.combine(others)
         say(f"repeated steps, {caller.message}: {own.print_stats()}")
-    for each in results.stats.values():
-        each.reset()
+    for statistics in results.stats.values():
+        statistics.reset()
 
 
 @contextmanager
@@ -133,7 +133,7 @@ def _quiet() -> Iterator[None]:
 def replayable(data: Any) -> Any:
     """Return the iterator of each model chunk with a memory for the microbatches of a step."""
     if isinstance(data, list):
-        return [RerunDataIterator(each) for each in data]
+        return [RerunDataIterator(iterator) for iterator in data]
     return RerunDataIterator(data)
 
 
@@ -235,7 +235,7 @@ def validate_gradients(args: argparse.Namespace, model: list[MegatronModule]) ->
     parameters = chain.from_iterable(chunk.parameters() for chunk in model)
     gradients = [parameter.grad for parameter in parameters]
     norm = torch.nn.utils.get_total_norm(
-        [each.to_local().float() for each in gradients if isinstance(each, DTensor)]
+        [grad.to_local().float() for grad in gradients if isinstance(grad, DTensor)]
     )
     # Backward passes of some attention kernels differ by this much from one another.
     tolerance = 0.001

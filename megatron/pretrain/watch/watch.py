@@ -70,11 +70,7 @@ SIGINT_CODE, SIGTERM_CODE = 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
 class Watch:
-    """The watch of this rank, for as long as the ``with`` block lasts.
-
-    Args:
-        args: of the run.
-    """
+    """The watch of this rank, for as long as the ``with`` block lasts."""
 
     def __init__(self, args: argparse.Namespace):
         self._timeout = timedelta(minutes=args.distributed_timeout_minutes).total_seconds()
@@ -211,10 +207,9 @@ class Watch:
             self._exit(self.interrupted())
 
     def _look_at_sigterm(self, seconds: float) -> None:
-        """End the process, unless the loop does; if a peer has failed, with a message.
+        """End the process some seconds after SIGTERM, unless the loop does.
 
-        Args:
-            seconds: since the signal.
+        If a peer has failed, there is a message.
         """
         if self._reported is not None:
             self._leave(SIGTERM_CODE)

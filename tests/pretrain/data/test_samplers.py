@@ -57,9 +57,12 @@ def test_every_sample_counts_once(
     dataloader_type: str,
 ) -> None:
     args = argparse.Namespace(
-        micro_batch_size=2, global_batch_size=8, virtual_pipeline_model_parallel_size=stages
+        micro_batch_size=2,
+        global_batch_size=8,
+        data_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=stages,
     )
-    whole = WholeDataset(Numbered(length), args, num_ranks)
+    whole = WholeDataset(Numbered(length), args)
     assert whole.num_microbatches == passes.get(length, whole.num_microbatches)
     counted: list[int] = []
     for rank in range(num_ranks):
