@@ -11,6 +11,7 @@ import random
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def start_user_buffers(args: argparse.Namespace) -> None:
     ``tp_comm_overlap_cfg`` names a YAML file with settings of single products.
     """
     base = importlib.import_module("transformer_engine.pytorch.module.base")
-    settings = {}
+    settings: dict[str, Any] = {}
     if args.tp_comm_overlap_cfg:
         settings = yaml.safe_load(Path(args.tp_comm_overlap_cfg).read_text()) or {}
     tokens = args.seq_length * args.micro_batch_size // args.context_parallel_size

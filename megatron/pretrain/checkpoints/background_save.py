@@ -103,7 +103,7 @@ class BackgroundSaves:
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
             content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
             checkpointing.attempt(lambda: self._buffer.reserve(content))
-        self._writes.watch(model)
+        self._writes.watch(model, with_content=True)
 
     def save(
         self,

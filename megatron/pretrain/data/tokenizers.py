@@ -90,7 +90,7 @@ class ByteTokenizer(Tokenizer):
     """A tokenizer of bytes, UTF-8 or not: 256 ids, and the end-of-document token."""
 
     def __init__(self) -> None:
-        super().__init__("ByteTokenizer", "bytes", NUM_BYTES + 1, NUM_BYTES, list, str)
+        super().__init__("ByteTokenizer", "bytes", NUM_BYTES + 1, NUM_BYTES, str.encode, str)
 
     def tokenize(self, text: str | bytes) -> np.ndarray:
         """Return the bytes of `text`, int32 of shape `[tokens]`."""

@@ -23,9 +23,11 @@ def is_buffer_of(model: Sequence[MegatronModule]) -> Callable[[torch.Tensor], bo
 
 
 class WeightWrites:
-    """Finds out whether forwards write to weights, by the version counters of weights.
+    """Finds out whether forwards write to weights.
 
-    Writes through ``parameter.data`` do not count there.
+    Writes show in the version counters of weights, but those through ``parameter.data`` do not.
+    Therefore the first forward and backward that are watched must also leave the content of all
+    weights as it was. Later, writes through ``parameter.data`` alone are not found.
 
     Attributes:
         may_come: forwards have been found to write, or have not been watched yet.
@@ -35,12 +37,14 @@ class WeightWrites:
         self._is_fully_sharded = is_fully_sharded
         self._model: Sequence[MegatronModule] = ()
         self._number = 0
-        self._has_written = False
+        self._content: list[int] | None = None
         self.may_come = True
 
-    def watch(self, model: Sequence[MegatronModule]) -> None:
-        """Begin to watch the chunks of this pipeline stage, between two steps of the optimizer."""
+    def watch(self, model: Sequence[MegatronModule], with_content: bool = False) -> None:
+        """Begin to watch, between two steps of the optimizer; note the content of weights too."""
         self._model, self._number = model, self._number_of(model)
+        if with_content:
+            self._content = self._content_of(model)
 
     @property
     def have_come(self) -> bool:
@@ -53,17 +57,27 @@ class WeightWrites:
         Call it after forward and backward, before the step of the optimizer.
         """
         have_come = self.have_come
-        if self._model:
-            self._has_written |= have_come
-            self.may_come = self._has_written
-        self._model, self._number = (), 0
+        if self._content is not None:
+            have_come |= self._content_of(self._model) != self._content
+            self.may_come = have_come
+        self.may_come |= have_come
+        self._model, self._number, self._content = (), 0, None
         return have_come
 
     def _number_of(self, model: Sequence[MegatronModule]) -> int:
         """Return a number that grows with writes."""
-        return sum(map(self._number_of_chunk, model))
-
-    def _number_of_chunk(self, chunk: MegatronModule) -> int:
         if self._is_fully_sharded:
-            return sum(group.writes.number for group in chunk.module.groups)
-        return sum(parameter._version for parameter in chunk.parameters())
+            return sum(group.writes.number for chunk in model for group in chunk.module.groups)
+        return sum(parameter._version for chunk in model for parameter in chunk.parameters())
+
+    def _content_of(self, model: Sequence[MegatronModule]) -> list[int]:
+        """Return the sum of the bits of every weight that the optimizer or DDP has."""
+        weights: list[torch.Tensor] = []
+        for chunk in model:
+            if self._is_fully_sharded:
+                weights += [group.main_shard for group in chunk.module.groups]
+            else:
+                weights += chunk.parameters()
+        integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        bits = [weight.detach().contiguous().view(integers[weight.itemsize]) for weight in weights]
+        return [int(part.sum()) for part in bits]
