@@ -341,8 +341,6 @@ def save_non_persistent(run: TrainingRun) -> None:
 def should_stop(run: TrainingRun) -> bool:
     """Return True if the run must leave the loop; the same on every rank."""
     iteration = run.progress.iteration
-    if run.stop.interrupted:
-        return True
     if run.stop.agreed:
         run.report.say(f"stopping at iteration {iteration}: signal or time limit")
         return True

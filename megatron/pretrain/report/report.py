@@ -17,7 +17,7 @@ from megatron.checkpoint.store.url_staging import with_urls
 from megatron.pretrain.model.router_losses import LAYERS
 from megatron.pretrain.ranks import environment_rank
 from megatron.pretrain.report.loss_history import HISTORY, LossHistory, draw_loss_curves
-from megatron.pretrain.report.quantities import rows, significant, size
+from megatron.pretrain.report.quantities import clock, rows, significant, size
 from megatron.pretrain.report.run_files import Decorations, write_config
 from megatron.pretrain.report.scalars import ScalarWriters
 from megatron.pretrain.report.speed import Speed, SpeedClock
@@ -186,7 +186,7 @@ class Report:
                 parts.append(f"{name}: {value:.6E}")
         if self._skipped_since_line:
             parts.append(f"skipped iterations: {self._skipped_since_line}")
-        return [*parts, *speed.parts(), size(memory), speed.left()]
+        return [*parts, *speed.parts(), size(memory), f"ETA {clock(speed.remaining)}"]
 
     def evaluation(self, progress: Progress, loss: float, name: str = "validation") -> None:
         """Report an evaluation: the mean loss of the split ``name``, in nats per token."""

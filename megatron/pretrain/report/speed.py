@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron.pretrain.report.quantities import clock, duration, significant
+from megatron.pretrain.report.quantities import duration, significant
 from megatron.pretrain.run_state import Progress
 
 PEAK_TFLOPS = {
@@ -85,10 +85,6 @@ class Speed:
         if self.mfu is not None:
             tflops += f" ({significant(100 * self.mfu, 2)} % MFU)"
         return [f"step {duration(self.seconds)}", f"{significant(self.tokens)} tokens/s", tflops]
-
-    def left(self) -> str:
-        """Return the time that remains, as a part of a line of the log."""
-        return f"ETA {clock(self.remaining)}"
 
     def scalars(self) -> dict[str, float]:
         """Return the numbers for TensorBoard; two have the names that Megatron-LM gives them."""

@@ -176,7 +176,7 @@ class Heartbeats:
         if iteration != self._iteration:
             self._iteration, self._finished = iteration, time.time()
             self._since = time.time()
-        elif now.key != before.key:
+        elif (now.collective or now.work) != (before.collective or before.work):
             self._since = time.time()
         self._position = now
 

@@ -59,11 +59,6 @@ class Position:
     place: str
     work: str
 
-    @property
-    def key(self) -> str:
-        """The part that changes when the rank gets on: the collective, or else the work."""
-        return self.collective or self.work
-
 
 def current() -> Position:
     """Return the position of the main thread."""
