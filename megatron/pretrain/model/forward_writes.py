@@ -67,8 +67,10 @@ class WeightWrites:
     def _number_of(self, model: Sequence[MegatronModule]) -> int:
         """Return a number that grows with writes."""
         if self._is_fully_sharded:
-            return sum(group.writes.number for chunk in model for group in chunk.module.groups)
-        return sum(parameter._version for chunk in model for parameter in chunk.parameters())
+            groups = itertools.chain.from_iterable(chunk.module.groups for chunk in model)
+            return sum(group.writes.number for group in groups)
+        weights = itertools.chain.from_iterable(chunk.parameters() for chunk in model)
+        return sum(weight._version for weight in weights)
 
     def _content_of(self, model: Sequence[MegatronModule]) -> list[int]:
         """Return the sum of the bits of every weight that the optimizer or DDP has."""
