@@ -31,7 +31,7 @@ from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, integrity
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]
 

@@ -49,7 +49,7 @@ from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_checkpoint
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 MODEL = [
     *("--num-layers", "14", "--hidden-size", "512", "--num-attention-heads", "8"),

@@ -101,8 +101,8 @@ ELSEWHERE = {
     " names the package that is missing": "would change the environment; below fsspec is asked",
     "docs/megatron_lm_loop.md: cd Megatron-LM": "needs a checkout of Megatron-LM;"
     " tests/support/mcore_adapter/real_loop.py starts the loops of three in this way",
-    "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 pretrain_gpt.py --log-dir"
-    " logs ...": "shows what follows a defect; tests/tools/test_launch.py causes some",
+    "docs/observing_runs.md: python tools/launch.py --nproc_per_node 8 --log-dir logs --tee 3"
+    " --local-ranks-filter 0 \\": "shows a defect; tests/tools/test_launch.py causes one",
 }
 """Blocks of commands that do not run as a part of their page: page and first line, and why not."""
 

@@ -26,7 +26,7 @@ import pretrain_gpt
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.pretrain import loop
 from megatron.pretrain.data.corpus import write_corpus
-from megatron.pretrain.data.tokenizer import ByteTokenizer
+from megatron.pretrain.data.tokenizers import ByteTokenizer
 from megatron.pretrain.report.logging_setup import set_up_logging
 from tests.support.pretrain.training_runs import SMALL, SOURCE, Record, prepare, pretrain, train
 from tests.support.rank_pool import run_ranks

@@ -20,20 +20,19 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, files_of_rank
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
-from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import save_lease
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
-from megatron.pretrain.report.loss_history import HISTORY, STAGED_HISTORIES
+from megatron.pretrain.report.loss_history import HISTORY
 from megatron.pretrain.report.report import PICTURE, PROGRESS
 
-BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS, CONFIG)
+BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes beside its checkpoints."""
 
 
@@ -124,7 +123,6 @@ def upload_beside(root: str | Path) -> None:
     there = [path.name for path in store.staged.iterdir() if path.is_file()]
     beside = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE)]
     store.upload(store.staged, "", beside)
-    store.remove_files(STAGED_HISTORIES, but=there)
 
 
 def fetch_beside(root: str | Path) -> None:

@@ -59,11 +59,6 @@ def write_group_numbers(
 
     Megatron-Core writes it in runs without --use-megatron-fsdp only. There experts have an
     optimizer, and so numbers, after all others, and names have one ``module.`` less.
-
-    Args:
-        optimizer: of this rank.
-        model: the chunks whose parameters it has.
-        directory: where to write.
     """
     number_of: dict[str, int] = {}
     experts_last = sorted(optimizer.param_groups, key=lambda group: group["is_expert_parallel"])

@@ -239,13 +239,24 @@ def test_a_wait_of_the_engine_names_the_unit(collective: str) -> None:
     assert found.collective == f"the {collective} of unit 'head'"
 
 
-@pytest.mark.parametrize("collective", METHODS)
-def test_an_error_of_the_engine_names_the_unit_also_after_other_work(collective: str) -> None:
-    def fail() -> None:
+def failing(asynchronous: bool) -> SimpleNamespace:
+    def wait() -> None:
         raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:1] Connection closed by peer")
 
+    return SimpleNamespace(wait=wait)
+
+
+@pytest.mark.parametrize(
+    ("work", "collective"), [("unshard", "all-gather"), ("reduce", "gradient reduction")]
+)
+def test_an_error_of_the_engine_names_the_unit_also_after_other_work(
+    work: str, collective: str
+) -> None:
+    with observe.work("head", work):
+        pending = observe.observed("gather", "all_gather", (), None, failing)(True)
+    with observe.work("decoder.layers.0", "reshard"):
+        pass
     with pytest.raises(RuntimeError) as caught:
-        METHODS[collective](waiting(fail))
-    position.last_work.begin_work("decoder.layers.0", "reshard")
+        pending.wait()
     found = position.of_error(caught.value)
     assert found.collective == f"the {collective} of unit 'head'"

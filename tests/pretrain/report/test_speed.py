@@ -6,7 +6,7 @@ import argparse
 import pytest
 import torch
 
-from megatron.pretrain.report.device_peak import known_flops, measured_flops, peak_flops
+from megatron.pretrain.report.speed import known_flops, measured_flops, peak_flops
 
 
 @pytest.mark.parametrize(

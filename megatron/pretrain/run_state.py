@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The progress of a training run: the part of its state that every step changes."""
+"""The state of a run that every step changes: its progress, and its random generators."""
 
 from __future__ import annotations
 
 import argparse
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
 
 
 @dataclass
@@ -59,3 +65,33 @@ class Progress:
     def is_multiple_of(self, interval: int | None) -> bool:
         """Return True if the iteration is a multiple of ``interval``; never of 0 or None."""
         return interval is not None and interval > 0 and self.iteration % interval == 0
+
+
+def gather_random_state(*, differs_between_data_ranks: bool) -> list[dict[str, Any]]:
+    """Return the generators' states on this rank, or those of all data ranks if they differ.
+
+    A collective over the data-parallel group if ``differs_between_data_ranks``.
+    """
+    mine = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": np.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "cuda_rng_state": torch.cuda.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if not differs_between_data_ranks:
+        return [mine]
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def restore_random_state(states: list[dict[str, Any]]) -> None:
+    """Set the generators of this rank to its entry of ``states``, which wraps around data ranks."""
+    state = states[parallel_state.get_data_parallel_rank(with_context_parallel=True) % len(states)]
+    random.setstate(state["random_rng_state"])
+    np.random.set_state(state["np_rng_state"])
+    torch.set_rng_state(state["torch_rng_state"])
+    torch.cuda.set_rng_state(state["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_tracker_states"])

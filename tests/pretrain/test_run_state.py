@@ -6,7 +6,7 @@ import argparse
 import pytest
 
 from megatron.pretrain.arguments.frozen import FrozenArguments
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 
 def test_a_step_counts_its_samples_and_operations() -> None:

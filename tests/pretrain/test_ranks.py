@@ -10,7 +10,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.pretrain.model import user_buffers
+from megatron.pretrain import ranks
+
+MODULE = "transformer_engine.pytorch.module.base"
 
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["modes", "use_fp8"])
@@ -23,7 +25,7 @@ def test_user_buffers_have_the_shape_of_a_microbatch(is_new: bool, tmp_path: Pat
     def old(use_fp8: bool, **options: Any) -> None:
         seen.update(options, use_fp8=use_fp8)
 
-    base = ModuleType(user_buffers.MODULE)
+    base = ModuleType(MODULE)
     vars(base).update(
         initialize_ub=new if is_new else old,
         UserBufferQuantizationMode=SimpleNamespace(NONE="none"),
@@ -39,8 +41,8 @@ def test_user_buffers_have_the_shape_of_a_microbatch(is_new: bool, tmp_path: Pat
         tensor_model_parallel_size=4,
         tp_comm_bootstrap_backend="nccl",
     )
-    with patch.dict(sys.modules, {user_buffers.MODULE: base}):
-        user_buffers.start(args)
+    with patch.dict(sys.modules, {MODULE: base}):
+        ranks.start_user_buffers(args)
     assert seen["shape"] == [64, 16] and seen["tp_size"] == 4
     assert seen["ub_cfgs"] == {"qkv_fprop": {"method": "ring_exchange"}}
     assert seen["modes"] == ["none"] if is_new else not seen["use_fp8"]

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.pretrain.data.full_validation import WholeDataset
-from megatron.pretrain.data.microbatches import build_iterator
+from megatron.pretrain.data.samplers import MicrobatchSampler, WholeDataset, build_iterator
 from tests.pretrain.data.test_gpt_datasets import NUMBERS, namespace, write_numbers
 from tests.support.pretrain.arguments.command_lines import MOCK, problems
 from tests.support.pretrain.saved_runs import FSDP
@@ -58,22 +57,24 @@ def test_every_sample_counts_once(
     dataloader_type: str,
 ) -> None:
     args = argparse.Namespace(
-        micro_batch_size=2, global_batch_size=8, virtual_pipeline_model_parallel_size=stages
+        micro_batch_size=2,
+        global_batch_size=8,
+        data_parallel_size=num_ranks,
+        virtual_pipeline_model_parallel_size=stages,
     )
-    whole = WholeDataset(Numbered(length), args, num_ranks)
+    whole = WholeDataset(Numbered(length), args)
     assert whole.num_microbatches == passes.get(length, whole.num_microbatches)
     counted: list[int] = []
     for rank in range(num_ranks):
-        iterator = build_iterator(
-            whole,
-            micro_batch_size=2,
-            dataloader_type=dataloader_type,
-            seed=1,
-            num_workers=0,
+        sampler = MicrobatchSampler(
+            num_samples=len(whole),
             consumed_samples=0,
-            data_parallel_rank=rank,
-            data_parallel_size=num_ranks,
+            micro_batch_size=2,
+            rank=rank,
+            num_ranks=num_ranks,
+            shuffle_seed=1 if dataloader_type == "cyclic" else None,
         )
+        iterator = build_iterator(whole, sampler, seed=1, num_workers=0)
         for _ in range(sum(whole.num_microbatches)):
             batch = next(iterator)
             counted += batch["tokens"][batch["loss_mask"] == 1].tolist()

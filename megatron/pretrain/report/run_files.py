@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration of a run, in a file beside its checkpoints that people and scripts can read."""
+"""Files beside the checkpoints of a run, and what else only decorates it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,16 +26,41 @@ from megatron.checkpoint.store import durable
 PACKAGE = "open-megatron-fsdp"
 
 
+class Decorations:
+    """A guard around files and services that only decorate a run.
+
+    Args:
+        say: prints a line for the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._failed: set[str] = set()
+
+    @contextmanager
+    def guard(self, name: str, errors: type[Exception] = OSError) -> Iterator[None]:
+        """Go on with training where a file or service cannot be written, and say so once.
+
+        No collective may be inside: its error would be passed over.
+        """
+        try:
+            yield
+        except errors as error:
+            if name not in self._failed:
+                self._failed.add(name)
+                self._say(f"{name} cannot be written, training goes on without: {error}")
+
+
 def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None:
     """Write ``config.json``: the arguments, the command line, versions and devices of a run.
 
     A run that continues in the folder replaces the file of the one before; the arguments of each
-    checkpoint are in the checkpoint too.
+    checkpoint are in the checkpoint too. What JSON has no type for is text.
 
     Args:
-        folder: of the checkpoints; made if missing.
+        folder: folder of the checkpoints; made if missing.
         args: all completed arguments.
-        iteration: after which the run begins.
+        iteration: iteration after which the run begins.
 
     Raises:
         OSError: the file cannot be written.
@@ -41,13 +68,12 @@ def write_config(folder: Path, args: argparse.Namespace, iteration: int) -> None
     folder.mkdir(parents=True, exist_ok=True)
     if is_model_directory(folder):
         raise OSError(f"{folder} is the directory of a Hugging Face model, which has its own")
-    durable.write_text(folder / CONFIG, json.dumps(described(args, iteration), indent=1) + "\n")
-
-
-def described(args: argparse.Namespace, iteration: int) -> dict[str, Any]:
-    """Return the content of ``config.json``; what JSON has no type for is text."""
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        version = None
     is_on_gpu = torch.cuda.is_available()
-    return {
+    content = {
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         OF_A_RUN: iteration,
         "command_line": shlex.join(sys.argv),
@@ -59,25 +85,15 @@ def described(args: argparse.Namespace, iteration: int) -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "megatron_core": megatron.core.__version__,
-            PACKAGE: _version(PACKAGE),
+            PACKAGE: version,
         },
-        "arguments": {name: _plain(value) for name, value in sorted(vars(args).items())},
+        "arguments": dict(sorted(vars(args).items())),
     }
+    durable.write_text(folder / CONFIG, json.dumps(content, indent=1, default=_text) + "\n")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return None
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: dtypes and members of enums by their names."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+def _text(value: Any) -> str:
+    """Return the name of a dtype or of a member of an enum, and other values as text."""
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
     return str(getattr(value, "name", value))
