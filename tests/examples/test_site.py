@@ -34,6 +34,7 @@ def losses_of_side(blocks: list[Block], side: str, folder: str) -> list[float]:
     return names["losses"]
 
 
+@pytest.mark.always("coming_from_fsdp2")
 @pytest.mark.parametrize("page", SIDE_BY_SIDE, ids=lambda page: Path(page).stem)
 def test_both_sides_of_a_page_have_the_same_losses(page: str, tmp_path: Path) -> None:
     results = []

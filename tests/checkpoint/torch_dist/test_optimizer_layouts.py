@@ -24,7 +24,6 @@ from tests.support.checkpoint.torch_dist.stored_optimizers import (
     written,
 )
 from tests.support.pretrain.parity import LLAMA, Combination
-from tests.support.selection import mostly_in_full
 
 SAMPLES = {
     "v015_dense_tp2_dp2_model_space": "fully_sharded_model_space",
@@ -38,6 +37,11 @@ SAMPLES = {
 }
 
 
+@pytest.mark.always(
+    "v015_experts_ep2_dp2_model_space_chained",
+    "dense_gelu_tied_fp32_dp2",
+    "v019_dense_dp2_common_state",
+)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_sample_has_the_state_that_the_run_had(name: str) -> None:
     file, expected = File(sample(name)), torch.load(sample(name) / "expected.pt", weights_only=True)
@@ -81,13 +85,6 @@ def test_a_common_state_without_anything_gives_tensors_and_no_groups() -> None:
     assert file.read().param_groups == []
 
 
-SHORT_RUNS = (
-    "buckets of tp2 dp2",
-    "buckets of pp2 ep2 dense and expert layers",
-    "objects of ep2",
-    "fully reshardable tp2 pp2",
-    "not distributed, bf16, tp2",
-)
 LAYOUTS = {
     "buckets": "dp_reshardable",
     "objects": ZERO,
@@ -96,7 +93,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_in_full(RUNS, SHORT_RUNS))
+@pytest.mark.always("not distributed, bf16, tp2")
+@pytest.mark.parametrize("name", RUNS)
 def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Path) -> None:
     run, layout = RUNS[name]
     expected = written(run, tmp_path, layout)
@@ -119,6 +117,7 @@ def test_a_written_file_has_the_state_that_the_ranks_had(name: str, tmp_path: Pa
         assert_is(bare, file.weights, expected)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_parameter_are_read_and_nothing_else(tmp_path: Path) -> None:
     written(RUNS["buckets of tp2 dp2"][0], tmp_path)
     for file in (File(tmp_path), File(sample("v015_dense_tp2_dp2_model_space"))):
