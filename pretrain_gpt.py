@@ -40,7 +40,7 @@ if not torch.cuda.is_available():
 
 from megatron.checkpoint.store.url_staging import with_urls  # noqa: E402
 from megatron.fsdp.gradient_sync import GradientError  # noqa: E402
-from megatron.pretrain import ranks
+from megatron.pretrain import ranks  # noqa: E402
 from megatron.pretrain.arguments import (  # noqa: E402
     CommandLineError,
     dry_run_ranks,
@@ -49,7 +49,7 @@ from megatron.pretrain.arguments import (  # noqa: E402
 from megatron.pretrain.dry_run import print_dry_run  # noqa: E402
 from megatron.pretrain.errors import RunError  # noqa: E402
 from megatron.pretrain.loop import pretrain  # noqa: E402
-from megatron.pretrain.report import terminal
+from megatron.pretrain.report import terminal  # noqa: E402
 from megatron.pretrain.report.rank_log import RankLog  # noqa: E402
 from megatron.pretrain.watch.rerun import RerunExitError  # noqa: E402
 from megatron.pretrain.watch.watch import Watch, error_file, in_one_line  # noqa: E402

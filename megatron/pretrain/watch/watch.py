@@ -6,8 +6,8 @@ also while the main thread waits in a collective that never ends. Nothing here i
 
 [Note: ends of a run]
     a collective fails     the first rank that sees it asks the heartbeats who has failed (see
-                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each rank
-                           writes torch's traceback to a file, and exits with 1
+                           :mod:`megatron.pretrain.watch.peers`), and prints the one message. Each
+                           rank writes torch's traceback to a file, and exits with 1
     a rank has an error    the first rank that has one prints it, the others are silent
     SIGTERM                if a peer has failed, as above: torchrun sends it to the ranks that are
                            left. Otherwise the loop stops after its step, if it was told to; without
