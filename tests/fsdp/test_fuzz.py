@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random combinations keep the gradient contract.
 
-`python -m tests.support.fsdp.fuzz` runs any number. A draw that fails becomes a named test elsewhere.
+`python -m tests.support.fsdp.fuzz` runs any number. A draw that fails becomes a test elsewhere.
 """
 
 from itertools import chain
