@@ -88,3 +88,10 @@ def test_every_continuous_integration_calls_the_same_make_targets() -> None:
     assert own == {"lint", "docs", "test-all"}
     # Beside them `test`, with which `test-all` begins, on several Pythons.
     assert make_targets(".github/workflows/ci.yml") == own | {"test"}
+
+
+def test_the_version_is_the_newest_of_the_changelog() -> None:
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text()
+    dated = re.findall(r"^## (\d+\.\d+\.\d+) \(\d{4}-\d\d-\d\d\)$", changelog, re.MULTILINE)
+    assert dated == sorted(dated, key=lambda text: tuple(map(int, text.split("."))), reverse=True)
+    assert arguments_of_setup()["version"] == dated[0]

@@ -24,9 +24,7 @@ GLOBAL = "--non-persistent-ckpt-type global"
 
 
 @pytest.mark.always("")
-@pytest.mark.parametrize(
-    "flags", ["", "--ckpt-format torch_dist", "--async-save"]
-)
+@pytest.mark.parametrize("flags", ["", "--ckpt-format torch_dist", "--async-save"])
 def test_checkpoints_of_an_overwritten_run_are_not_loaded_as_those_of_the_new_one(
     flags: str, tmp_path: Path
 ) -> None:
