@@ -19,9 +19,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import durable
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.store import directory, durable, stores
 from megatron.pretrain.checkpoints.run_identity import name_run, run_in
 
 LIST = ".abandoned.json"

@@ -23,20 +23,20 @@ from megatron.core.transformer.module import MegatronModule
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
 from megatron.checkpoint.dcp.safe_loading import PartReader
 from megatron.checkpoint.dcp.stored_metadata import metadata_read_once
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints import fsdp_dtensor_checkpoint
-from megatron.pretrain.checkpoints import fsdp_torch_dist
-from megatron.pretrain.checkpoints import integrity
-from megatron.pretrain.checkpoints import publication
-from megatron.pretrain.watch import rerun
-from megatron.pretrain.checkpoints import save_directory
-from megatron.pretrain.checkpoints import torch_dist_checkpoint
-from megatron.pretrain.checkpoints import url_saves
+from megatron.pretrain.checkpoints import (
+    fsdp_dtensor_checkpoint,
+    fsdp_torch_dist,
+    integrity,
+    publication,
+    save_directory,
+    torch_dist_checkpoint,
+    url_saves,
+)
 from megatron.pretrain.checkpoints.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoints.checkpoint_source import (
     CheckpointSource,
@@ -46,12 +46,18 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     pass_over,
 )
 from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
+from megatron.pretrain.checkpoints.local_checkpoint import (
+    Layout,
+    find_local,
+    find_newest,
+    layout_of,
+)
+from megatron.pretrain.checkpoints.saved_schedule import load_schedule, rates_of
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
-from megatron.pretrain.checkpoints.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
-from megatron.pretrain.checkpoints.saved_schedule import load_schedule, rates_of
+from megatron.pretrain.watch import rerun
 
 FORMATS = {"fsdp_dtensor": fsdp_dtensor_checkpoint, "torch_dist": torch_dist_checkpoint}
 """Name of a checkpoint format -> the module with its ``collect``, ``write`` and ``load``."""

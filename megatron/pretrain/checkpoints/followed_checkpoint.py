@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import durable
+from megatron.checkpoint.store import directory, durable
 from megatron.pretrain.checkpoints.abandoned_checkpoints import newest_kept
 
 FOLLOWED = "followed_iteration.txt"

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron.checkpoint.core.listing import listed
-from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digests_of_rank
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.checkpoints.url_saves import reading_share
+from megatron.pretrain.errors import RunError, is_of_machine
 
 
 def sign(target: Path) -> list[str]:

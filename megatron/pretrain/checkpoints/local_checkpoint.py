@@ -21,16 +21,21 @@ import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.store import directory
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
+from megatron.checkpoint.store import directory
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor
 from megatron.pretrain.checkpoints import url_saves
 from megatron.pretrain.checkpoints.abandoned_checkpoints import run_to_load
-from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource, Damage, Say, find_source
-from megatron.pretrain.first_rank import on_first_rank
+from megatron.pretrain.checkpoints.checkpoint_source import (
+    CheckpointSource,
+    Damage,
+    Say,
+    find_source,
+)
 from megatron.pretrain.checkpoints.followed_checkpoint import is_given_up, tracked_in
 from megatron.pretrain.checkpoints.run_identity import run_in
+from megatron.pretrain.first_rank import on_first_rank
 
 LOCAL = "local"
 """Value of --non-persistent-ckpt-type."""

@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.checkpoint.store import directory
-from megatron.pretrain.checkpoints import abandoned_checkpoints
-from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints import fsdp_dtensor_checkpoint
+from megatron.pretrain.checkpoints import (
+    abandoned_checkpoints,
+    checkpointing,
+    fsdp_dtensor_checkpoint,
+)
 from megatron.pretrain.checkpoints.checkpoint_source import Say
-from megatron.pretrain.errors import RunError
-from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.checkpoints.followed_checkpoint import followed_now
 from megatron.pretrain.checkpoints.local_checkpoint import (
     identity,
@@ -25,6 +25,8 @@ from megatron.pretrain.checkpoints.local_checkpoint import (
     remove_parts_of_moved_ranks,
 )
 from megatron.pretrain.checkpoints.run_identity import run_in
+from megatron.pretrain.errors import RunError
+from megatron.pretrain.first_rank import on_first_rank
 
 
 def save(

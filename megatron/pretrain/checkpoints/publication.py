@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
-from megatron.pretrain.checkpoints import abandoned_checkpoints
-from megatron.pretrain.checkpoints import url_saves
+from megatron.checkpoint.store import directory, stores
+from megatron.pretrain.checkpoints import abandoned_checkpoints, url_saves
 from megatron.pretrain.checkpoints.followed_checkpoint import write_followed
 
 

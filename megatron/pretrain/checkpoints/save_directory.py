@@ -12,13 +12,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
 from megatron.checkpoint.core.listing import listed, some
+from megatron.checkpoint.store import directory, stores
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints import abandoned_checkpoints
-from megatron.pretrain.checkpoints import save_lease
-from megatron.pretrain.checkpoints import url_saves
+from megatron.pretrain.checkpoints import abandoned_checkpoints, save_lease, url_saves
 from megatron.pretrain.checkpoints.checkpoint_source import (
     NON_PERSISTENT,
     CheckpointSource,
@@ -28,10 +25,10 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     find_source,
     non_persistent_root,
 )
-from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.checkpoints.local_checkpoint import LOCAL, part_root
 from megatron.pretrain.checkpoints.run_identity import name_run, run_in
 from megatron.pretrain.checkpoints.save_lock import locked
+from megatron.pretrain.first_rank import on_first_rank
 
 
 @contextmanager

@@ -29,9 +29,9 @@ from pathlib import Path
 
 from megatron.checkpoint.store.lease_object import LeasedStore
 from megatron.checkpoint.store.url_staging import url_of
+from megatron.pretrain.checkpoints.save_lock import described, in_use, job_of_this_run, now
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.watch.peers import this_machine
-from megatron.pretrain.checkpoints.save_lock import described, in_use, job_of_this_run, now
 
 RENEWAL_SECONDS = 20.0
 """Time between two renewals."""

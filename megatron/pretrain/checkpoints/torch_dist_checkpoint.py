@@ -33,9 +33,9 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
-from megatron.pretrain.model.gpt_model import unwrap
 from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, load_strategy
 from megatron.pretrain.checkpoints.write_results import written_by_threads
+from megatron.pretrain.model.gpt_model import unwrap
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""

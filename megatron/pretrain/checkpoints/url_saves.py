@@ -5,8 +5,9 @@ A save writes into staged directories, as it does into those of --save, and ever
 it has written. The ranks of a node may share one directory, or have their own. When all have agreed
 that the upload is complete, the first rank makes it visible and lets the tracker file name it.
 :func:`prepare`, :func:`publish`, :func:`discard` and :func:`retain` do what functions of these
-names in :mod:`megatron.checkpoint.store.directory` do for directories. A run that has lost the lease
-of the URL (:mod:`megatron.pretrain.checkpoints.save_lease`) does not get beyond the first three.
+names in :mod:`megatron.checkpoint.store.directory` do for directories. A run that has lost the
+lease of the URL (:mod:`megatron.pretrain.checkpoints.save_lease`) does not get beyond the first
+three.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, files_of_rank
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
-from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import save_lease
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource

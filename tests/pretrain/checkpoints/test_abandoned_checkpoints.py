@@ -13,10 +13,10 @@ from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.pretrain.checkpoints.abandoned_checkpoints import LIST, delete, give_up, mark, settle
 from megatron.pretrain.report.loss_history import HISTORY
-from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import flip
 from tests.pretrain.test_non_persistent_saves import broken_off
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
+from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
 from megatron.pretrain.arguments import checkpoint_rules
 from megatron.pretrain.arguments.further_fields import refusal

@@ -19,9 +19,9 @@ from megatron.pretrain.checkpoints import save_lock
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
 from megatron.pretrain.checkpoints.save_directory import refuse_overwriting
 from megatron.pretrain.checkpoints.save_lock import LOCK, locked
-from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_pretrain_gpt import ROOT, tree
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 

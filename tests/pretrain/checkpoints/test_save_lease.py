@@ -23,8 +23,8 @@ from megatron.checkpoint.store.stores import LEASE, Store
 from megatron.checkpoint.store.url_staging import BASE_VARIABLE
 from megatron.checkpoint.store.urls import local_path
 from megatron.pretrain.checkpoints import save_lease
-from megatron.pretrain.errors import RunError
 from megatron.pretrain.checkpoints.save_lease import LeaseHolder, check, leased
+from megatron.pretrain.errors import RunError
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
