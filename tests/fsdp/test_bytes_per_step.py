@@ -171,6 +171,7 @@ def page_faults_of_torch() -> int:
     return page_faults(step_of(module, optimizer, width=WIDE))
 
 
+@pytest.mark.exhaustive
 def test_with_memory_slots_a_step_touches_at_most_a_third_of_the_new_pages_of_fsdp2(
     ranks: Ranks,
 ) -> None:

@@ -18,7 +18,6 @@ from tests.pretrain.test_pretrain_gpt import cut
 from tests.support.pretrain.saved_runs import DROPOUT, FSDP, GATED, LINE, SIX, STRATEGIES
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full, only_in_full
 
 LAYOUTS = {
     **{name: f"--data-parallel-sharding-strategy {name}" for name in STRATEGIES},
@@ -42,7 +41,8 @@ def parts(folder: Path) -> list[str]:
     return sorted(path.relative_to(path.parents[1]).as_posix() for path in found)
 
 
-@pytest.mark.parametrize("layout", mostly_in_full(LAYOUTS, ("optim_grads_params",)))
+@pytest.mark.always("optim_grads_params")
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_goes_on_from_its_local_checkpoint_bitwise(layout: str, tmp_path: Path) -> None:
     folder, disk = tmp_path / "run", tmp_path / "disk"
     line = f"{DROPOUT} {GATED} {FSDP} --bf16 {LAYOUTS[layout]}"
@@ -101,9 +101,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "damage", mostly_in_full(DAMAGES, ("replaced_node", "flipped_bit", "other_save"))
-)
+@pytest.mark.always("replaced_node", "flipped_bit", "other_save")
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_all_ranks_pass_over_a_local_checkpoint_of_which_one_part_is_not_sound(
     damage: str, saved: Path, fp32: tuple[Path, Record], tmp_path: Path
 ) -> None:
@@ -132,18 +131,18 @@ def test_a_damaged_local_checkpoint_stops_a_run_without_fallback(
     assert "ValueError: the local checkpoint of iteration 3: rank 1: " in errors[0]
 
 
+@pytest.mark.always(
+    "1--rank 0: world_size was 2 when it was written, and is 1",
+    "2---data-parallel-sharding-strategy optim-optim_grads_params when it was written",
+)
 @pytest.mark.parametrize(
     ("world_size", "flags", "reason"),
     [
         (1, "", "rank 0: world_size was 2 when it was written, and is 1"),
         (2, "--data-parallel-sharding-strategy optim", "optim_grads_params when it was written"),
-        *only_in_full(
-            [
-                (4, "", "rank 0: world_size was 2 when it was written, and is 4"),
-                (2, "--tensor-model-parallel-size 2", "tensor_model_parallel_size was 1 when"),
-                (2, "--make-vocab-size-divisible-by 64", "the shards of the model are others"),
-            ]
-        ),
+        (4, "", "rank 0: world_size was 2 when it was written, and is 4"),
+        (2, "--tensor-model-parallel-size 2", "tensor_model_parallel_size was 1 when"),
+        (2, "--make-vocab-size-divisible-by 64", "the shards of the model are others"),
     ],
 )
 def test_a_run_of_another_layout_passes_over_the_local_checkpoint(
@@ -236,6 +235,7 @@ def test_local_checkpoints_of_a_run_that_is_not_continued_are_kept_unless_told_o
     assert [step["iteration"] for step in again.steps] == [1] and len(parts(disk)) == 4
 
 
+@pytest.mark.exhaustive
 def test_a_tracker_file_that_was_edited_goes_before_newer_local_checkpoints(
     saved: Path, tmp_path: Path
 ) -> None:

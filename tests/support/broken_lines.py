@@ -29,7 +29,7 @@ class BrokenLine:
     """One line that is made wrong.
 
     Args:
-        name: of the break, a few words.
+        name: a few words for the break.
         file: path in the repository.
         line: text that stands in the file exactly once.
         broken: text that takes its place.
@@ -422,17 +422,17 @@ def first_failure(root: Path, tests: str) -> str | None:
 
 def main(words: list[str]) -> int:
     """Try every break whose name contains one of the words; all without words."""
-    chosen = [each for each in BROKEN_LINES if not words or any(w in each.name for w in words)]
+    chosen = [line for line in BROKEN_LINES if not words or any(w in line.name for w in words)]
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="broken_lines_") as directory:
         root = Path(directory, "repository")
         shutil.copytree(REPOSITORY, root, ignore=LEFT_OUT)
-        for each in chosen:
-            each.apply(root)
-            noticed = first_failure(root, each.tests) or first_failure(root, "")
-            each.undo(root)
+        for line in chosen:
+            line.apply(root)
+            noticed = first_failure(root, line.tests) or first_failure(root, "")
+            line.undo(root)
             unnoticed += noticed is None
-            print(f"{each.name}: {noticed or 'NOT NOTICED'}", flush=True)
+            print(f"{line.name}: {noticed or 'NOT NOTICED'}", flush=True)
     print(f"{len(chosen) - unnoticed} of {len(chosen)} broken lines were noticed")
     return 1 if unnoticed else 0
 

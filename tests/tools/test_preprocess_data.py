@@ -103,6 +103,7 @@ def test_bad_arguments_give_one_message(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.exhaustive
 def test_it_runs_as_a_script_from_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text('{"text": "fine"}\nbroken\n')
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]

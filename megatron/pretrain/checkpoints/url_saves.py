@@ -5,8 +5,9 @@ A save writes into staged directories, as it does into those of --save, and ever
 it has written. The ranks of a node may share one directory, or have their own. When all have agreed
 that the upload is complete, the first rank makes it visible and lets the tracker file name it.
 :func:`prepare`, :func:`publish`, :func:`discard` and :func:`retain` do what functions of these
-names in :mod:`megatron.checkpoint.store.directory` do for directories. A run that has lost the lease
-of the URL (:mod:`megatron.pretrain.checkpoints.save_lease`) does not get beyond the first three.
+names in :mod:`megatron.checkpoint.store.directory` do for directories. A run that has lost the
+lease of the URL (:mod:`megatron.pretrain.checkpoints.save_lease`) does not get beyond the first
+three.
 """
 
 from __future__ import annotations

@@ -327,6 +327,7 @@ def started_reduction(
     return pending, shard, expected
 
 
+@pytest.mark.seldom("1-4")
 @pytest.mark.parametrize("num_ranks", [3, 4])
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_wait_in_any_order(ranks: Ranks, num_ranks: int, seed: int) -> None:

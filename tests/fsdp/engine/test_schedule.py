@@ -142,6 +142,7 @@ def use_at_all_levels(name: str) -> None:
         train_side_by_side(build_stack, USES[name], level, mesh=mesh)
 
 
+@pytest.mark.always("evaluation_in_between")
 @pytest.mark.parametrize("use", USES)
 def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
     ranks(2, use_at_all_levels, use)
@@ -200,6 +201,7 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
     return calls
 
 
+@pytest.mark.always("parallel_branches")
 @pytest.mark.parametrize("name", ["parallel_branches", "tied_across_units", "unused_parameters"])
 def test_collectives_have_one_order_on_all_ranks(ranks: Ranks, name: str) -> None:
     orders = ranks(4, order_of_communication, name)

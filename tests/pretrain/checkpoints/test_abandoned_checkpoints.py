@@ -19,14 +19,12 @@ from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 GLOBAL = "--non-persistent-ckpt-type global"
 
 
-@pytest.mark.parametrize(
-    "flags", mostly_in_full(["", "--ckpt-format torch_dist", "--async-save"], [""])
-)
+@pytest.mark.always("")
+@pytest.mark.parametrize("flags", ["", "--ckpt-format torch_dist", "--async-save"])
 def test_checkpoints_of_an_overwritten_run_are_not_loaded_as_those_of_the_new_one(
     flags: str, tmp_path: Path
 ) -> None:
@@ -94,7 +92,8 @@ def start(save: Path) -> None:
     settle(save, [save / "non_persistent"])
 
 
-@pytest.mark.parametrize("first", mostly_in_full(["3", "6", "non_persistent/7"], ["6"]))
+@pytest.mark.always("6")
+@pytest.mark.parametrize("first", ["3", "6", "non_persistent/7"])
 def test_a_kill_at_any_change_leaves_the_checkpoints_of_one_of_the_runs(
     first: str, tmp_path: Path
 ) -> None:

@@ -141,6 +141,7 @@ def test_an_upload_that_fails_ends_the_run_with_the_checkpoint_before(tmp_path: 
     assert record.column("iteration") == [2, 3]
 
 
+@pytest.mark.exhaustive
 def test_an_upload_that_fails_leaves_the_checkpoint_that_the_tracker_names(tmp_path: Path) -> None:
     url = f"local://{tmp_path}"
     run_ranks(2, train, f"{SHORT} --save {url} --exit-interval 2")

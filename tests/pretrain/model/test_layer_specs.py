@@ -228,6 +228,7 @@ def compare_with_one_rank(
 TENSOR = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 
 
+@pytest.mark.always("tensor")
 @pytest.mark.parametrize(
     ("kinds", "layout", "sequence_parallel"),
     [
