@@ -261,9 +261,10 @@ def plan(
     rank can plan alone. Equal arguments return the same object.
 
     Args:
-        shapes: of the parameters; ``positions`` of the result has the same order, the buffer need not.
+        shapes: shapes of the parameters; ``positions`` of the result has the same order, the
+            buffer need not.
         world_size: number of shards, at least 1.
-        granularity: of all parameters, or one for each.
+        granularity: granularity of all parameters, or one for each.
 
     Raises:
         ValueError: if the world size is below 1, a dim is negative, or the numbers of granularities

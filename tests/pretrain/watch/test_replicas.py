@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.always("ddp", "zero1", "hybrid")
+@pytest.mark.always("ddp", "zero1")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_equal_replicas_train_on_as_without_the_check(layout: str) -> None:
     ranks, flags = LAYOUTS[layout]
@@ -59,7 +59,6 @@ def spoiled(command_line: str, rank: int, name: str) -> str:
 @pytest.mark.always(
     "ddp-decoder.layers.1.mlp.linear_fc2.weight",
     "zero2-decoder.layers.1.mlp.linear_fc2.weight",
-    "hybrid-embedding.word_embeddings.weight",
 )
 @pytest.mark.parametrize(
     ("layout", "name"),
