@@ -1,18 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of weights and gradients, and the division of reduced gradients.
-
-[Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It is
-divided in this file and nowhere else:
-    before the collective    in float16, where the sum could overflow
-    inside the collective    if the process group is asked to average (NCCL, in float16 too)
-    on the result            otherwise, because it is the smallest tensor
-
-[Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ in
-dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over the
-same ranks are gathered in one collective: on NCCL all of them are enqueued between one
-``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that are
-all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
-"""
+"""The collectives of weights and gradients, and the division of reduced gradients."""
 
 from __future__ import annotations
 
@@ -33,6 +20,13 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# [Note: one launch for several gathers] The groups of a unit have a buffer each, since they differ
+# in dtype or trainability (LoRA: frozen weights and trained adapters). Those that are sharded over
+# the same ranks are gathered in one collective: on NCCL all of them are enqueued between one
+# ``ncclGroupStart`` and ``ncclGroupEnd``, and gloo sends them as one buffer, or as messages that
+# are all issued at once. Backends want one dtype in such a collective, so the buffers go as bytes.
+
+
 class Gather(NamedTuple):
     """The all-gather of one flat buffer.
 
@@ -51,8 +45,8 @@ class Gather(NamedTuple):
 class Transport:
     """The collectives that move shards; the default is the process group's own.
 
-    [Note: in-place gathers] At levels 1 and 2 the shard that a rank sends is a slice of the buffer
-    that it receives. A transport must not write that slice, because others may.
+    At levels 1 and 2 the shard that a rank sends is a slice of the buffer that it receives. A
+    transport must not write that slice, because others may.
     """
 
     def all_gather(
@@ -205,6 +199,12 @@ class Communicator:
                     dist.broadcast(tensor, group=group, group_src=0)
 
     # ---- gradients
+    #
+    # [Note: the divisor] A reduced gradient is the sum over the ranks, divided by ``divisor``. It
+    # is divided in this file and nowhere else:
+    #     before the collective    in float16, where the sum could overflow
+    #     inside the collective    if the process group is asked to average (NCCL, in float16 too)
+    #     on the result            otherwise, because it is the smallest tensor
 
     def reduce_scatter(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
         """Reduce ``full`` over the inner axis; ``shard`` becomes this rank's slice of the result.

@@ -1,30 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout: which rank owns which elements of which parameter, in integers alone.
-
-[Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
-elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
-rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) and (6,), 2 ranks.
-
-    element     0       8       16      24      32
-    shard       |    rank 0     |    rank 1     |
-    parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
-
-Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
-collective is ever needed to describe a layout.
-
-[Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
-shards, one each. In hybrid sharding the outer axis usually replicates a shard. If the outer axis
-shards optimizer state too, each shard is divided once more among its outer ranks, and every rank
-owns a different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
-
-    element          0   1   2   3   4   5 | 6   7   8   9  10  11
-    shard of         inner rank 0          | inner rank 1
-    owned shard of   outer 0 outer 1 outer 2 outer 0 outer 1 outer 2
-    number           0       1       2       3       4       5
-
-Both levels are contiguous, so all-gathers over the outer axis fill a shard and all-gathers over the
-inner axis fill the buffer, without a copy. The layout of the group counts owned shards.
-"""
+"""The layout: which rank owns which elements of which parameter, in integers alone."""
 
 from __future__ import annotations
 
@@ -41,6 +16,17 @@ from megatron.fsdp.engine.planner import (
     cuts_are_aligned,
     find_placement,
 )
+
+# [Note: the flat buffer] A group of parameters is one flat buffer of ``world_size * shard_size``
+# elements. Parameters lie in it whole and contiguous, in an order that :mod:`.planner` chooses, and
+# rank r owns ``[r * shard_size, (r + 1) * shard_size)``. Example: shapes (3, 4) and (6,), 2 ranks.
+#
+#     element     0       8       16      24      32
+#     shard       |    rank 0     |    rank 1     |
+#     parameter   | (3, 4)    |...| (6,)|.........|      dots are padding
+#
+# Every rank computes the same layout. The shards of other ranks follow from it by arithmetic, so no
+# collective is ever needed to describe a layout.
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes of a box in an N-dimensional tensor, as in torch's distributed checkpoints."""
@@ -212,6 +198,20 @@ class FlatRange:
     def chunks(self) -> list[Chunk]:
         """Return the at most ``2 * ndim - 1`` chunks of the range, in row-major order."""
         return list(_chunks(self.shape, self.start, self.stop)) if self.numel else []
+
+
+# [Note: shards and owned shards] The ranks of the inner axis divide a group's flat buffer into
+# shards, one each. In hybrid sharding the outer axis usually replicates a shard. If the outer axis
+# shards optimizer state too, each shard is divided once more among its outer ranks, and every rank
+# owns a different part. Example: a buffer of 12 elements, 2 inner and 3 outer ranks.
+#
+#     element          0   1   2   3   4   5 | 6   7   8   9  10  11
+#     shard of         inner rank 0          | inner rank 1
+#     owned shard of   outer 0 outer 1 outer 2 outer 0 outer 1 outer 2
+#     number           0       1       2       3       4       5
+#
+# Both levels are contiguous, so all-gathers over the outer axis fill a shard and all-gathers over
+# the inner axis fill the buffer, without a copy. The layout of the group counts owned shards.
 
 
 @dataclass(frozen=True)
