@@ -113,10 +113,7 @@ def test_all_conflicts_are_reported_at_once() -> None:
         "--bf16 and --fp16 exclude",
         "--train-iters and --train-samples exclude",
         "--min-lr 1.0",
-        (
-            "--use-torch-fsdp2: not built: PyTorch's FSDP2 is not a choice here; use"
-            " --use-megatron-fsdp"
-        ),
+        "--use-torch-fsdp2: PyTorch's FSDP2 is not a choice here; use --use-megatron-fsdp",
         "--ckpt-format torch_dcp: not written or read here",
         "--overlap-param-gather needs --overlap-grad-reduce",
         "--optimizer sgd",
