@@ -3,6 +3,7 @@
 
 import argparse
 from dataclasses import fields
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ for _dest, _values in NOT_BUILT_VALUES.items():
 
 FLAGS = {action.dest: action.option_strings[0] for action in build_parser()._actions}
 KNOWN = FLAGS.keys() | set(OF_SOME_RELEASES.split())
-KNOWN |= {field.name for config in CONFIGS.values() for field in fields(config)}
+KNOWN |= {field.name for field in chain.from_iterable(map(fields, CONFIGS.values()))}
 """Destinations here, and fields of some release."""
 
 
