@@ -20,9 +20,9 @@ from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
-DIRECTORIES = ("non_persistent_global_ckpt_dir", "log_dir")
-"""Paths, or URLs ``file://``."""
-PATHS = ("data_cache_path", "tensorboard_dir", "wandb_save_dir")
+EXTRA_SAVES = "non_persistent_global_ckpt_dir"
+"""A directory, or a URL ``file://``."""
+PATHS = (EXTRA_SAVES, "data_cache_path", "tensorboard_dir", "wandb_save_dir")
 """Further directories, which need not exist."""
 SOURCES = ("load", "pretrained_checkpoint")
 """Directories that --use-checkpoint-args reads."""
@@ -37,7 +37,7 @@ UNLESS_GIVEN = ("max_position_embeddings", "padded_vocab_size")
 def replace_urls(check: Check) -> None:
     """Replace URLs by paths: of this machine, or of the directories in which they are staged."""
     args = check.args
-    for dest in (*LOCATIONS, *DIRECTORIES):
+    for dest in (*LOCATIONS, EXTRA_SAVES):
         if getattr(args, dest):
             try:
                 setattr(args, dest, _path_of(check, dest))
@@ -50,6 +50,11 @@ def replace_urls(check: Check) -> None:
             f"{check.flag(dest)} {getattr(args, dest)}: not with"
             f" {' and '.join(map(check.flag, staged))} at a URL",
         )
+    check.require(
+        not (args.overwrite and "save" in staged),
+        "--overwrite: nothing can be moved aside at a URL: name another --save, or remove what is"
+        " there",
+    )
 
 
 def _path_of(check: Check, dest: str) -> str:
@@ -72,7 +77,7 @@ def check_directories(check: Check) -> None:
     """Refuse files where directories are needed."""
     # With --use-checkpoint-args an earlier rule has looked at those with checkpoints.
     is_read = check.args.use_checkpoint_args
-    for dest in (*LOCATIONS, *DIRECTORIES, *PATHS):
+    for dest in (*LOCATIONS, *PATHS):
         given = getattr(check.args, dest)
         if not given or is_staged(given) or (is_read and dest in SOURCES):
             continue

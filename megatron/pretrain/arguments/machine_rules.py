@@ -34,17 +34,6 @@ NO_GPU = PLAIN_LAYERS | {
 """Settings that work without a GPU."""
 # These fusions run on CPU too, but each costs ten seconds of compilation and a C++ compiler.
 COMPILED = {"bias_gelu_fusion": False, "bias_swiglu_fusion": False, "bias_dropout_fusion": False}
-WITHOUT_CUDA = {
-    "log_straggler": (
-        "needs CUDA: Megatron-Core's detector compares the times of CUDA events; give"
-        " --timing-log-level 2 --timing-log-option all"
-    ),
-    "record_memory_history": "needs CUDA: the recorder is that of its allocator; give --profile",
-    "log_energy": "needs an NVIDIA GPU, whose NVML measures energy; leave it out",
-}
-"""Destination -> the reason why it is refused on a CPU."""
-PACKAGES = {"wandb_project": "wandb", "log_energy": "pynvml"}
-"""Destination -> the optional package that it needs."""
 
 
 def fit_to_machine(check: Check) -> None:
@@ -210,23 +199,21 @@ def fit_connections(check: Check, single: bool) -> None:
 
 def check_observing(check: Check) -> None:
     """Refuse what this machine cannot observe, with the reason."""
-    missing_devices = [] if check.machine.cuda else list(WITHOUT_CUDA)
-    for dest in missing_devices:
-        check.require(not getattr(check.args, dest), f"{check.flag(dest)} {WITHOUT_CUDA[dest]}")
-    for dest, package in PACKAGES.items():
-        check.require(
-            not getattr(check.args, dest)
-            or dest in missing_devices
-            or importlib.util.find_spec(package) is not None,
-            f"{check.flag(dest)} needs the package {package}: pip install {package}",
-        )
+    args = check.args
     check.require(
-        not (check.args.wandb_project and is_staged(check.args.save or ""))
-        or check.args.wandb_save_dir,
+        check.machine.cuda or not args.record_memory_history,
+        "--record-memory-history needs CUDA: the recorder is that of its allocator; give --profile",
+    )
+    check.require(
+        not args.wandb_project or importlib.util.find_spec("wandb") is not None,
+        "--wandb-project needs the package wandb: pip install wandb",
+    )
+    check.require(
+        not (args.wandb_project and is_staged(args.save or "")) or args.wandb_save_dir,
         "--wandb-project with a URL for --save: its files are local, and would go with the staged"
         " ones; give --wandb-save-dir",
     )
-    if check.args.profile:
+    if args.profile:
         check_profile(check)
     check_rerun(check)
     check_replicas_to_compare(check)
@@ -277,13 +264,10 @@ def check_replicas_to_compare(check: Check) -> None:
     is_sharded = (
         args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
     )
-    instances = args.num_distributed_optimizer_instances
     check.require(
-        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded)
-        or (instances > 1 and args.outer_dp_sharding_strategy == "no_shard"),
-        "--check-weight-hash-across-dp-replicas-interval needs replicas, and"
-        " --data-parallel-sharding-strategy optim_grads_params has them only with"
-        " --num-distributed-optimizer-instances above 1 and --outer-dp-sharding-strategy no_shard",
+        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
+        "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
+        " --data-parallel-sharding-strategy optim_grads_params does not have",
     )
 
 

@@ -52,6 +52,9 @@ REFUSED: dict[str, str] = {
         "enable_full_sharding_in_hsdp"
     ),
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
+    "torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0": "log_dir",
+    "use --timing-log-level 1 --timing-log-option all, or --profile": "*straggler*",
+    "nvidia-smi and DCGM measure energy": "log_energy",
     "reducing in the network is not built yet; leave it out, results are the same": "use_sharp",
     "gradients are always scaled in one place; choosing where is not built": (
         "gradient_reduce_div_fusion"
@@ -64,7 +67,7 @@ REFUSED: dict[str, str] = {
     ),
     "start the program with torchrun, which sets LOCAL_RANK": "local_rank",
     "one process of each rank writes; leave it out": "dist_ckpt_workers",
-    "local checkpoints are not built; use --async-save": "non_persistent_local_*",
+    "checkpoints on the disks of nodes are not built; use --async-save": "non_persistent_local_*",
     "fill-in-the-middle data is not built; rearrange documents before they are tokenized": "fim_*",
     "Megatron-Core no longer writes fully_sharded_model_space; leave it out, it is still read": (
         "dist_ckpt_save_pre_mcore_014"
@@ -326,7 +329,6 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("tensorboard_queue_size", "tensorboard_dir"),
     Needs("memory_snapshot_path", "record_memory_history"),
-    Needs("disable_straggler_on_startup straggler_*", "log_straggler"),
     Needs("wandb_exp_name wandb_entity wandb_save_dir", "wandb_project"),
     Needs(
         "error_injection_rate error_injection_type result_rejected_tracker_filename",

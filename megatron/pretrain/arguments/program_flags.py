@@ -106,7 +106,7 @@ PROGRAM_GROUPS: dict[str, tuple[Flag, ...]] = {
     ),
     "checkpoints": (
         row("--save", str, "directory, or URL, to save checkpoints in"),
-        row("--overwrite", "switch", "replace the checkpoints that --save already has"),
+        row("--overwrite", "switch", "begin anew in --save; what is there is moved aside"),
         row("--load", str, "directory, or URL, to load the newest sound checkpoint from"),
         row("--no-load-fallback", "switch", "stop where the newest checkpoint is damaged"),
         row("--save-interval", int, "iterations between saves; default: one save at the end"),

@@ -17,7 +17,7 @@ POSITIVE = f"""{REQUIRED} ffn_hidden_size kv_channels num_query_groups max_posit
     eval_interval log_interval exit_interval exit_duration_in_mins vocab_size padded_vocab_size
     make_vocab_size_divisible_by ddp_bucket_size ddp_num_buckets lr_decay_iters lr_decay_samples
     lr_wsd_decay_iters lr_wsd_decay_samples distributed_timeout_minutes tensorboard_log_interval
-    log_memory_interval check_weight_hash_across_dp_replicas_interval straggler_minmax_count
+    log_memory_interval check_weight_hash_across_dp_replicas_interval
     num_experts tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size
     expert_model_parallel_size expert_tensor_parallel_size num_distributed_optimizer_instances
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank

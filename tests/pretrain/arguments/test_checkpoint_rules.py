@@ -86,6 +86,7 @@ def test_a_url_of_a_directory_is_its_path() -> None:
     [
         ("--async-save", 1, "--save memory://a is the memory of one process"),
         ("", 2, "--save memory://a is the memory of one process"),
+        ("--overwrite", 1, "--overwrite: nothing can be moved aside at a URL"),
         (
             "--non-persistent-save-interval 2 --non-persistent-ckpt-type global",
             1,

@@ -230,17 +230,13 @@ READ_BY = {
         """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
             result_rejected_tracker_filename"""
     ),
-    "device_records": (
-        """log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
-            record_memory_history memory_snapshot_path log_energy"""
-    ),
+    "device_records": ("""record_memory_history memory_snapshot_path"""),
     "microbatches": "dataloader_type num_workers",
     "profiling": (
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
     "ranks": "seed",
     "device_peak": "device_peak_tflops",
-    "watch": "log_dir",
     "user_buffers": "tp_comm_overlap_cfg",
     "pretrain_gpt": "logging_level dry_run",
     "report": (

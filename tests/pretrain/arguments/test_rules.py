@@ -257,7 +257,7 @@ def test_weights_of_splits_that_are_no_shares_are_refused(split: str) -> None:
     assert any("--split expects" in found for found in problems(f"{MOCK} --split={split}"))
 
 
-FILES = "--save --load --pretrained-checkpoint --data-cache-path --log-dir --tensorboard-dir"
+FILES = "--save --load --pretrained-checkpoint --data-cache-path --tensorboard-dir"
 
 
 @pytest.mark.parametrize("below", ["", "/below"])

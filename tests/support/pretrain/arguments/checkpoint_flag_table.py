@@ -75,8 +75,8 @@ CHECKPOINTS = (
     shown("--non-persistent-ckpt-type", NON_PERSISTENT),
     refused("--non-persistent-ckpt-type in_memory", "not built; use --async-save, or global"),
     shown("--non-persistent-global-ckpt-dir", NON_PERSISTENT),
-    refused("--non-persistent-local-ckpt-dir d", "local checkpoints are not built"),
-    refused("--non-persistent-local-ckpt-algo atomic", "local checkpoints are not built"),
+    refused("--non-persistent-local-ckpt-dir d", "use --async-save"),
+    refused("--non-persistent-local-ckpt-algo atomic", "use --async-save"),
     FlagRow(
         "--ckpt-fully-parallel-save",
         changes={"notes": "--ckpt-fully-parallel-save: deprecated, is the default; leave it out"},
