@@ -48,11 +48,11 @@ from megatron.pretrain.arguments.training_rules import (
 
 Rule = Callable[[Check], None]
 
-FIRST_RULES: tuple[Rule, ...] = (
-    replace_urls,
-    take_checkpoint_arguments,
-    refuse_not_built,
-    note_what_is_the_same,
+RULES_OF_FLAGS: tuple[Rule, ...] = (
+    choose_data_parallelism,
+    choose_precision,
+    complete_length,
+    complete_model,
 )
 RULES_OF_SIZES: tuple[Rule, ...] = (
     complete_parallelism,
@@ -71,8 +71,11 @@ LAST_RULES: tuple[Rule, ...] = (
     check_needs,
     note_flags_without_effect,
 )
-GROUPS = ("data parallelism", "optimizer", "model", "multi-latent attention")
-"""Titles of --help that come first, in this order."""
+TITLES = (
+    *("data parallelism", "optimizer", "model", "multi-latent attention", "mixture of experts"),
+    *("low precision and graphs", "model parallelism"),
+)
+"""Titles of groups in --help that come first, in this order."""
 
 
 class CommandLineParser(argparse.ArgumentParser):
@@ -91,7 +94,7 @@ def all_flags() -> dict[str, list[Flag]]:
 
     Flags of Megatron-Core's configs come before those of the program.
     """
-    groups: dict[str, list[Flag]] = {title: [] for title in GROUPS}
+    groups: dict[str, list[Flag]] = {title: [] for title in TITLES}
     fields = field_flags([*chain.from_iterable(PROGRAM_GROUPS.values())])
     for title, named in fields.items():
         groups.setdefault(title, []).extend(named.values())
@@ -252,15 +255,13 @@ def suggestion(name: str, known: set[str]) -> str:
 
 def apply_rules(check: Check) -> None:
     """Complete and check the arguments."""
-    for rule in FIRST_RULES:
-        rule(check)
+    replace_urls(check)
+    take_checkpoint_arguments(check)
+    refuse_not_built(check)
+    note_what_is_the_same(check)
     has_sizes = check_numbers(check)
-    for rule in (choose_data_parallelism, choose_precision, complete_length, complete_model):
-        rule(check)
-    if has_sizes:
-        for rule in RULES_OF_SIZES:
-            rule(check)
-    for rule in LAST_RULES:
+    sizes = RULES_OF_SIZES if has_sizes else ()
+    for rule in (*RULES_OF_FLAGS, *sizes, *LAST_RULES):
         rule(check)
     if has_sizes:
         check_configs(check)

@@ -109,6 +109,7 @@ def choose_precision(check: Check) -> None:
     """Choose the dtypes of parameters and gradients."""
     args = check.args
     check.at_most_one("bf16", "fp16")
+    args.fp16 = args.fp16 and not args.bf16
     check.at_most_one("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
     args.params_dtype = torch.float32
     if args.bf16:
