@@ -170,6 +170,7 @@ NOT_SEEN_ALONE = {
     "hierarchical_context_parallel_sizes",
     "config_logger_dir",
     "moe_layer_recompute",
+    "moe_expert_rank_capacity_factor",
     "moe_apply_probs_on_input",
     "async_tensor_model_parallel_allreduce",
 }

@@ -191,7 +191,7 @@ from tests.support.pretrain.arguments.command_lines import (
         ),
         (
             "--num-experts 4 --moe-router-enable-expert-bias",
-            "Please set --moe-router-score-function sigmoid",
+            "Expert bias for aux-loss-free routing only supports",
         ),
         (
             (
