@@ -29,7 +29,7 @@ from benchmarks.saved_run import FORMATS, SavedRun, quiet, seconds
 from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, integrity
 from megatron.pretrain.run_state import Progress
 

@@ -47,7 +47,7 @@ from benchmarks.saved_run import SavedRun, quiet
 from megatron.checkpoint.dcp.dcp_saving import SigningWriter
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_checkpoint
 from megatron.pretrain.run_state import Progress
 

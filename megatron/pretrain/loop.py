@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 
 from megatron.fsdp import trace
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.checkpoints import (
     checkpointing,
     fsdp_dtensor_checkpoint,

@@ -5,7 +5,7 @@ import argparse
 
 import pytest
 
-from megatron.pretrain.arguments.frozen import FrozenArguments
+from megatron.pretrain.arguments.check import FrozenArguments
 from megatron.pretrain.run_state import Progress
 
 

@@ -19,11 +19,10 @@ from megatron.core.optimizer import get_standard_config_overrides
 
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments import CommandLineError, build_parser, parse_arguments
-from megatron.pretrain.arguments.config_flags import CONFIG_GROUPS, absent_flags
+from megatron.pretrain.arguments.config_flags import field_flags
 from megatron.pretrain.arguments.configs import ddp_config, optimizer_config, transformer_config
-from megatron.pretrain.arguments.flags import spelled
-from megatron.pretrain.arguments.parser import further_destinations
-from megatron.pretrain.arguments.same_here import SAME_HERE
+from megatron.pretrain.arguments.not_built import same_here
+from megatron.pretrain.arguments.program_flags import PROGRAM_GROUPS
 from megatron.pretrain.checkpoints import torch_dist_checkpoint
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
 from megatron.pretrain.model import gpt_optimizer
@@ -167,7 +166,8 @@ def test_a_flag_is_refused_with_its_reason(row: FlagRow, refusals: list[str]) ->
 @rows("shown_by")
 def test_a_flag_of_the_loop_is_shown_by_a_test_that_exists(row: FlagRow) -> None:
     path, _, name = row.shown_by.partition("::")
-    text = (ROOT / path).read_text()
+    (file,) = (ROOT / "tests" / "pretrain").rglob(path)
+    text = file.read_text()
     assert name in {
         node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)
     }
@@ -246,15 +246,14 @@ READ_BY = {
 }
 
 
+TABLES = ("program_flags.py", "config_flags.py")
+
+
 def sources(name: str) -> str:
+    """Return the text of a module or package of this name."""
     folder = ROOT / "megatron" / "pretrain"
-    pattern = f"{name}/*.py" if name == "arguments" else f"**/{name}.py"
-    files = [*sorted(folder.glob(pattern)), *ROOT.glob(f"{name}.py")]
-    return "\n".join(
-        path.read_text()
-        for path in files
-        if path.name not in ("program_flags.py", "checkpoint_flags.py", "config_flags.py")
-    )
+    files = {*ROOT.glob(f"{name}.py"), *folder.rglob(f"{name}.py"), *folder.glob(f"{name}/*.py")}
+    return "\n".join(path.read_text() for path in files if path.name not in TABLES)
 
 
 @pytest.mark.parametrize("module", READ_BY)
@@ -268,16 +267,15 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     of_rows = {row.name for row in ROWS}
     in_tables = {action.dest for action in actions if of_rows & set(action.option_strings)}
     # Each field has a test in test_config_flags.py.
-    flags = chain.from_iterable(source.flags() for source in CONFIG_GROUPS.values())
+    program = [*chain.from_iterable(PROGRAM_GROUPS.values())]
+    flags = chain.from_iterable(named.values() for named in field_flags(program).values())
     fields = {flag.dest for flag in flags}
     read = set(" ".join(READ_BY.values()).split())
     # Each setting is tested in test_tokenizers.py.
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     known = {action.dest for action in actions}
-    # Each further field has a test in test_further_fields.py.
-    further = set(further_destinations())
-    shown = in_tables | fields | read | further | {"dry_run_ranks"}
-    same = {dest for dest in SAME_HERE if spelled(dest) not in absent_flags()}
+    shown = in_tables | fields | read | {"dry_run_ranks"}
+    same = {dest for dest in known if same_here(dest)}
     assert known == shown | REFUSED_HERE | same
     assert read.isdisjoint(in_tables | fields | REFUSED_HERE), "listed twice"
 
