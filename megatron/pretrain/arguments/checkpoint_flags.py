@@ -19,7 +19,7 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row(
         "--overwrite",
         "switch",
-        "begin anew in a --save directory that has checkpoints: the first new one deletes them",
+        "begin anew in a --save directory that has checkpoints, which are moved into one in it",
     ),
     row("--load", str, "directory, or URL, to load the newest sound checkpoint from"),
     row("--no-load-fallback", "switch", "stop where the newest checkpoint of --load is damaged"),
@@ -87,8 +87,8 @@ CHECKPOINT_FLAGS: tuple[Flag, ...] = (
     row(
         "--non-persistent-local-ckpt-algo",
         str,
-        "atomic: every rank writes all that it needs",
-        "atomic",
+        "how those of type local are divided",
+        "fully_parallel",
         choices=("fully_parallel", "atomic"),
     ),
     row("--ckpt-assume-constant-structure", "switch", "reuse the plan of the save before"),

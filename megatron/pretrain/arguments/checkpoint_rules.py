@@ -19,7 +19,7 @@ from megatron.pretrain.errors import RunError
 
 LOCATIONS = ("save", "load", "pretrained_checkpoint")
 """Directories of checkpoints, or URLs."""
-DIRECTORIES = ("non_persistent_global_ckpt_dir", "non_persistent_local_ckpt_dir", "log_dir")
+DIRECTORIES = ("non_persistent_global_ckpt_dir", "log_dir")
 """Paths, or URLs ``file://``."""
 LEFT_TO_THE_RUN = ("bf16", "fp16", "apply_layernorm_1p")
 """Precision is no property of weights. The last is another name of an argument that is taken."""
@@ -45,6 +45,11 @@ def replace_urls(check: Check) -> None:
             f"{check.flag(dest)} {getattr(args, dest)}: not with"
             f" {' and '.join(map(check.flag, staged))} at a URL",
         )
+    check.require(
+        not (args.overwrite and "save" in staged),
+        "--overwrite: nothing can be moved aside at a URL: name another --save, or remove what is"
+        " there",
+    )
 
 
 def _path_of(check: Check, dest: str) -> str:
@@ -132,22 +137,6 @@ def check_saves(check: Check) -> None:
             f"--non-persistent-save-interval {args.non_persistent_save_interval} must be no"
             f" multiple of --save-interval {args.save_interval}, which saves there anyway",
         )
-    if args.non_persistent_ckpt_type == "local":
-        check.require(
-            args.non_persistent_local_ckpt_dir,
-            "--non-persistent-ckpt-type local needs --non-persistent-local-ckpt-dir",
-        )
-        check.require(
-            args.use_megatron_fsdp,
-            "--non-persistent-ckpt-type local needs --use-megatron-fsdp: without it Megatron-Core"
-            " divides a checkpoint between the ranks, and none has all of its own state; use"
-            " global",
-        )
-        if args.async_save:
-            check.notes.append(
-                "--async-save: local checkpoints are written while training waits, others in the"
-                " background"
-            )
     is_gathered = args.distrib_optim_fully_reshardable_mem_efficient
     if is_gathered and not args.use_megatron_fsdp:
         flag = check.flag("distrib_optim_fully_reshardable_mem_efficient")

@@ -24,6 +24,10 @@ EXPERT_OVERLAP = (
     "hiding expert communication behind other work is not built yet; leave it out, results are the"
     " same"
 )
+LOCAL_SAVES = (
+    "checkpoints on the disks of nodes are not built; use --async-save, which writes while training"
+    " goes on"
+)
 MOE_KERNELS = "needs fused kernels that this program has not been run with"
 OTHER_TOKENIZERS: dict[Any, str] = {
     "BertWordPieceLowerCase": "is for BERT",
@@ -81,6 +85,7 @@ _REFUSED: dict[str, str] = {
     "no layer of this release of Megatron-Core reads it": (
         "apply_residual_connection_post_layernorm"
     ),
+    LOCAL_SAVES: "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
     MOE_KERNELS: "moe_use_legacy_grouped_gemm",
 }
 """Reason -> destinations, separated by blanks."""
@@ -100,10 +105,7 @@ NOT_BUILT_VALUES: dict[str, dict[Any, str]] = {
     "ckpt_format": dict.fromkeys(
         ("torch", "torch_dcp"), "not written or read here; use torch_dist or fsdp_dtensor"
     ),
-    "non_persistent_ckpt_type": {"in_memory": "not built; use local, with a directory in memory"},
-    "non_persistent_local_ckpt_algo": {
-        "fully_parallel": "not built: loads would exchange tensors between nodes; use atomic"
-    },
+    "non_persistent_ckpt_type": dict.fromkeys(("local", "in_memory"), LOCAL_SAVES),
     "optimizer": dict.fromkeys(
         ("muon", "dist_muon", "lion", "soap", "adaptive_muon"), "not built yet; use adam or sgd"
     ),
@@ -305,20 +307,14 @@ NEEDS: tuple[Needs, ...] = (
     Needs(
         "non_persistent_save_interval",
         "non_persistent_ckpt_type",
-        ("global", "local"),
-        "needs --non-persistent-ckpt-type global or local",
+        ("global",),
+        "needs --non-persistent-ckpt-type global",
     ),
     Needs(
         "non_persistent_global_ckpt_dir",
         "non_persistent_ckpt_type",
         ("global",),
         "needs --non-persistent-ckpt-type global",
-    ),
-    Needs(
-        "non_persistent_local_ckpt_dir non_persistent_local_ckpt_algo",
-        "non_persistent_ckpt_type",
-        ("local",),
-        "needs --non-persistent-ckpt-type local",
     ),
     Needs(
         "non_persistent_ckpt_type",

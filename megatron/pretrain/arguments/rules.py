@@ -35,7 +35,6 @@ DIRECTORIES = (
     "load",
     "pretrained_checkpoint",
     "non_persistent_global_ckpt_dir",
-    "non_persistent_local_ckpt_dir",
     "data_cache_path",
     "tensorboard_dir",
     "wandb_save_dir",

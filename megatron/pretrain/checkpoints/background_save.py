@@ -175,11 +175,6 @@ class BackgroundSaves:
             self._pending.problems = [f"rank {dist.get_rank()}: {problem}"]
 
     @property
-    def under_way(self) -> int | None:
-        """Iteration of the checkpoint that is being written; None if there is none."""
-        return None if self._pending is None else self._pending.progress.iteration
-
-    @property
     def num_staged_bytes(self) -> int:
         """Size of the memory that is allocated on this rank."""
         return self._buffer.num_bytes

@@ -20,7 +20,6 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
-from megatron.pretrain.checkpoints.followed_checkpoint import followed_by, is_given_up, tracked_in
 
 Say = Callable[[str], None]
 """Prints one line for the user, on the first rank."""
@@ -48,8 +47,6 @@ class CheckpointSource:
     """Load the weights and start anew: no optimizer state, no schedule, no progress."""
     is_newest: bool
     """It was chosen for being the newest sound one, not by --ckpt-step."""
-    is_local: bool = False
-    """Every rank has a path of its own, to the part that it wrote."""
 
     def in_words(self, iteration: int) -> str:
         """Return the path and the iteration that was in it, which should be that of its name."""
@@ -148,11 +145,16 @@ def continues(args: argparse.Namespace, source: CheckpointSource | None) -> bool
     """Return True if the run goes on with its own checkpoints; one may be non-persistent."""
     if continues_in(args.save, source):
         return True
-    if not args.save or not args.load or Path(args.save).resolve() != Path(args.load).resolve():
+    if not is_own(args):
         return False
-    if source is not None and source.is_local:
-        return True
     return continues_in(non_persistent_root(args, args.save), source)
+
+
+def is_own(args: argparse.Namespace) -> bool:
+    """Return True if the run loads what is in its --save directory, to go on with it."""
+    if not args.save or not args.load or args.finetune:
+        return False
+    return Path(args.load).resolve() == Path(args.save).resolve()
 
 
 # ---- the newest
@@ -190,16 +192,7 @@ def _newer_of_both(
             raise wrong
     if extra is None or (isinstance(newest, int) and newest >= int(extra)):
         return load, newest
-    found = directory.find(extra_root, extra)
-    assert found is not None  # it is the newest sound one
-    if newest is None or not is_given_up(int(extra), followed_by(found), tracked_in(load)):
-        return extra_root, extra
-    if not damage:
-        say(
-            f"{found} is newer, and is not loaded: {Path(load) / directory.TRACKER} names another"
-            " checkpoint than the one that it followed"
-        )
-    return load, newest
+    return extra_root, extra
 
 
 def _attempted(

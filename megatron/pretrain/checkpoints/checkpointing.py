@@ -25,14 +25,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TORCH_DIST
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store import stores
-from megatron.checkpoint.dcp.safe_loading import PartReader
 from megatron.checkpoint.dcp.stored_metadata import metadata_read_once
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import fsdp_dtensor_checkpoint
 from megatron.pretrain.checkpoints import fsdp_torch_dist
 from megatron.pretrain.checkpoints import integrity
-from megatron.pretrain.checkpoints import publication
 from megatron.pretrain.watch import rerun
 from megatron.pretrain.checkpoints import save_directory
 from megatron.pretrain.checkpoints import torch_dist_checkpoint
@@ -43,12 +41,12 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
     Damage,
     Say,
     fallback_lines,
+    find_source,
     pass_over,
 )
 from megatron.pretrain.checkpoints.converted_source import format_of, open_converted
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
-from megatron.pretrain.checkpoints.local_checkpoint import Layout, find_local, find_newest, layout_of
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.random_state import gather_random_state, restore_random_state
 from megatron.pretrain.checkpoints.saved_schedule import load_schedule, rates_of
@@ -88,11 +86,10 @@ def collect(
     optimizer: MegatronOptimizer | None,
     scheduler: OptimizerParamScheduler | None,
     progress: Progress,
-    writer: ModuleType | None = None,
 ) -> dict[str, Any]:
     """Return the content of a checkpoint; its tensors share storage with model and optimizer.
 
-    This is a collective. ``writer`` is that of the run's format unless told.
+    This is a collective.
 
     Raises:
         RunError: on every rank, if any rank has failed.
@@ -101,7 +98,7 @@ def collect(
         optimizer = scheduler = None
     state = run_state(args, progress, scheduler, with_rng=not args.no_save_rng)
     content: dict[str, Any] = {}
-    writer = writer or _writer(args)
+    writer = _writer(args)
     problems = attempt(lambda: content.update(writer.collect(args, state, model, optimizer)))
     if problems:
         raise _not_written(progress.iteration, problems)
@@ -110,10 +107,9 @@ def collect(
 
 def prepare(root: str, iteration: int) -> Path:
     """Make the empty directory in which a checkpoint is written; a collective."""
-    place: ModuleType = url_saves if stores.is_staged(root) else directory
-    _on_first_rank(lambda: place.prepare(root, iteration), "cannot prepare the checkpoint")
+    _on_first_rank(lambda: directory.prepare(root, iteration), "cannot prepare the checkpoint")
     staging = directory.staging_directory(root, iteration)
-    if place is url_saves:
+    if stores.is_staged(root):
         problems = attempt(lambda: staging.mkdir(parents=True, exist_ok=True))  # on other nodes
         if problems:
             raise _not_written(iteration, problems)
@@ -154,18 +150,21 @@ def conclude(
         RunError: on every rank, if there are problems.
     """
     iteration = progress.iteration
-    place: ModuleType = url_saves if stores.is_staged(root) else directory
+    is_at_url = stores.is_staged(root)
+    place = url_saves if is_at_url else directory
     try:
         if problems:
             _on_first_rank(lambda: place.discard(root, iteration), "cannot clean up")
             raise _not_written(iteration, problems)
-        _on_first_rank(
-            lambda: publication.publish(args, root, iteration), "cannot publish the checkpoint"
-        )
+        _on_first_rank(lambda: place.publish(root, iteration), "cannot publish the checkpoint")
     finally:
-        if place is url_saves:
+        if is_at_url:
             url_saves.remove_staged(root, iteration)
-    _on_first_rank(lambda: publication.delete_others(args, root, iteration), "cannot clean up")
+    if root != args.save:
+        _on_first_rank(lambda: directory.keep_only(root, iteration), "cannot clean up")
+    elif args.save_retain_interval:
+        interval = args.save_retain_interval
+        _on_first_rank(lambda: place.retain(root, interval, iteration), "cannot clean up")
     say(
         f"saved checkpoint of iteration {iteration} to"
         f" {directory.iteration_directory(root, iteration)}"
@@ -281,13 +280,24 @@ def load(
         ValueError: on every rank, if there is no such checkpoint, or it is of another model.
     """
 
-    def layout() -> Layout:
-        loaded = None if args.no_load_optim else optimizer
-        return layout_of(args, fsdp_dtensor_checkpoint.collect(args, {}, model, loaded))
+    source = _choose_source(args, say)
+    progress = Progress()
+    if source is not None:
+        progress = _load_source(source, args, model, optimizer, scheduler, say)
+    for line in on_first_rank(lambda: save_directory.settle(args, source)):
+        say(line)
+    return progress
 
-    source = _choose_source(args, layout, say)
-    if source is None:
-        return Progress()
+
+def _load_source(
+    source: CheckpointSource,
+    args: argparse.Namespace,
+    model: list[MegatronModule],
+    optimizer: MegatronOptimizer | None,
+    scheduler: OptimizerParamScheduler | None,
+    say: Say,
+) -> Progress:
+    """Load a checkpoint and return its progress; a collective."""
     path = source.path
     with_optimizer = optimizer is not None and not (args.no_load_optim or source.weights_only)
     with_rng = not (args.no_load_rng or source.weights_only)
@@ -310,7 +320,6 @@ def load(
             rerun.resume(step_to_repeat, say)
     saved_rows = getattr(loaded["args"], "padded_vocab_size", None)
     _compare_vocabulary(saved_rows, args.padded_vocab_size, path, say)
-    on_first_rank(lambda: save_directory.settle(args, source))
     if stores.is_staged(path):
         url_saves.drop(path)
     if source.weights_only:
@@ -324,35 +333,24 @@ def _open(
     source: CheckpointSource, args: argparse.Namespace, say: Say
 ) -> fsdp_dtensor_checkpoint.Source:
     """Return the directory or the reader from which a checkpoint is loaded; a collective."""
-    if source.is_local:
-        return PartReader(source.path)
     if args.use_megatron_fsdp and format_of(source.path) != FSDP_DTENSOR:
         return open_converted(source.path, args, say)
     return source.path
 
 
-def _choose_source(
-    args: argparse.Namespace, layout: Callable[[], Layout], say: Say
-) -> CheckpointSource | None:
+def _choose_source(args: argparse.Namespace, say: Say) -> CheckpointSource | None:
     """Return the checkpoint to load, the same on every rank, None to start from scratch.
 
-    A collective. The newest may be damaged: then it is the newest of the sound ones before it. Of a
-    local checkpoint every rank has a part of its own, which has been checked.
+    A collective. The newest may be damaged: then it is the newest of the sound ones before it.
 
     Raises:
         ValueError: on every rank, if there is none that may be loaded.
     """
     damage: Damage = {}
-    passed: set[int] = set()
-    save_directory.settle_local(
-        args, partial(find_local, args, layout, set(), lambda line: None, persistent=None)
-    )
     while True:
-        source = find_newest(args, damage, partial(find_local, args, layout, passed, say), say)
+        source = url_saves.found_for_all(partial(find_source, args, say, damage))
         if source is None:
             return None
-        if source.is_local:
-            break
         wait_until_visible(source.path)
         form = on_first_rank(partial(_check_format, source.path, args))
         try:

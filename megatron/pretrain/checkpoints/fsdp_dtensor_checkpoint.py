@@ -19,15 +19,13 @@ from megatron.core import parallel_state
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES
 from torch.distributed.checkpoint.state_dict_loader import load as load_entries
-from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
 from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.core.listing import some
-from megatron.checkpoint.dcp.safe_loading import PartReader, SafePlanner, SafeReader
+from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import (
     CHECKPOINT_VERSION,
@@ -53,13 +51,13 @@ from megatron.mcore_adapter.file_differences import FileDifferences
 from megatron.pretrain.checkpoints.planned_save import save_planned
 from megatron.pretrain.model.vocabulary_padding import VocabularyArguments, fit_padding
 
-__all__ = ["CHECKPOINT_VERSION", "collect", "load", "write", "write_part"]
+__all__ = ["CHECKPOINT_VERSION", "collect", "load", "write"]
 
 Model = list[FullyShardedDataParallel]
 """The chunks of this pipeline stage."""
 
 Source = Path | StorageReader
-"""A directory in this format, a reader of what a conversion would write there, or of a part."""
+"""A directory in this format, or a reader of what a conversion would write there."""
 
 
 @contextmanager
@@ -118,21 +116,6 @@ def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> No
 
 
 @collector_paused()
-def write_part(content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned on this rank, and nothing else, into ``target``.
-
-    This is no collective: the directory is this rank's own, and exists and is empty.
-    """
-    writer, planner = SigningWriter(target), EvenPlanner(is_whole=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's checkpoint uses names that torch deprecates
-        try:
-            save_entries(content, storage_writer=writer, planner=planner, no_dist=True)
-        except CheckpointException as error:  # which knows this rank as rank 0
-            raise error.failures[0][0] from None
-
-
-@collector_paused()
 def load(
     args: argparse.Namespace,
     state: dict[str, Any],
@@ -149,8 +132,7 @@ def load(
         state: everything but weights and optimizer, as a fresh run has it.
         model: the chunks of this pipeline stage.
         optimizer: None: its state is not loaded.
-        source: the directory of the checkpoint, or a reader of one, or each rank's reader of the
-            part that it wrote in this very layout.
+        source: the directory of the checkpoint, or a reader of one.
 
     Raises:
         ValueError: on every rank, listing the entries that are missing on any rank or of another
@@ -393,10 +375,7 @@ def _check(
     differences = FileDifferences(agree(own.shapes), agree(own.missing))
     starts = ("model.", STATE_PREFIX) if "optimizer" in content else ("model.",)
     keys = [key for key in sorted(stored) if key.startswith(starts)]
-    if isinstance(source, PartReader):
-        unexpected = agree(key for key in keys if key not in asked)
-    else:
-        unexpected = _asked_nowhere(keys, asked)
+    unexpected = _asked_nowhere(keys, asked)
     if is_partial:
         problems = differences.without_missing().problems()
     else:

@@ -251,16 +251,11 @@ class Report:
         """Write the history of losses and its plot beside the checkpoints."""
         if not (self._speaks and self._args.save):
             return
-        self.keep_history()
+        with self._decorations.guard(HISTORY):
+            self._history.keep()
         with self._decorations.guard(PICTURE):
             curves = self._history.curve("train"), self._history.curve("validation")
             draw_loss_curves(Path(self._args.save) / PICTURE, *curves)
-
-    def keep_history(self) -> None:
-        """Write the history of losses, without its plot: drawing takes longer than a local save."""
-        if self._speaks and self._args.save:
-            with self._decorations.guard(HISTORY):
-                self._history.keep()
 
     def stop_clock(self) -> None:
         """Leave the time until :meth:`restart_clock` out of the time that steps take."""

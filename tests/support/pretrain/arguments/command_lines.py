@@ -26,9 +26,8 @@ SMALL = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
 
 MOCK = SMALL + " --mock-data --vocab-size 100"
 
-# This program differs on purpose: it repeats no iteration, and loads of local checkpoints exchange
-# no tensors.
-OWN_DEFAULTS = {"rerun_mode": "disabled", "non_persistent_local_ckpt_algo": "atomic"}
+# This program differs on purpose: it repeats no iteration.
+OWN_DEFAULTS = {"rerun_mode": "disabled"}
 
 
 def parse(line: str, **machine: object) -> tuple[argparse.Namespace, list[str]]:
