@@ -25,7 +25,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import Say
 from megatron.pretrain.checkpoints.checkpoint_writer import WriteRequest, WriterProcess, WriterWorld
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.model.forward_writes import WeightWrites, is_buffer_of
-from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import collector_paused
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, collector_paused
 from megatron.pretrain.progress import Progress
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 
@@ -102,7 +102,7 @@ class BackgroundSaves:
         self._has_reserved = True
         with collector_paused(), suppress(RunError):  # what cannot be saved, a save reports
             content = checkpointing.collect(self._args, model, optimizer, scheduler, progress)
-            checkpointing.attempt(lambda: self._buffer.reserve(content))
+            attempt(lambda: self._buffer.reserve(content))
         self._writes.watch(model, with_content=True)
 
     def save(
@@ -148,7 +148,7 @@ class BackgroundSaves:
             )
 
         self._writes.watch(model)
-        problems = checkpointing.attempt(begin)
+        problems = attempt(begin)
         if problems:
             self._kill()
             checkpointing.conclude(self._args, root, progress, problems, self._say)
@@ -296,7 +296,7 @@ def _open_store(args: argparse.Namespace) -> tuple[TCPStore | None, WriterWorld]
                 TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
             )
 
-    problems = checkpointing.attempt(open_store)
+    problems = attempt(open_store)
     if problems:
         raise RunError("--async-save has no store for its writers:\n" + "\n".join(problems))
     ports: list[Any] = [stores[0].port if stores else 0]

@@ -35,6 +35,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import checkpointing
 from megatron.pretrain.ranks import initialize_model_parallel
+from megatron.pretrain.checkpoints.run_state import pickle_enums_by_value
 from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
 
 GRACE_SECONDS = 10
@@ -175,7 +176,7 @@ def _receive(connection: Connection, received: queue.SimpleQueue[Any]) -> None:
 
 def _write(content: dict[str, Any], target: Path) -> list[str]:
     args = content["args"]
-    checkpointing.pickle_enums_by_value(args)
+    pickle_enums_by_value(args)
     if args.ckpt_format == "torch_dist" and not parallel_state.model_parallel_is_initialized():
         initialize_model_parallel(args)  # ranks that have the same tensors share the work
     return checkpointing.write(args, content, target)

@@ -39,74 +39,78 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.chunks import local_chunks
-from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.checkpoint_entries import sharded_params
+from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
     EntryNames,
+    FsdpDtensorFormat,
     Model,
-    collector_paused,
     model_entries,
     optimizer_entries,
     own_prefix,
 )
-from megatron.pretrain.checkpoints.planned_save import save_planned
 from megatron.pretrain.checkpoints.torch_dist_checkpoint import sharded_random_state
 
 
-def collect(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: Model,
-    optimizer: MegatronOptimizer | None,
-) -> dict[str, Any]:
-    """Return ``args``, the ``entries`` of this rank and the ``files`` beside them; a collective.
+class FsdpTorchDistFormat(FsdpDtensorFormat):
+    """The format torch_dist of a run with FSDP, which loads it as one with fsdp_dtensor does."""
 
-    Tensors share storage with model and optimizer. Everything can be pickled, for the process of a
-    background save. Only the first rank has files.
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: Model,
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return ``args``, the ``entries`` of this rank and, on the first one, the ``files``."""
+        collected: list[_Collected] = []
+        problems = attempt(lambda: collected.append(_Collected.of(args, state, model, optimizer)))
+        if problems:
+            raise ValueError("\n".join(problems))
+        settings, slots = collected[0].settings, collected[0].slots
+        files = files_beside(_common_state(state, settings, slots, optimizer))
+        written = {}
+        if dist.get_rank() == 0:
+            written = {name: content() for name, content in files.items()}
+        return {"args": state["args"], "entries": collected[0].entries, "files": written}
 
-    Args:
-        args: of the run.
-        state: everything but weights and optimizer.
-        model: the chunks of this pipeline stage.
-        optimizer: None: its state is not saved.
-    """
-    names = EntryNames(args.swiglu, not args.untie_embeddings_and_output_weights)
-    slots: dict[str, dict[str, Any]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    entries: list[ChunkEntry | ObjectEntry] = []
-    problems = []
-    try:
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+        entries = [_lazy(entry) for entry in content["entries"]]
+        writer = SigningWriter(target, beside=content["files"])
+        return self._save(args, {}, writer, partial(_Planner, entries))
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """The entries of this rank, and what the common state of all ranks is made of."""
+
+    entries: list[ChunkEntry | ObjectEntry]
+    settings: dict[str, dict[str, Any]]
+    slots: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(
+        cls,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: Model,
+        optimizer: MegatronOptimizer | None,
+    ) -> _Collected:
+        """Collect from a run; no collective."""
+        names = EntryNames.of(args)
         weights = _canonical(model_entries(model, names))
+        slots: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
         if optimizer is not None:
             of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
             slots = _canonical(of_optimizer["state"])
             settings = _canonical(of_optimizer["param_to_group_meta"])
         layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
-        entries += _random_state(state)
+        entries: list[ChunkEntry | ObjectEntry] = [*_random_state(state)]
         entries += extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
         entries += _tensors(layout, weights, slots, _compute_dtypes(model))
-    except Exception as error:  # the other ranks wait
-        problems = [f"rank {dist.get_rank()}: {type(error).__name__}: {error}"]
-    problems = agree(problems)
-    if problems:
-        raise ValueError("\n".join(problems))
-    files = files_beside(_common_state(state, settings, slots, optimizer))
-    written = {}
-    if dist.get_rank() == 0:
-        written = {name: content() for name, content in files.items()}
-    return {"args": state["args"], "entries": entries, "files": written}
-
-
-@collector_paused()
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the empty directory ``target``, and sign it.
-
-    This is a collective.
-    """
-    entries = [_lazy(entry) for entry in content["entries"]]
-    save_planned(
-        args, {}, SigningWriter(target, beside=content["files"]), partial(_Planner, entries)
-    )
+        return cls(entries, settings, slots)
 
 
 class _Planner(EvenPlanner):

@@ -33,90 +33,101 @@ from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
+from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign
+from megatron.pretrain.checkpoints.checkpoint_source import Say
+from megatron.pretrain.checkpoints.torch_dist_saving import (
+    SaveStrategies,
+    load_strategy,
+    written_by_threads,
+)
 from megatron.pretrain.model.gpt_model import unwrap
-from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, load_strategy
-from megatron.pretrain.checkpoints.write_results import written_by_threads
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
 """The field of the description that names the distributed optimizer's layout; absent without it."""
 MEMORY_EFFICIENT = "distrib_optim_fully_reshardable_mem_efficient"
 """The field of the description that says how a save gathers the optimizer's state."""
 
-_STRATEGIES = SaveStrategies()
-"""Of the saves of this process."""
+
+class TorchDistFormat:
+    """The format torch_dist of runs without FSDP, by Megatron-Core's dist_checkpointing."""
+
+    def __init__(self) -> None:
+        self._strategies = SaveStrategies()
+
+    def collect(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+    ) -> dict[str, Any]:
+        """Return ``state``, the model and the optimizer in Megatron-Core's sharded form."""
+        with gathered_weights(model), without_warnings():
+            content = sharded_state(state, model, optimizer, metadata_of(args), is_loading=False)
+            apply_factories(content)  # they are functions, which no other process could be sent
+        return content
+
+    def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
+        """Write content into the directory ``target``, and sign it; return all ranks' problems."""
+
+        def save() -> None:
+            metadata = metadata_of(args)
+            with without_warnings(), written_by_threads():
+                strategy = self._strategies.strategy(args, content)
+                dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
+
+        problems = attempt(save)
+        if problems:
+            self._strategies.forget()
+        return problems or sign(target)
+
+    def load(
+        self,
+        args: argparse.Namespace,
+        state: dict[str, Any],
+        model: list[MegatronModule],
+        optimizer: MegatronOptimizer | None,
+        source: Path,
+        say: Say,
+    ) -> dict[str, Any]:
+        """Load a torch_dist checkpoint into the model and the optimizer, and return the rest.
+
+        Raises:
+            ValueError: it does not fit this run.
+        """
+        _refuse_code(source)
+        with gathered_weights(model), without_warnings(), _common_state_readable(source):
+            described = dist_checkpointing.load_content_metadata(str(source))
+            if described and optimizer is not None:
+                _refuse_other_optimizer(args, described, source)
+            metadata = described or metadata_of(args)
+            # A load needs no gathering, and gloo groups only with it.
+            metadata = {**metadata, MEMORY_EFFICIENT: False}
+            content = sharded_state(state, model, optimizer, metadata, is_loading=True)
+            _drop_absent_random_state(content, source)
+            loaded = _load_sharded(args, content, source)
+            for key, chunk in named_chunks(model).items():
+                unwrap(chunk).load_state_dict(loaded[key])
+            if optimizer is not None:
+                load_optimizer(optimizer, loaded["optimizer"])
+        return loaded
 
 
-def collect(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
+def _load_sharded(
+    args: argparse.Namespace, content: dict[str, Any], source: Path
 ) -> dict[str, Any]:
-    """Return ``state``, the model and the optimizer in Megatron-Core's sharded form.
-
-    Tensors share storage with the model and the optimizer. This is a collective.
-    """
-    metadata = metadata_of(args)
-    with gathered_weights(model), without_warnings():
-        content = sharded_state(state, model, optimizer, metadata, is_loading=False)
-        apply_factories(content)  # they are functions, which no other process could be sent
-    return content
-
-
-def write(args: argparse.Namespace, content: dict[str, Any], target: Path) -> None:
-    """Write what :func:`collect` returned into the empty directory ``target``; a collective.
-
-    The ranks are those of the run, or the writer processes of a background save.
-    """
-    metadata = metadata_of(args)
-    with without_warnings(), written_by_threads():
-        try:
-            strategy = _STRATEGIES.strategy(args, content)
-            dist_checkpointing.save(content, str(target), strategy, content_metadata=metadata)
-        except BaseException:
-            _STRATEGIES.forget()
-            raise
-
-
-def load(
-    args: argparse.Namespace,
-    state: dict[str, Any],
-    model: list[MegatronModule],
-    optimizer: MegatronOptimizer | None,
-    source: Path,
-) -> dict[str, Any]:
-    """Load ``source`` into the model and the optimizer, and return the rest of its content.
-
-    Raises:
-        ValueError: it does not fit this run.
-    """
-    _refuse_code(source)
-    with gathered_weights(model), without_warnings(), _common_state_readable(source):
-        described = dist_checkpointing.load_content_metadata(str(source))
-        if described and optimizer is not None:
-            _refuse_other_optimizer(args, described, source)
-        metadata = described or metadata_of(args)
-        # A load needs no gathering, and gloo groups only with it.
-        metadata = {**metadata, MEMORY_EFFICIENT: False}
-        content = sharded_state(state, model, optimizer, metadata, is_loading=True)
-        _drop_absent_random_state(content, source)
-        try:
-            loaded = dist_checkpointing.load(
-                content,
-                str(source),
-                sharded_strategy=load_strategy(args, source),
-                strict=StrictHandling(args.dist_ckpt_strictness),
-            )
-        except (CheckpointingException, KeyError, RuntimeError) as error:
-            raise ValueError(
-                f"{source} is a checkpoint of another model or run: {error}"
-            ) from error
-        if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
-            loaded = loaded[0]
-        for key, chunk in named_chunks(model).items():
-            unwrap(chunk).load_state_dict(loaded[key])
-        if optimizer is not None:
-            load_optimizer(optimizer, loaded["optimizer"])
+    """Load content in Megatron-Core's sharded form; a collective."""
+    try:
+        loaded = dist_checkpointing.load(
+            content,
+            str(source),
+            sharded_strategy=load_strategy(args, source),
+            strict=StrictHandling(args.dist_ckpt_strictness),
+        )
+    except (CheckpointingException, KeyError, RuntimeError) as error:
+        raise ValueError(f"{source} is a checkpoint of another model or run: {error}") from error
+    if isinstance(loaded, tuple):  # return_unexpected and return_all give the differences too
+        loaded = loaded[0]
     return loaded
 
 

@@ -94,7 +94,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
         pytest.raises(ValueError, match="enough seen"),
     ):
-        torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
+        torch_dist_checkpoint.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
     return seen
 
 
