@@ -62,17 +62,15 @@ class CheckpointSource:
 def find_source(args: argparse.Namespace, say: Say, damage: Damage) -> CheckpointSource | None:
     """Return the checkpoint to load, None to start from scratch; reads no tensor.
 
-    Those at a URL are downloaded to this node before they are looked at.
+    Those at a URL are downloaded to this node before they are looked at. ``args.load`` goes first,
+    at iteration ``ckpt_step`` or the newest. Of ``pretrained_checkpoint`` only weights are ever
+    loaded. Both may be a Hugging Face model, which has nothing but weights.
 
     Args:
-        args: ``load`` goes first, at iteration ``ckpt_step`` or the newest; only weights of it are
-            loaded with ``finetune``. Of ``pretrained_checkpoint`` only weights are ever loaded.
-            Both may be a Hugging Face model, which has nothing but weights.
-            ``exit_on_missing_checkpoint`` refuses a ``load`` without a checkpoint, and
-            ``no_load_fallback`` one whose newest is damaged.
+        args: arguments of the run.
         say: prints a line.
-        damage: what earlier calls and :func:`pass_over` have put in is passed over; what else is
-            passed over is put in.
+        damage: checkpoints to pass over, from earlier calls and :func:`pass_over`; those that this
+            call passes over are added.
 
     Raises:
         ValueError: there is no such checkpoint, or it is not clear which one is meant.
@@ -170,6 +168,8 @@ def _newer_of_both(
 ) -> tuple[str, int | str | None]:
     """Return the directory and the iteration of the newest checkpoint, non-persistent or not.
 
+    As in Megatron-LM, a newer non-persistent one goes before what the tracker file names.
+
     Raises:
         ValueError: as :func:`_newest_sound` does, if it has no substitute of the other kind.
     """
@@ -183,25 +183,25 @@ def _newer_of_both(
                 " --non-persistent-ckpt-type global loads"
             )
         return load, newest
-    newest, problem = _attempted(load, args, damage)
-    if isinstance(newest, int) and newest >= max(directory.iterations(extra_root), default=0):
-        return load, newest
-    extra, extra_problem = _attempted(extra_root, args, damage)
-    for wrong, substitute in ((problem, extra), (extra_problem, newest)):
-        if wrong is not None and (args.no_load_fallback or substitute is None):
-            raise wrong
-    if extra is None or (isinstance(newest, int) and newest >= int(extra)):
-        return load, newest
-    return extra_root, extra
+    found: list[tuple[str, int | str | None]] = []
+    problems: list[ValueError] = []
+    latest_extra = max(directory.iterations(extra_root), default=1)
+    for root in (load, extra_root):
+        try:
+            found.append((root, _newest_sound(root, args, damage)))
+        except ValueError as error:
+            problems.append(error)
+        if found and _number(found[0]) >= latest_extra:
+            break  # an older non-persistent one may be damaged
+    sound = [(root, iteration) for root, iteration in found if iteration is not None]
+    if problems and (args.no_load_fallback or not sound):
+        raise problems[0]
+    return max(sound, key=_number, default=(load, None))
 
 
-def _attempted(
-    root: str, args: argparse.Namespace, damage: Damage
-) -> tuple[int | str | None, ValueError | None]:
-    try:
-        return _newest_sound(root, args, damage), None
-    except ValueError as error:
-        return None, error
+def _number(found: tuple[str, int | str | None]) -> int:
+    """Return the iteration that was found, 0 for none and for a release."""
+    return found[1] if isinstance(found[1], int) else 0
 
 
 def _newest_sound(root: str, args: argparse.Namespace, damage: Damage) -> int | str | None:

@@ -103,8 +103,8 @@ class FsdpDtensorFormat:
             args: arguments of the run. Without ``ckpt_fully_parallel_save`` the first rank that has
                 an entry writes it, instead of any.
             content: entries of this rank, as the planner takes them.
-            writer: writes the files.
-            new_planner: makes the planner; takes the arguments ``reuse`` and ``spreads``.
+            writer: writer of the files.
+            new_planner: maker of the planner; takes the arguments ``reuse`` and ``spreads``.
         """
         reuse = self._plans if args.ckpt_assume_constant_structure else None
         planner = new_planner(reuse=reuse, spreads=args.ckpt_fully_parallel_save)
@@ -229,11 +229,7 @@ def optimizer_entries(
 ) -> dict[str, dict[str, Any]]:
     """Return state and settings of the optimizer's parameters by the file's names.
 
-    Args:
-        model: the chunks of this pipeline stage.
-        optimizer: over their parameters.
-        prefix: one ``module.`` for each wrapper of the run that writes, or wrote, the file.
-        names: of the parameters in the file.
+    ``prefix`` is one ``module.`` for each wrapper of the run that writes, or wrote, the file.
     """
     raw = optimizer.sharded_state_dict({}, metadata={"distrib_optim_sharding_type": "fsdp_dtensor"})
 

@@ -63,54 +63,38 @@ class FsdpTorchDistFormat(FsdpDtensorFormat):
         optimizer: MegatronOptimizer | None,
     ) -> dict[str, Any]:
         """Return ``args``, the ``entries`` of this rank and, on the first one, the ``files``."""
-        collected: list[_Collected] = []
-        problems = attempt(lambda: collected.append(_Collected.of(args, state, model, optimizer)))
+        names = EntryNames.of(args)
+        entries: list[ChunkEntry | ObjectEntry] = []
+        slots: dict[str, dict[str, Any]] = {}
+        settings: dict[str, dict[str, Any]] = {}
+
+        def collect_own() -> None:
+            weights = _canonical(model_entries(model, names))
+            if optimizer is not None:
+                of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
+                slots.update(_canonical(of_optimizer["state"]))
+                settings.update(_canonical(of_optimizer["param_to_group_meta"]))
+            layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
+            entries.extend(_random_state(state))
+            entries.extend(
+                extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
+            )
+            entries.extend(_tensors(layout, weights, slots, _compute_dtypes(model)))
+
+        problems = attempt(collect_own)
         if problems:
             raise ValueError("\n".join(problems))
-        settings, slots = collected[0].settings, collected[0].slots
         files = files_beside(_common_state(state, settings, slots, optimizer))
         written = {}
         if dist.get_rank() == 0:
             written = {name: content() for name, content in files.items()}
-        return {"args": state["args"], "entries": collected[0].entries, "files": written}
+        return {"args": state["args"], "entries": entries, "files": written}
 
     def write(self, args: argparse.Namespace, content: dict[str, Any], target: Path) -> list[str]:
         """Write content into the directory ``target``, and sign it; return all ranks' problems."""
         entries = [_lazy(entry) for entry in content["entries"]]
         writer = SigningWriter(target, beside=content["files"])
         return self._save(args, {}, writer, partial(_Planner, entries))
-
-
-@dataclass(frozen=True)
-class _Collected:
-    """The entries of this rank, and what the common state of all ranks is made of."""
-
-    entries: list[ChunkEntry | ObjectEntry]
-    settings: dict[str, dict[str, Any]]
-    slots: dict[str, dict[str, Any]]
-
-    @classmethod
-    def of(
-        cls,
-        args: argparse.Namespace,
-        state: dict[str, Any],
-        model: Model,
-        optimizer: MegatronOptimizer | None,
-    ) -> _Collected:
-        """Collect from a run; no collective."""
-        names = EntryNames.of(args)
-        weights = _canonical(model_entries(model, names))
-        slots: dict[str, dict[str, Any]] = {}
-        settings: dict[str, dict[str, Any]] = {}
-        if optimizer is not None:
-            of_optimizer = optimizer_entries(model, optimizer, own_prefix(model), names)
-            slots = _canonical(of_optimizer["state"])
-            settings = _canonical(of_optimizer["param_to_group_meta"])
-        layout = StackedLayout.of(args, [split_half(name)[0] for name in weights])
-        entries: list[ChunkEntry | ObjectEntry] = [*_random_state(state)]
-        entries += extra_state_objects(layout.axes_of_names, layout.spelling, layout.axes_of_keys)
-        entries += _tensors(layout, weights, slots, _compute_dtypes(model))
-        return cls(entries, settings, slots)
 
 
 class _Planner(EvenPlanner):
@@ -132,11 +116,11 @@ class ChunkEntry:
     """One chunk of a tensor in the file, whose elements are in memory.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        offsets: of the chunk; as long as ``shape``.
-        elements: of the chunk; leading dims of size 1 may be left out.
-        dtype: of the tensor in the file.
+        key: key of the tensor.
+        shape: shape of the whole tensor.
+        offsets: start of the chunk, one offset for each dim of ``shape``.
+        elements: elements of the chunk; leading dims of size 1 may be left out.
+        dtype: dtype of the tensor in the file.
     """
 
     key: str
@@ -179,7 +163,7 @@ class StackedLayout:
     """Keys and shapes of the format's tensors, in which layers and experts are stacked.
 
     Attributes:
-        spelling: of the run's model.
+        spelling: spelling of the model's keys.
         axes_of_names: canonical name of a parameter of this rank -> lengths of the axes of layers
             and experts of its tensor.
     """

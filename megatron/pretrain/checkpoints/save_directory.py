@@ -132,8 +132,8 @@ def refuse_overwriting(args: argparse.Namespace, source: CheckpointSource | None
     """Refuse a run that would overwrite checkpoints which it does not continue.
 
     Args:
-        args: of the run. Nothing is refused without ``save``, and with ``overwrite``.
-        source: the checkpoint that it loads; None if it starts from scratch.
+        args: arguments of the run. Nothing is refused without ``save``, and with ``overwrite``.
+        source: checkpoint that it loads; None if it starts from scratch.
 
     Raises:
         ValueError: names the checkpoints and the ways out.
@@ -174,10 +174,6 @@ def settle(args: argparse.Namespace, source: CheckpointSource | None) -> list[st
     The tracker file must no longer name a damaged checkpoint that was passed over. What comes after
     ``--ckpt-step``, and with ``--overwrite`` everything, is moved into a new directory: nothing of
     it must ever be loaded as a checkpoint of this run. Called on one rank.
-
-    Args:
-        args: of the run.
-        source: the checkpoint that it has loaded; None if it starts from scratch.
 
     Returns:
         Lines that tell what was moved.

@@ -42,36 +42,23 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     Raises:
         RunError: another run has it still after :data:`WAIT_SECONDS`; the message names that run.
     """
-    made = _make_directories(folder)
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = None
     try:
+        for path in made:
+            with suppress(OSError):  # a directory above that may not be read
+                durable.sync_directory(path.parent)
         descriptor = _acquire(folder, say)
-    except BaseException:
-        _remove_empty(made)
-        raise
-    try:
         yield
     finally:
         if descriptor is not None:
             with suppress(OSError):  # first, so that no other run can lock what is removed
                 os.unlink(folder / LOCK)
             os.close(descriptor)
-        _remove_empty(made)
-
-
-def _make_directories(folder: Path) -> list[Path]:
-    """Make a directory with its parents and return those that are new, the lowest first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        with suppress(OSError):  # a directory above that may not be read
-            durable.sync_directory(path.parent)
-    return missing
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    with suppress(OSError):  # one has content
-        for folder in folders:
-            folder.rmdir()
+        with suppress(OSError):  # one has content
+            for path in made:
+                path.rmdir()
 
 
 def _acquire(folder: Path, say: Callable[[str], None]) -> int | None:
@@ -97,7 +84,10 @@ def _acquire(folder: Path, say: Callable[[str], None]) -> int | None:
             os.close(descriptor)  # its holder has removed it in the meantime
             continue
         if time.monotonic() >= deadline:
-            raise in_use(f"{folder}", holder, "in one directory")
+            raise RunError(
+                f"--save {folder} is in use by {holder}: two runs in one directory would mix their"
+                " checkpoints; end that run, or choose another --save"
+            )
         if not is_told:
             is_told = True
             say(f"--save {folder} is in use by {holder}: waiting {WAIT_SECONDS:.0f} s for its end")
@@ -114,41 +104,9 @@ def _is_current(descriptor: int, path: Path) -> bool:
 
 def _sign(descriptor: int) -> None:
     """Write into the lock file who has it, for the message of a run that is refused."""
-    holder = described(os.getpid(), socket.gethostname(), now(), job_of_this_run())
+    since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+    holder = f"process {os.getpid()} on {socket.gethostname()}, started {since}"
+    job = os.environ.get("SLURM_JOB_ID")
     with suppress(OSError):  # a full disk; the lock holds without it
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder.encode(), 0)
-
-
-# ---- the holder of a lock, or of a lease
-
-
-def in_use(save: str, holder: str, where: str) -> RunError:
-    """Return the error of a run that finds another one.
-
-    Args:
-        save: the directory or URL.
-        holder: describes the other run.
-        where: the two would be.
-    """
-    return RunError(
-        f"--save {save} is in use by {holder}: two runs {where} would mix their checkpoints;"
-        " end that run, or choose another --save"
-    )
-
-
-def described(process: int, host: str, since: str, job: str) -> str:
-    """Return the words for a run; it may have no job."""
-    words = f"process {process} on {host}, started {since}"
-    return f"{words}, job {job}" if job else words
-
-
-def job_of_this_run() -> str:
-    """Return the identifier of the batch job or of torchrun's job; empty without one."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID") or ""
-    return "" if job == "none" else job
-
-
-def now() -> str:
-    """Return the time for a message."""
-    return time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        os.pwrite(descriptor, (f"{holder}, job {job}" if job else holder).encode(), 0)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factories
@@ -40,6 +39,7 @@ from megatron.pretrain.checkpoints.torch_dist_saving import (
     load_strategy,
     written_by_threads,
 )
+from megatron.pretrain.first_rank import on_first_rank
 from megatron.pretrain.model.gpt_model import unwrap
 
 SHARDING_TYPE = "distrib_optim_sharding_type"
@@ -95,7 +95,7 @@ class TorchDistFormat:
         Raises:
             ValueError: it does not fit this run.
         """
-        _refuse_code(source)
+        on_first_rank(lambda: _refuse_code(source))
         with gathered_weights(model), without_warnings(), _common_state_readable(source):
             described = dist_checkpointing.load_content_metadata(str(source))
             if described and optimizer is not None:
@@ -137,9 +137,9 @@ def _refuse_other_optimizer(
     """Refuse optimizer state that Megatron-Core's optimizer of this run cannot read.
 
     Args:
-        args: of this run.
-        described: the description in the file, as :func:`content_metadata` makes it.
-        source: the checkpoint.
+        args: arguments of this run.
+        described: description in the file, as :func:`metadata_of` makes it.
+        source: directory of the checkpoint.
 
     Raises:
         ValueError: the file has the state of the distributed optimizer and this run has another
@@ -159,24 +159,14 @@ def _refuse_other_optimizer(
 def _refuse_code(source: Path) -> None:
     """Read everything in the file as data first, because Megatron-Core unpickles any content.
 
-    This is a collective.
-
     Raises:
         ValueError: a file is damaged, or names what checkpoints do not hold.
     """
-    problems = []
-    if dist.get_rank() == 0:
-        try:
-            check_marker(source)
-            stored = StoredCheckpoint(source, verify=False)  # its files are verified already
-            read_common(stored)
-            for key in stored.objects:
-                stored.read_object(key)
-        except ValueError as error:
-            problems = [str(error)]
-    problems = agree(problems)
-    if problems:
-        raise ValueError(problems[0])
+    check_marker(source)
+    stored = StoredCheckpoint(source, verify=False)  # its files are verified already
+    read_common(stored)
+    for key in stored.objects:
+        stored.read_object(key)
 
 
 def _common_state_readable(source: Path) -> AbstractContextManager[None]:
@@ -201,32 +191,22 @@ def _drop_absent_random_state(content: dict[str, Any], source: Path) -> None:
 
 
 def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the description of the optimizer's layout in the files of a run."""
-    return content_metadata(
-        args.use_distributed_optimizer,
-        args.dist_ckpt_optim_fully_reshardable,
-        args.distrib_optim_fully_reshardable_mem_efficient,
-    )
+    """Return the description of the optimizer's layout in the files of a run.
 
-
-def content_metadata(
-    use_distributed_optimizer: bool, fully_reshardable: bool, memory_efficient: bool
-) -> dict[str, Any]:
-    """Return the description of the optimizer's layout that the file carries.
-
-    Args:
-        use_distributed_optimizer: each rank has a part of the state.
-        fully_reshardable: the file has it parameter by parameter.
-        memory_efficient: for that it is gathered over gloo, on the first data-parallel rank alone,
-            which writes all of it. Otherwise every rank gathers all and writes its share.
+    A layout that is fully reshardable has the state parameter by parameter. For that it is gathered
+    on every rank, which writes its share; or, to need less memory, over gloo on the first
+    data-parallel rank alone, which writes all of it.
     """
     metadata: dict[str, Any] = {
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
     }
-    if use_distributed_optimizer:
-        metadata[SHARDING_TYPE] = "fully_reshardable" if fully_reshardable else "dp_reshardable"
-        metadata[MEMORY_EFFICIENT] = fully_reshardable and memory_efficient
+    if args.use_distributed_optimizer:
+        is_whole = args.dist_ckpt_optim_fully_reshardable
+        metadata[SHARDING_TYPE] = "fully_reshardable" if is_whole else "dp_reshardable"
+        metadata[MEMORY_EFFICIENT] = (
+            is_whole and args.distrib_optim_fully_reshardable_mem_efficient
+        )
     return metadata
 
 
@@ -258,18 +238,16 @@ def _sharded_models(model: list[MegatronModule], metadata: dict[str, Any]) -> di
             stages must not wait for it in a collective.
     """
     models: dict[str, Any] = {}
-    problems: list[str] = []
-    try:
+
+    def shard() -> None:
         for key, chunk in named_chunks(model).items():
             models[key] = unwrap(chunk).sharded_state_dict(metadata=metadata)
-    except Exception as error:  # assertions about layouts, for the most part
-        problems = [
-            f"Megatron-Core cannot save or load this model in torch_dist: {type(error).__name__}:"
-            f" {error}"
-        ]
-    problems = agree(problems)
+
+    problems = attempt(shard)  # assertions about layouts, for the most part
     if problems:
-        raise ValueError(problems[0])
+        raise ValueError(
+            f"Megatron-Core cannot save or load this model in torch_dist: {problems[0]}"
+        )
     return models
 
 
@@ -277,10 +255,8 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
     """Return the generators of this rank in Megatron-Core's sharded form.
 
     The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
-    parallelism for each data rank.
-
-    Args:
-        states: of :func:`~megatron.pretrain.random_state.gather_random_state`.
+    parallelism for each data rank. ``states`` are those that
+    :func:`~megatron.pretrain.random_state.gather_random_state` returns.
     """
     offset = [
         parallel_state.get_pipeline_model_parallel_rank(),

@@ -26,6 +26,7 @@ from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
+from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
@@ -51,17 +52,17 @@ def upload(staging: Path) -> list[str]:
     Returns:
         The problems of all ranks, the same on every rank.
     """
-    store = _store(staging)
+    store, name = _store(staging), _final_name(staging)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     begun: list[str] = []
 
     def begin() -> None:
         if rank == 0:
-            begun.append(store.begin(_final_name(staging)))
+            begun.append(store.begin(name) or name)
 
-    problems = _problems(begin)
+    problems = attempt(begin)
     names = agree(begun)
-    return problems or _problems(
+    return problems or attempt(
         lambda: store.upload(staging, names[0], files_of_rank(staging, rank, world_size))
     )
 
@@ -146,17 +147,16 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
         stores.fetch(path)
         paths.append(path)
 
-    problems = _problems(fetch)
+    problems = attempt(fetch)
     if problems:
         raise RunError("\n".join(problems))
     return replace(source, path=paths[0])
 
 
-def drop(*paths: Path) -> None:
-    """Remove copies of checkpoints when every rank has read them; a collective."""
+def drop(path: Path) -> None:
+    """Remove a copy of a checkpoint when every rank has read it; a collective."""
     agree([])
-    for path in paths:
-        stores.drop(path)
+    stores.drop(path)
 
 
 def reading_share(path: Path) -> tuple[int, int]:
@@ -180,13 +180,3 @@ def _store(path: str | Path) -> Store:
     store = stores.store_of(path)
     assert store is not None  # whoever calls this has looked
     return store
-
-
-def _problems(action: Callable[[], None]) -> list[str]:
-    """Run ``action`` and return the problems of all ranks, the same on every rank."""
-    problem = None
-    try:
-        action()
-    except Exception as error:  # of a store, or a network; the other ranks wait
-        problem = f"rank {dist.get_rank()}: {error}"
-    return agree([problem] if problem else [])

@@ -120,7 +120,7 @@ def test_what_a_run_replaces_is_moved_aside_and_can_be_loaded_from_there(tmp_pat
 def test_a_kill_while_checkpoints_are_moved_aside_loses_none(
     step: int | None, tmp_path: Path
 ) -> None:
-    """What has not been moved can be loaded."""
+    """The newest of those that have not been moved can be loaded."""
     old, change, is_killed = tmp_path / "old", 0, True
     for iteration in (2, 4, 6):
         (directory.prepare(old, iteration) / "content").write_text(str(iteration))

@@ -132,7 +132,7 @@ def test_an_upload_that_fails_ends_the_run_with_the_checkpoint_before(tmp_path: 
         == second
         == (
             "RunError: the checkpoint of iteration 2 was not written:\n"
-            f"rank 1: {url}: ConnectionError: reset by peer"
+            f"rank 1: OSError: {url}: ConnectionError: reset by peer"
         )
     )
     saved_at(tmp_path, 1)
