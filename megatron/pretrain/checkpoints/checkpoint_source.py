@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.commands.formats import TORCH_DIST, open_checkpoint
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments

@@ -23,11 +23,9 @@ from megatron.checkpoint.commands.formats import FSDP_DTENSOR, HUGGING_FACE, TOR
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import metadata_read_once
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.store import directory, stores
 from megatron.fsdp.engine.collectives import agree
-from megatron.pretrain.checkpoints import save_directory
-from megatron.pretrain.checkpoints import url_saves
+from megatron.pretrain.checkpoints import save_directory, url_saves
 from megatron.pretrain.checkpoints.checkpoint_arguments import check_arguments
 from megatron.pretrain.checkpoints.checkpoint_format import (
     CheckpointFormat,
@@ -261,7 +259,8 @@ def _load_source(
             f" {saved_rows} keeps it"
         )
     if stores.is_staged(path):
-        url_saves.drop(path)
+        agree([])  # every rank has read the copy
+        stores.drop(path)
     if source.weights_only:
         say(f"loaded the weights of {path}")
         return Progress()

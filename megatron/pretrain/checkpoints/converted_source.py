@@ -20,10 +20,10 @@ from megatron.checkpoint.commands.formats import (
     TORCH_DIST,
     open_checkpoint,
 )
+from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.entry_reader import EntryReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import METADATA
-from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.hugging_face import reader as hugging_face

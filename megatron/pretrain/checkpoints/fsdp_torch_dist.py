@@ -23,8 +23,6 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.spelling import (
     HALVES,
@@ -36,6 +34,8 @@ from megatron.checkpoint.core.spelling import (
     plain_name,
 )
 from megatron.checkpoint.core.training_state import TrainingState
+from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.chunks import local_chunks

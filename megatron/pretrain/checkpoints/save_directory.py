@@ -12,9 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.core.listing import some
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import durable
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.store import directory, durable, stores
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints import url_saves
 from megatron.pretrain.checkpoints.checkpoint_source import (

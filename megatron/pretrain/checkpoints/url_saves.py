@@ -19,12 +19,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron.checkpoint.store import directory
-from megatron.checkpoint.store import stores
+from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, files_of_rank
+from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
-from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
@@ -151,12 +150,6 @@ def found_for_all(find: Callable[[], CheckpointSource | None]) -> CheckpointSour
     if problems:
         raise RunError("\n".join(problems))
     return replace(source, path=paths[0])
-
-
-def drop(path: Path) -> None:
-    """Remove a copy of a checkpoint when every rank has read it; a collective."""
-    agree([])
-    stores.drop(path)
 
 
 def reading_share(path: Path) -> tuple[int, int]:

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument
+from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.torch_dist.checkpoint import MARKER
 from megatron.pretrain.arguments import checkpoint_rules
 from megatron.pretrain.arguments.further_fields import refusal
@@ -26,7 +26,15 @@ from megatron.pretrain.checkpoints.checkpoint_arguments import (
 )
 from tests.support.pretrain.arguments.command_lines import EXPERTS, MOCK, parse, problems
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX
-from tests.support.pretrain.training_runs import DATA, NO_DROPOUT, STEPS, Record, prepare, refuse, train
+from tests.support.pretrain.training_runs import (
+    DATA,
+    NO_DROPOUT,
+    STEPS,
+    Record,
+    prepare,
+    refuse,
+    train,
+)
 from tests.support.rank_pool import run_ranks
 
 TE = {"cuda": True, "transformer_engine": True}

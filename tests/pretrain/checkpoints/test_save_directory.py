@@ -24,10 +24,10 @@ from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, set
 from megatron.pretrain.checkpoints.save_lock import LOCK, locked
 from megatron.pretrain.report.loss_history import HISTORY
 from tests.pretrain.report.test_loss_history import killed_at
-from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_newest_checkpoint import arguments
 from tests.pretrain.test_non_persistent_saves import broken_off
 from tests.pretrain.test_pretrain_gpt import ROOT, tree
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import refuse, train
 from tests.support.rank_pool import run_ranks
 

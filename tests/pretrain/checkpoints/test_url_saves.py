@@ -17,8 +17,8 @@ from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.store.directory import TRACKER
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import BASE_VARIABLE
-from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.pretrain.test_pretrain_gpt import tree
+from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import Record, pretrain, refuse, train
 from tests.support.rank_pool import run_ranks
 
