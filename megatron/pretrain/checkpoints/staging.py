@@ -13,7 +13,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -210,7 +209,9 @@ class StagingBuffer:
     """
 
     def __init__(self, file_descriptor: int | None = None):
-        self.file_descriptor = _open_memory() if file_descriptor is None else file_descriptor
+        if file_descriptor is None:
+            file_descriptor = os.memfd_create("checkpoint")
+        self.file_descriptor = file_descriptor
         self._memory: mmap.mmap | None = None
         self._pinned = 0
         self._reserving: Thread | None = None
@@ -310,9 +311,8 @@ class StagingBuffer:
             size = -(-num_bytes // _GROWTH) * _GROWTH
             self._unpin()
             os.truncate(self.file_descriptor, size)
-            if hasattr(os, "posix_fallocate"):
-                # Otherwise a machine without memory would kill the process in the midst of a copy.
-                os.posix_fallocate(self.file_descriptor, 0, size)
+            # Otherwise a machine without memory would kill the process in the midst of a copy.
+            os.posix_fallocate(self.file_descriptor, 0, size)
             self._memory = mmap.mmap(self.file_descriptor, size)
         return self._memory
 
@@ -336,10 +336,3 @@ class StagingBuffer:
         self._unpin()
         self._memory = None
         os.close(self.file_descriptor)
-
-
-def _open_memory() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("checkpoint")
-    with tempfile.TemporaryFile() as file:  # systems without anonymous files in memory
-        return os.dup(file.fileno())

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that are killed, or whose disk is full, at any change of a file; and two runs at once.
 
-    OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 python -m tests.support.pretrain.kills --kills 500 --seed 1
+    export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1
+    python -m tests.support.pretrain.kills --kills 500 --seed 1
 
 A run of one rank trains two steps, saves and ends, or is struck before it does: killed before a
 change of a file (the creation, renaming or removal of one, or an fsync), killed at any moment, or
