@@ -78,7 +78,7 @@ class WriterProcess:
             "import signal, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
             f" sys.path[:] = {sys.path!r};"
             " from megatron.pretrain.report.logging_setup import set_up_logging; set_up_logging();"
-            f" from megatron.pretrain.checkpoints.checkpoint_writer import serve; serve{descriptors}"
+            f" from {__name__} import serve; serve{descriptors}"
         )
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
         self._process = subprocess.Popen(

@@ -342,9 +342,7 @@ def _read_metadata(reader: StorageReader) -> dict[str, STORAGE_TYPES]:
 def _read(content: dict[str, Any], reader: StorageReader) -> None:
     """Read the entries of ``content`` from the file, in place; a collective."""
     with _without_warnings():
-        load_entries(
-            content, storage_reader=reader, planner=SafePlanner(allow_partial_load=True)
-        )
+        load_entries(content, storage_reader=reader, planner=SafePlanner(allow_partial_load=True))
 
 
 def _read_args(reader: StorageReader) -> argparse.Namespace | None:

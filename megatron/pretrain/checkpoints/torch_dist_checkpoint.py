@@ -204,9 +204,7 @@ def metadata_of(args: argparse.Namespace) -> dict[str, Any]:
     if args.use_distributed_optimizer:
         is_whole = args.dist_ckpt_optim_fully_reshardable
         metadata[SHARDING_TYPE] = "fully_reshardable" if is_whole else "dp_reshardable"
-        metadata[MEMORY_EFFICIENT] = (
-            is_whole and args.distrib_optim_fully_reshardable_mem_efficient
-        )
+        metadata[MEMORY_EFFICIENT] = is_whole and args.distrib_optim_fully_reshardable_mem_efficient
     return metadata
 
 
