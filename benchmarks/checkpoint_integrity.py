@@ -32,7 +32,7 @@ from megatron.pretrain import ranks
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing
 from megatron.pretrain.checkpoints.checkpoint_format import sign
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 MODEL = ["--num-layers", "4", "--hidden-size", "1024", "--num-attention-heads", "16", "--bf16"]
 

@@ -49,8 +49,8 @@ from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.frozen import FrozenArguments
 from megatron.pretrain.checkpoints import checkpointing, fsdp_dtensor_checkpoint
-from megatron.pretrain.checkpoints.run_state import run_state
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.checkpoints.saved_state import run_state
+from megatron.pretrain.run_state import Progress
 
 MODEL = [
     *("--num-layers", "14", "--hidden-size", "512", "--num-attention-heads", "8"),

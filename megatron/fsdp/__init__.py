@@ -9,7 +9,7 @@ from megatron.fsdp.fully_shard import fully_shard, fully_shard_model, fully_shar
 from megatron.fsdp.gradient_sync import GradientError
 from megatron.fsdp.model import MegatronFSDP
 
-__version__ = "0.1.0"
+__version__ = "0.7.0"
 
 __all__ = [
     "DistributedDataParallelConfig",

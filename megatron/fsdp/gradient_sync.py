@@ -32,13 +32,13 @@ from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import device as memory
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.trainability import Trainability
-from megatron.fsdp.trace import recorder
 
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
@@ -157,8 +157,8 @@ class GroupHandover:
         self._flat, self._gradients, self._references = None, [], []
 
     def _record_release(self, flat: torch.Tensor) -> None:
-        with recorder.named(self.group.unit_name, "free gradients"):
-            recorder.storage("release", flat)
+        with observe.work(self.group.unit_name, "free gradients"):
+            observe.storage("release", flat)
 
     @property
     def are_kept(self) -> bool:
@@ -279,7 +279,7 @@ class GradientSync:
 
         The gradients of this pass would otherwise be added to them.
         """
-        recorder.begin_backward_pass()
+        observe.begin_backward_pass()
         if self._agreement is not None:
             self._agreement.check()
         if not self._is_attached:
@@ -304,7 +304,7 @@ class GradientSync:
 
     def end_backward(self) -> None:
         """Make gradients final if this backward pass is to be synchronised."""
-        recorder.end_backward_pass()
+        observe.end_backward_pass()
         self._is_final = False
         self._num_passes += 1
         self._microbatches.end_pass()

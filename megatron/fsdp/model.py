@@ -17,12 +17,12 @@ from megatron.fsdp.config import (
     refuse_unbuilt,
     refuse_unbuilt_config,
 )
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import DEFAULT_PRECISION, ShardingSettings
 from megatron.fsdp.sharded_module import OWNER, ShardedModule
-from megatron.fsdp.trace import recorder
 
 
 class MegatronFSDP(ClientMembers):
@@ -245,7 +245,7 @@ class MegatronFSDP(ClientMembers):
             only_shared: install those only whose compute and main weights share storage.
             only_trainable: skip groups that no optimizer updates.
         """
-        recorder.begin_step()
+        observe.begin_step()
         self._schedule.weights_change()
         self._assign_memory_slots()
         for group in self.groups:

@@ -11,12 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import EngineSlots
+from megatron.fsdp.backends.gloo_messages import GlooMessages
+from megatron.fsdp.backends.memory_slots import EngineSlots, allocate_slots
+from megatron.fsdp.backends.nccl_memory import NcclMemory
 from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
 from megatron.fsdp.engine.axes import Axes
+from megatron.fsdp.engine.buffer import Storage
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.device import NcclMemory, allocate_slots, streams_for
+from megatron.fsdp.engine.device import streams_for
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.unit import Unit
 from megatron.fsdp.engine.units import is_expert_parameter
@@ -134,8 +137,8 @@ class Sharder:
             self._communicator(key.is_expert),
             settings.device,
             unit_name,
-            self._slots.weights if self._slots else None,
-            self._slots.gradients if self._slots else None,
+            self._slots.weights if self._slots else Storage(),
+            self._slots.gradients if self._slots else Storage(),
             settings.granularity,
         )
 
@@ -152,6 +155,7 @@ class Sharder:
                 divisor=1 if settings.gradients.sum_only else settings.mesh.dense.num_data_ranks,
                 average_in_collective=settings.gradients.average_in_collective,
                 streams=self._streams,
+                transport=GlooMessages(),
             )
         return self._communicators[is_expert]
 

@@ -24,14 +24,17 @@ from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
-from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
+from megatron.mcore_adapter.core_optimizers import (
+    count_over_all_instances,
+    count_over_instance,
+    follow_torch_optimizers,
+    keep_main_weights,
+    refuse_stale_weights,
+)
+from megatron.mcore_adapter.fused_gradients import accept_fused_gradients, set_attributes
 from megatron.mcore_adapter.global_names import GlobalNames
-from megatron.mcore_adapter.gradient_statistics import count_over_all_instances, count_over_instance
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
-from megatron.mcore_adapter.other_optimizers import follow_torch_optimizers, refuse_stale_weights
-from megatron.mcore_adapter.parameter_attributes import set_attributes
 from megatron.mcore_adapter.releases import precision_fields
-from megatron.mcore_adapter.releases.main_weights import keep_main_weights
 
 
 class CoreEngine(MegatronFSDP):

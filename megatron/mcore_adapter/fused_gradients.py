@@ -16,7 +16,6 @@ from torch import nn
 
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.mcore_adapter.parameter_attributes import set_attributes
 
 
 class FusedGradient:
@@ -90,3 +89,9 @@ def accept_fused_gradients(parameter: nn.Parameter, gradients: GroupGradients, i
     fused = FusedGradient(parameter, gradients, index)
     set_attributes(parameter, get_main_grad=fused.new_product, grad_added_to_main_grad=False)
     parameter.register_hook(fused.real_gradient)
+
+
+def set_attributes(parameter: torch.Tensor, **attributes: object) -> None:
+    """Set attributes that Megatron-Core or its layers look for on a parameter."""
+    for name, value in attributes.items():
+        setattr(parameter, name, value)

@@ -56,6 +56,7 @@ def there_and_back(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return convert
 
 
+@pytest.mark.always("dense_swiglu_bf16_tp2_dp2", "dense_gelu_tied_fp32_dp2")
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: Any) -> None:
     expected = samples.expected(samples.torch_dist(name))
@@ -74,6 +75,7 @@ def test_a_sample_says_what_the_ranks_had_in_memory(name: str, there_and_back: A
         assert state.iteration == 3 and state.notes == []
 
 
+@pytest.mark.always("moe4_swiglu_bf16_ep2_dp2", "dense_gelu_tied_fp32_dp2")
 @pytest.mark.parametrize("name", TORCH_DIST)
 def test_everything_else_comes_back_too(name: str, there_and_back: Any) -> None:
     first, there, back = (opened.state() for opened in there_and_back(name))
@@ -239,6 +241,7 @@ def model_of(kind: str) -> TrainingState:
     return state
 
 
+@pytest.mark.always("some layers of experts-torch_dist")
 @pytest.mark.parametrize(
     ("kind", "first"),
     [
@@ -268,6 +271,7 @@ def test_models_of_every_kind_come_back(kind: str, first: str, tmp_path: Path) -
         assert (mine.dtype(key), mine.shape(key)) == (theirs.dtype(key), theirs.shape(key)), key
 
 
+@pytest.mark.always("experts-torch_dist_keys0-fsdp_keys0", "fp32-torch_dist_keys4-fsdp_keys4")
 @pytest.mark.parametrize(
     ("kind", "torch_dist_keys", "fsdp_keys"),
     [

@@ -16,10 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 
 from benchmarks.comparison.measures import count_step
-from megatron.fsdp import MegatronFSDP, fully_shard
+from megatron.fsdp import MegatronFSDP, fully_shard, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
+from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MixedPrecisionPolicy
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import TanhLayer
@@ -172,6 +171,7 @@ def page_faults_of_torch() -> int:
     return page_faults(step_of(module, optimizer, width=WIDE))
 
 
+@pytest.mark.exhaustive
 def test_with_memory_slots_a_step_touches_at_most_a_third_of_the_new_pages_of_fsdp2(
     ranks: Ranks,
 ) -> None:

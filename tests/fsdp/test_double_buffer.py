@@ -26,12 +26,22 @@ SLOTS = {"fsdp_double_buffer": True}
 NUM_LAYERS = 6
 
 
+@pytest.mark.always(
+    "several_units",
+    "nested_units",
+    "tied_across_units",
+    "unit_unused_in_some_steps",
+    "frozen_in_part",
+    "view_edited_in_place",
+    "checkpoint_reentrant",
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_as_the_unsharded_ones(ranks: Ranks, name: str) -> None:
     case = Case(model=name, steps=4, settings=SLOTS)
     ranks(2, compare_all, [case, replace(case, settings=SLOTS | {"zero_dp_strategy": 1})])
 
 
+@pytest.mark.seldom("{'fsdp_double_buffer': True, 'enable_fine_grained_param_gather': True}")
 @pytest.mark.parametrize(
     "settings",
     [

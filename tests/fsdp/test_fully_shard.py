@@ -262,6 +262,7 @@ def train_both(
         )
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", LEVELS)
 def test_models_are_trained_in_turn_and_through_one_another(ranks: Ranks, level: int) -> None:
     ranks(2, two_models, level)

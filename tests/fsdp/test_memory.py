@@ -68,6 +68,7 @@ def watch_level_3(recompute: str, overlap: bool) -> None:
         model.zero_grad()
 
 
+@pytest.mark.always("plain-overlap", "non_reentrant-overlap")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no_overlap"])
 @pytest.mark.parametrize(
     "recompute", ["", "reentrant", "non_reentrant"], ids=["plain", "reentrant", "non_reentrant"]

@@ -123,6 +123,7 @@ def initialise_transformers(name: str, level: int, with_units: bool) -> dict[str
     return state
 
 
+@pytest.mark.seldom("llama-no_units", "tied_llama-no_units")
 @pytest.mark.parametrize("with_units", [True, False], ids=["units", "no_units"])
 @pytest.mark.parametrize("model", MODELS)
 def test_transformers_initialise_their_own_models(

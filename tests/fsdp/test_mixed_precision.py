@@ -57,6 +57,7 @@ def gradient_of_numbers(
 SMALL = 2.0**-9  # 1 + SMALL is 1 in bfloat16, whose next number is 1 + 2**-7
 
 
+@pytest.mark.always("*-auto")
 @pytest.mark.parametrize("mode", ["auto", "no_sync", "manual"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_gradients_accumulate_in_main_grads_dtype(ranks: Ranks, level: int, mode: str) -> None:

@@ -98,6 +98,7 @@ def switch_modes(level: int) -> None:
     assert {f"module.{name}" for name, _ in model.module.named_buffers()} <= set(model.state_dict())
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", LEVELS)
 def test_dropout_and_running_statistics_follow_the_mode(ranks: Ranks, level: int) -> None:
     ranks(2, switch_modes, level)
@@ -248,6 +249,7 @@ def poison_one_gradient(level: int) -> str:
     return message
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_bad_gradient_is_reported_with_parameter_and_rank_on_all_ranks(
     ranks: Ranks, level: int

@@ -57,6 +57,7 @@ def clip_norms(name: str, level: int, max_norm: float, norms: list[float]) -> No
         compare_shards(model, actual, trainable, "clipped gradient", 1e-6)
 
 
+@pytest.mark.always("scalars-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_is_torchs_own(ranks: Ranks, name: str, level: int) -> None:
@@ -109,6 +110,7 @@ def backward_after_clearing(level: int, way: str) -> None:
             assert torch.equal(twice[name], 2 * gradient), f"{dtype} {name}"
 
 
+@pytest.mark.always("optimizer")
 @pytest.mark.parametrize("way", ["optimizer", "zeros", "model", "torch", "by_hand"])
 def test_cleared_gradients_do_not_come_back(ranks: Ranks, way: str) -> None:
     for level in (0, 2, 3):
@@ -192,6 +194,7 @@ def test_grad_scaler_skips_a_step_on_all_ranks(ranks: Ranks, fused: bool) -> Non
 
 
 # Torch cannot take the largest element of an empty shard: gradients must do so themselves.
+@pytest.mark.always("*-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["scalars", "frozen_in_part", "unused_parameters"])
 def test_clip_grad_norm_by_the_largest_element(ranks: Ranks, name: str, level: int) -> None:

@@ -198,6 +198,7 @@ def train_with_two_optimizers(level: int, main_grads: torch.dtype | None, auto_s
         )
 
 
+@pytest.mark.always("1-gradients_in_fp32", "3-same_dtype")
 @pytest.mark.parametrize(
     "main_grads", [None, torch.float32], ids=["same_dtype", "gradients_in_fp32"]
 )

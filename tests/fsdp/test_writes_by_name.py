@@ -15,7 +15,6 @@ from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over
 from tests.support.fsdp.side_by_side import plain_backward, train_side_by_side
-from tests.support.selection import mostly_in_full
 
 
 class Resettable(nn.Module):
@@ -150,9 +149,8 @@ CASES = list(itertools.product(LEVELS, ["float32", "bfloat16"]))
 """Levels, and dtypes of the module."""
 
 
-@pytest.mark.parametrize(
-    ("level", "dtype"), mostly_in_full(CASES, [(0, "bfloat16"), (2, "bfloat16"), (3, "float32")])
-)
+@pytest.mark.always("0-bfloat16", "2-bfloat16", "3-float32")
+@pytest.mark.parametrize(("level", "dtype"), CASES)
 def test_methods_and_code_outside_of_forwards_write_to_weights(
     ranks: Ranks, level: int, dtype: str
 ) -> None:

@@ -129,6 +129,7 @@ def describe_parameters(flags: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.always("no_shard")
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
 def test_parameters_are_the_same_objects_with_the_shapes_and_attributes_of_the_modules(
     strategy: str,

@@ -66,6 +66,7 @@ def test_a_run_with_fsdp_saves_what_runs_with_and_without_it_load(tmp_path: Path
         assert_close(without.column(name), whole.column(name)[3:], 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_fsdp_saves_the_same_torch_dist_files_in_the_background(tmp_path: Path) -> None:
     line = f"{SIX} {GATED} {FSDP} --bf16 --ckpt-format torch_dist --train-iters 3"
     line += " --save-interval 2"
@@ -137,6 +138,7 @@ MODEL = (
 )
 
 
+@pytest.mark.exhaustive
 def test_a_hugging_face_model_is_loaded_with_its_arguments(tmp_path: Path) -> None:
     run_ranks(1, save_model, tmp_path / "model")
     (plain,) = run_ranks(2, train, f"{MODEL} {FSDP} --load {tmp_path}/model")[0]

@@ -12,7 +12,6 @@ from megatron.pretrain import loop
 from tests.support.pretrain.saved_runs import LINE, saved_at
 from tests.support.pretrain.training_runs import Record, refuse, train
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 LOADED = "--non-persistent-ckpt-type global"
 
@@ -30,7 +29,8 @@ def broken_off(command_line: str, iteration: int) -> str:
         return refuse(command_line)
 
 
-@pytest.mark.parametrize("is_elsewhere", mostly_in_full([False, True], [False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_elsewhere", [False, True])
 def test_the_newer_checkpoint_of_both_kinds_is_loaded(
     is_elsewhere: bool, fp32: tuple[Path, Record], tmp_path: Path
 ) -> None:

@@ -29,7 +29,7 @@ class BrokenLine:
     """One line that is made wrong.
 
     Args:
-        name: of the break, a few words.
+        name: a few words for the break.
         file: path in the repository.
         line: text that stands in the file exactly once.
         broken: text that takes its place.
@@ -93,24 +93,24 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "point to point: additions in another order",
-        "megatron/fsdp/backends/point_to_point.py",
+        "megatron/fsdp/backends/gloo_messages.py",
         "            for other in order[1:]:\n",
         "            for other in reversed(order[1:]):\n",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "point to point: a gather in place is gloo's own",
-        "megatron/fsdp/backends/point_to_point.py",
+        "megatron/fsdp/backends/gloo_messages.py",
         "        if full.untyped_storage()._cdata == shard.untyped_storage()._cdata:\n",
         "        if full is shard:\n",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "collectives: buffers of several dtypes are gathered as they are",
         "megatron/fsdp/engine/collectives.py",
         "_all_gather_single(full.view(torch.uint8), shard.view(torch.uint8), group=group)",
         "_all_gather_single(full, shard, group=group)",
-        "tests/fsdp/backends/test_point_to_point.py",
+        "tests/fsdp/backends/test_gloo_messages.py",
     ),
     BrokenLine(
         "weights: every group is gathered alone",
@@ -352,7 +352,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "adapter: the norm of one instance",
-        "megatron/mcore_adapter/gradient_statistics.py",
+        "megatron/mcore_adapter/core_optimizers.py",
         "    return getattr(wrapper, GROUP) if hasattr(wrapper, GROUP) else _original(optimizer)\n",
         "    return _original(optimizer)\n",
         "tests/mcore_adapter",
@@ -422,17 +422,17 @@ def first_failure(root: Path, tests: str) -> str | None:
 
 def main(words: list[str]) -> int:
     """Try every break whose name contains one of the words; all without words."""
-    chosen = [each for each in BROKEN_LINES if not words or any(w in each.name for w in words)]
+    chosen = [line for line in BROKEN_LINES if not words or any(w in line.name for w in words)]
     unnoticed = 0
     with tempfile.TemporaryDirectory(prefix="broken_lines_") as directory:
         root = Path(directory, "repository")
         shutil.copytree(REPOSITORY, root, ignore=LEFT_OUT)
-        for each in chosen:
-            each.apply(root)
-            noticed = first_failure(root, each.tests) or first_failure(root, "")
-            each.undo(root)
+        for line in chosen:
+            line.apply(root)
+            noticed = first_failure(root, line.tests) or first_failure(root, "")
+            line.undo(root)
             unnoticed += noticed is None
-            print(f"{each.name}: {noticed or 'NOT NOTICED'}", flush=True)
+            print(f"{line.name}: {noticed or 'NOT NOTICED'}", flush=True)
     print(f"{len(chosen) - unnoticed} of {len(chosen)} broken lines were noticed")
     return 1 if unnoticed else 0
 

@@ -12,7 +12,7 @@ from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core import progress
 from megatron.checkpoint.core.progress import ProgressLines, progress_of, terminal_bar
 from megatron.pretrain.data.corpus import write_corpus
-from megatron.pretrain.data.tokenizer import ByteTokenizer
+from megatron.pretrain.data.tokenizers import ByteTokenizer
 
 
 class FakeTerminal(io.StringIO):

@@ -4,8 +4,8 @@
 It is written when a checkpoint is published, and signs the set of files: a file of another
 checkpoint or rank is as wrong as a damaged one, although its own checksums are right. Its digest of
 itself shows a change of the manifest. Checkpoints of other programs have none. The digest of a file
-is that of :mod:`megatron.checkpoint.integrity.block_digest`; in manifests of earlier versions it is the
-SHA-256 of the content. Each is named beside it.
+is that of :mod:`megatron.checkpoint.integrity.block_digest`; in manifests of earlier versions it is
+the SHA-256 of the content. Each is named beside it.
 """
 
 from __future__ import annotations

@@ -30,15 +30,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots
-from megatron.fsdp.engine.buffer import RunningSum
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import RunningSum, Storage
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
-from megatron.fsdp.engine.layout import Layout
+from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.local_gradients import LocalGradients, clear_grads
-from megatron.fsdp.engine.partition import Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
-from megatron.fsdp.trace.recorder import named
 
 
 class GroupGradients:
@@ -53,7 +51,7 @@ class GroupGradients:
         communicator: the axes over which gradients are reduced.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
-        slots: memory slots for local gradients; None: they have storage of their own.
+        storage: the memory of local gradients.
     """
 
     def __init__(
@@ -66,7 +64,7 @@ class GroupGradients:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
-        slots: MemorySlots | None = None,
+        storage: Storage,
     ):
         self._parameters = parameters
         self._layout = layout
@@ -75,14 +73,14 @@ class GroupGradients:
         self._unit_name = unit_name
         self._has_whole = partition.num_inner == 1  # the reduction over the inner axis frees none
         self._frees_local = strategy.shards_gradients and not self._has_whole
-        self._slots = slots
-        self._may_share_sum = partition.num_owned == 1 and slots is None
+        self._storage = storage
+        self._may_share_sum = partition.num_owned == 1 and not storage.is_assigned_ahead
         self._main_param_dtype = precision.main_param
         self._main_dtype = precision.main_grad
         self.comm_dtype = precision.grad_comm
         """The dtype in which gradients are reduced; see :meth:`set_comm_dtype`."""
 
-        self.local = LocalGradients(parameters, layout, device, unit_name, slots)
+        self.local = LocalGradients(parameters, layout, device, unit_name, storage)
         """The gradients of this rank that are not in any reduction yet."""
 
         self.awaits_reduction = False
@@ -91,7 +89,7 @@ class GroupGradients:
         Unlike those, it is the same on all ranks: experts without tokens have no gradients."""
 
         # True if gradients are never at another address, as captured graphs expect.
-        self.holds_addresses = holds = slots is not None and slots.holds_addresses
+        self.holds_addresses = holds = storage.holds_addresses
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
@@ -143,7 +141,7 @@ class GroupGradients:
         dtype, gradient_sum = self._place(reduces_now=False)
         if (
             self._collective is not None  # it may reduce the same tensor
-            or self._slots is not None
+            or self._storage.is_assigned_ahead
             or parameter.grad is not None
             or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
         ):
@@ -181,13 +179,13 @@ class GroupGradients:
         self.wait_for_reduce()
         self._move_back()
         self._reduction = self._reduce(over_inner, over_outer)
-        with named(self._unit_name, "reduce"):
+        with observe.work(self._unit_name, "reduce"):
             self._collective = next(self._reduction, None)
 
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
         if self._collective is not None:
-            with named(self._unit_name, "wait for reduce"):
+            with observe.work(self._unit_name, "wait for reduce"):
                 collective, self._collective = self._collective, None
                 collective.wait()  # a reduction that fails is over, and raises its error once
                 self._collective = next(self._reduction, None)

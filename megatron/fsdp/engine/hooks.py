@@ -29,12 +29,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
 from megatron.fsdp.engine.unit import Unit, UnitCall
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
-from megatron.fsdp.trace import recorder
 
 
 class UnitHooks:
@@ -89,7 +89,7 @@ class UnitHooks:
             borrowed = self._units_of_arguments(unit, (*args, *kwargs.values()))
             call = UnitCall(unit, module, borrowed + unit.shared)
             self._calls.append(call)
-            recorder.begin_forward(call, unit.shown_name, module is self._root.module)
+            observe.begin_forward(call, unit.shown_name, module is self._root.module)
             if len(self._calls) == 1:
                 self.shown.begin_call()
             if module is self._root.module:
@@ -105,7 +105,7 @@ class UnitHooks:
         @_not_traced
         def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             call = self._calls.pop()
-            recorder.end_forward(call)
+            observe.end_forward(call)
             if torch.is_grad_enabled():
                 self._watch_outputs(call, output)
             call.inputs.clear()
@@ -122,7 +122,7 @@ class UnitHooks:
         while self._calls and not in_backward():
             call = self._calls.pop()
             call.inputs.clear()
-            recorder.end_forward(call)
+            observe.end_forward(call)
             self._end_use(call)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -230,12 +230,12 @@ class UnitHooks:
         if call.unit is self._outside:
             self._unshard(call)
         elif call.state is CallState.FORWARD:
-            call.check_slots()
+            call.check_addresses()
             call.unit.begin_backward(call)
             if call.awaited_inputs > 0:
                 self._awaiting[call] = None
             if call.unit.groups:
-                recorder.begin_backward(call.unit.shown_name)
+                observe.begin_backward(call.unit.shown_name)
             self._unshard(call)
 
     def _end_later_calls(self, call: UnitCall) -> None:

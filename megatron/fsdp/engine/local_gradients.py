@@ -25,11 +25,10 @@ from operator import attrgetter, is_not
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots
-from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum, padding_of, views_of
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import FlatBuffer, RunningSum, Storage, padding_of, views_of
 from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_tensor import local_grad
-from megatron.fsdp.trace.recorder import named
+from megatron.fsdp.engine.tensor_parallel import local_grad
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")
@@ -44,7 +43,7 @@ class LocalGradients:
         layout: the positions of the parameters in the flat tensor.
         device: where the buffer is allocated.
         unit_name: name of the unit of the group, for traces and messages.
-        slots: memory slots for the buffer; None: it has storage of its own.
+        storage: the memory of the buffer.
 
     Attributes:
         is_empty: there are no gradients that wait for a reduction.
@@ -61,13 +60,13 @@ class LocalGradients:
         layout: Layout,
         device: torch.device,
         unit_name: str,
-        slots: MemorySlots | None,
+        storage: Storage,
     ):
         self._parameters = parameters
         self._layout = layout
         self._device = device
         self._unit_name = unit_name
-        self._slots = slots
+        self._storage = storage
         self.is_empty = True
         self.is_in_sum = False
         self.notes_users = False
@@ -110,10 +109,10 @@ class LocalGradients:
             self.users.update(arrived)
         # Ranks that do not allocate the same buffers at the same time assign different slots. So a
         # rank that has not used the group (an expert without tokens) accumulates zeros.
-        if not (arrived or self._written) and self._slots is None:
+        if not (arrived or self._written) and not self._storage.is_assigned_ahead:
             return
         self._may_write = False
-        with named(self._unit_name, "accumulate gradients"):
+        with observe.work(self._unit_name, "accumulate gradients"):
             covers_all = len(arrived) == len(self._parameters)
             has_values = self.open(dtype, gradient_sum, covers_all)
             arrived = self._take_written(arrived) if self._written else arrived
@@ -143,7 +142,7 @@ class LocalGradients:
         if index in self._early:
             return None
         if self.is_empty:
-            with named(self._unit_name, "accumulate gradients"):
+            with observe.work(self._unit_name, "accumulate gradients"):
                 self.open(dtype, gradient_sum, covers_all=False)
             self._may_write = True
         if not self._may_write or index in self._written:
@@ -225,7 +224,7 @@ class LocalGradients:
             if self._buffer is not None:
                 self._buffer.discard()
             name = f"the local gradients of unit {self._unit_name!r}"
-            self._buffer = FlatBuffer(self._layout, dtype, self._device, name, self._slots)
+            self._buffer = FlatBuffer(self._layout, dtype, self._device, name, self._storage)
         self._buffer.allocate()
         self._views = self._buffer.views
         return self._buffer

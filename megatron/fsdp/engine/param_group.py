@@ -26,18 +26,16 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import nn
 
-from megatron.fsdp.backends.memory_slots import MemorySlots, SlotUser
-from megatron.fsdp.engine.buffer import FlatBuffer, shard_view
+from megatron.fsdp.engine import observe
+from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.compute_writes import ComputeWrites
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
-from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Partition, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import WeightState, change_state
-from megatron.fsdp.trace.recorder import named
+from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 
 
 class ParamGroup:
@@ -53,8 +51,8 @@ class ParamGroup:
         communicator: the collectives over the inner and the outer axis.
         device: where the buffers are allocated.
         unit_name: name of the unit of the group, for traces.
-        weight_slots: memory slots for gathered weights; None: they have storage of their own.
-        gradient_slots: memory slots for local gradients, likewise.
+        weight_storage: the memory of gathered weights.
+        gradient_storage: the memory of local gradients.
         granularity: of all parameters.
     """
 
@@ -68,8 +66,8 @@ class ParamGroup:
         communicator: Communicator,
         device: torch.device,
         unit_name: str,
-        weight_slots: MemorySlots | None = None,
-        gradient_slots: MemorySlots | None = None,
+        weight_storage: Storage,
+        gradient_storage: Storage,
         granularity: Granularity = PREFER_ROWS,
     ):
         self.names = list(names)
@@ -81,12 +79,12 @@ class ParamGroup:
         self.edited: set[ParamGroup] = set()
         self.requires_grad = parameters[0].requires_grad
         self.communicator = communicator
-        self._partition = Partition.of(communicator, strategy, shards_outer)
+        self._partition = _partition(communicator, strategy, shards_outer)
         self.rank = self._partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self._partition.num_owned, granularity)
         self._reshards_after_use = strategy.shards_parameters and self._partition.num_inner > 1
-        self._make_weights(device, weight_slots if self._reshards_after_use else None)
+        self._make_weights(device, weight_storage if self._reshards_after_use else Storage())
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -96,18 +94,18 @@ class ParamGroup:
             communicator,
             device,
             unit_name,
-            gradient_slots,
+            gradient_storage,
         )
 
     def __str__(self) -> str:
         return f"parameter group {self.names[0]}"
 
-    def _make_weights(self, device: torch.device, slots: MemorySlots | None) -> None:
+    def _make_weights(self, device: torch.device, storage: Storage) -> None:
         """Allocate the tensors of [Note: the weights of a group]; parameters are moved in later."""
         partition = self._partition
         name = f"the gathered weights of unit {self.unit_name!r} ({self.names[0]}, ...)"
         self.compute = FlatBuffer(
-            self.layout, self.precision.compute, device, name, slots, self._point_parameters
+            self.layout, self.precision.compute, device, name, storage, self._point_parameters
         )
         self.main_is_compute = self.precision.main_param == self.precision.compute
         gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
@@ -118,7 +116,7 @@ class ParamGroup:
         if self._reshards_after_use:
             if not self._casts_at_unshard:
                 self.compute_shard = torch.zeros_like(self.compute_shard)
-            self.compute.discard()  # that was no use: it gets a slot after the first one
+            self.compute.discard()  # that was no use
             self.state = WeightState.SHARDED
         else:
             self.compute.zero_padding()
@@ -150,14 +148,14 @@ class ParamGroup:
         """
         parameter = self.parameters[index]
         values = local_tensor(parameter).detach().contiguous()
-        with named(self.unit_name, "shard"):
+        with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        slot = self.layout.slots[index]
+        position = self.layout.positions[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
         elif self._reshards_after_use:
             shard_start = self._partition.inner_rank * self.compute_shard.numel()
-            _copy_overlap(values.view(-1), slot.start, self.compute_shard, shard_start)
+            _copy_overlap(values.view(-1), position.start, self.compute_shard, shard_start)
         else:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
@@ -206,7 +204,7 @@ class ParamGroup:
     def wait_for_unshard(self) -> None:
         """Make compute wait for the all-gather that :func:`unshard` has started, if any."""
         if self._all_gather is not None:
-            with named(self.unit_name, "wait for unshard"):
+            with observe.work(self.unit_name, "wait for unshard"):
                 self._all_gather.wait()
             self._all_gather = None
             self._become(WeightState.UNSHARDED)
@@ -232,7 +230,7 @@ class ParamGroup:
             else:
                 self.wait_for_unshard()
                 self.writes.take()
-            with named(self.unit_name, "reshard"):
+            with observe.work(self.unit_name, "reshard"):
                 self.compute.free()
             self._become(WeightState.SHARDED)
 
@@ -242,8 +240,8 @@ class ParamGroup:
         return self.layout.world_size == 1
 
     @property
-    def blocker(self) -> SlotUser | None:
-        """The buffer of another group that occupies the memory slot of the compute parameters."""
+    def blocker(self) -> FlatBuffer | None:
+        """The buffer of another group that must be freed before this one is unsharded."""
         return self.compute.blocker
 
     @property
@@ -297,7 +295,7 @@ class ParamGroup:
         """Broadcast main weights from the first of the ranks that own the same shard."""
         num_ranks = self.communicator.inner_size * self.communicator.outer_size
         if self.layout.world_size < num_ranks:
-            with named(self.unit_name, "broadcast"):
+            with observe.work(self.unit_name, "broadcast"):
                 self.communicator.broadcast(
                     self.main_shard,
                     over_inner=self._partition.num_inner == 1,
@@ -309,6 +307,20 @@ class ParamGroup:
         self.state = change_state(self, self.state, state)
 
 
+def _partition(
+    communicator: Communicator, strategy: ShardingStrategy, shards_outer: bool
+) -> Partition:
+    """Return the partition of a group whose ranks are those of ``communicator``."""
+    shards_inner = strategy.shards_optimizer
+    return Partition(
+        num_inner=communicator.inner_size if shards_inner else 1,
+        num_outer=communicator.outer_size if shards_outer else 1,
+        inner_rank=communicator.inner_rank if shards_inner else 0,
+        outer_rank=communicator.outer_rank if shards_outer else 0,
+        shards_outer=shards_outer,
+    )
+
+
 def unshard(groups: Sequence[ParamGroup]) -> None:
     """Start the all-gathers of groups of a unit, unless they are done or under way.
 
@@ -318,7 +330,7 @@ def unshard(groups: Sequence[ParamGroup]) -> None:
     due = [group for group in groups if group.state in (WeightState.SHARDED, WeightState.STALE)]
     if not due:
         return
-    with named(due[0].unit_name, "unshard"):
+    with observe.work(due[0].unit_name, "unshard"):
         for together in _launches(due):
             gathers = [group.prepare_unshard() for group in together]
             first = together[0]

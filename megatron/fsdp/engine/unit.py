@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.fsdp.backends.memory_slots import MemorySlot
 from megatron.fsdp.engine.device import current_pass
 from megatron.fsdp.engine.param_group import ParamGroup, unshard
 from megatron.fsdp.engine.states import BackwardState, CallState, change_state
@@ -43,7 +42,7 @@ class UnitCall:
         self.began = self.ended = next(_clock)
         # Inputs that require gradients, with their versions, by id; empty after the forward.
         self.inputs: dict[int, tuple[torch.Tensor, int]] = {}
-        self.slots: list[MemorySlot | None] = []  # of the weights that the forward used
+        self._num_moves: list[int] = []  # of the weights that the forward used, by then
         self.num_inputs = 0  # that get gradients and have hooks, of which a few count as one
         self.awaited_inputs = 0  # of them, those whose gradients are outstanding in this pass
         self.input_hooks: list[RemovableHandle] = []
@@ -80,28 +79,28 @@ class UnitCall:
         return id(tensor) in self.inputs and self.inputs[id(tensor)][1] == tensor._version
 
     def end_forward(self) -> None:
-        """Note the end of a forward that has a backward, and the memory slots of the weights."""
+        """Note the end of a forward that has a backward."""
         self.ended = next(_clock)
-        self.slots = self._current_slots()
+        self._num_moves = self._current_moves()
 
-    def check_slots(self) -> None:
+    def check_addresses(self) -> None:
         """Check that the weights are at the addresses to which the graph of the forward refers.
 
         Raises:
-            RuntimeError: if they have moved to memory slots meanwhile.
+            RuntimeError: if they have moved to other memory meanwhile.
         """
-        if self.slots != self._current_slots():
+        if self._num_moves != self._current_moves():
             raise RuntimeError(
                 f"{self.unit}: its forward came before the optimizer's step that assigned memory"
                 " slots, its backward comes after, and the graph refers to the old addresses. Run"
                 " the backward before the step, or train without fsdp_double_buffer"
             )
 
-    def _current_slots(self) -> list[MemorySlot | None]:
-        slots = []
+    def _current_moves(self) -> list[int]:
+        num_moves = []
         for unit in self.used_units:
-            slots += [group.compute.slot for group in unit.groups]
-        return slots
+            num_moves += [group.compute.num_moves for group in unit.groups]
+        return num_moves
 
     def change_state(self, state: CallState) -> None:
         """Move on to ``state``.
@@ -183,7 +182,7 @@ class Unit:
 
     @property
     def is_blocked(self) -> bool:
-        """True if other units occupy memory slots of this one's weights."""
+        """True if other units must be resharded before this one is unsharded."""
         return any(group.blocker is not None for group in self.groups)
 
     @property

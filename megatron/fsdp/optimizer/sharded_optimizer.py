@@ -261,8 +261,8 @@ def shard_optimizer(
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
     The state of torch's optimizers is created at once, so a checkpoint can be loaded into it; see
-    :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for optimizers that create it at the first
-    step.
+    :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for optimizers that create it at
+    the first step.
 
     Args:
         optimizer: an element-wise torch optimizer.

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 class FrozenArguments(argparse.Namespace):
     """A copy of ``args`` that cannot be changed, with ``values`` put in.
 
-    What changes during a run is in :class:`megatron.pretrain.progress.Progress`.
+    What changes during a run is in :class:`megatron.pretrain.run_state.Progress`.
 
     Raises:
         AttributeError: on every attempt to set or delete an attribute.

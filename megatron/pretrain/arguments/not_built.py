@@ -59,6 +59,11 @@ _REFUSED: dict[str, str] = {
         "enable_full_sharding_in_hsdp"
     ),
     "the second generation's switches are not built; leave it out": "megatron_fsdp_version",
+    "torchrun has it: torchrun --log-dir DIR --redirects 3 --local-ranks-filter 0": "log_dir",
+    "use --timing-log-level 1 --timing-log-option all, or --profile": (
+        "log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count"
+    ),
+    "nvidia-smi and DCGM measure energy": "log_energy",
     "reducing in the network's switches is not built yet; leave it out, results are the same": (
         "use_sharp"
     ),
@@ -335,12 +340,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs("tensorboard_queue_size", "tensorboard_dir", (), "needs --tensorboard-dir"),
     Needs(
         "memory_snapshot_path", "record_memory_history", (True,), "needs --record-memory-history"
-    ),
-    Needs(
-        "disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count",
-        "log_straggler",
-        (True,),
-        "needs --log-straggler",
     ),
     Needs(
         "wandb_exp_name wandb_entity wandb_save_dir",

@@ -9,15 +9,10 @@ from megatron.checkpoint.store.stores import is_staged
 from megatron.pretrain.arguments.check import Check
 
 WITHOUT_CUDA = {
-    "log_straggler": (
-        "needs CUDA: Megatron-Core's detector compares the times of CUDA events; give"
-        " --timing-log-level 2 --timing-log-option all"
-    ),
     "record_memory_history": "needs CUDA: the recorder is that of its allocator; give --profile",
-    "log_energy": "needs an NVIDIA GPU, whose NVML measures energy; leave it out",
 }
 """Destination -> the reason why it is refused on a CPU."""
-PACKAGES = {"wandb_project": "wandb", "log_energy": "pynvml"}
+PACKAGES = {"wandb_project": "wandb"}
 """Destination -> the optional package that it needs."""
 
 
@@ -72,13 +67,10 @@ def check_replicas_to_compare(check: Check) -> None:
     is_sharded = (
         args.use_megatron_fsdp and args.data_parallel_sharding_strategy == "optim_grads_params"
     )
-    instances = args.num_distributed_optimizer_instances
     check.require(
-        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded)
-        or (instances > 1 and args.outer_dp_sharding_strategy == "no_shard"),
-        "--check-weight-hash-across-dp-replicas-interval needs replicas, and"
-        " --data-parallel-sharding-strategy optim_grads_params has them only with"
-        " --num-distributed-optimizer-instances above 1 and --outer-dp-sharding-strategy no_shard",
+        not (args.check_weight_hash_across_dp_replicas_interval and is_sharded),
+        "--check-weight-hash-across-dp-replicas-interval needs replicas, which"
+        " --data-parallel-sharding-strategy optim_grads_params does not have",
     )
 
 

@@ -27,7 +27,7 @@ from megatron.pretrain.checkpoints.checkpoint_writer import WriterProcess, Write
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.model.forward_writes import WeightWrites, is_buffer_of
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 
 _WAITING_INTERVAL = 0.05
 """Seconds between two looks at the writers while nothing else is done."""

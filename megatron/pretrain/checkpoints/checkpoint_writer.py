@@ -34,7 +34,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.checkpoints.run_state import pickle_enums_by_value
+from megatron.pretrain.checkpoints.saved_state import pickle_enums_by_value
 from megatron.pretrain.checkpoints.staging import StagedContent, StagingBuffer
 from megatron.pretrain.ranks import initialize_model_parallel
 

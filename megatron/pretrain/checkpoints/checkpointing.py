@@ -44,7 +44,7 @@ from megatron.pretrain.checkpoints.checkpoint_source import (
 from megatron.pretrain.checkpoints.converted_source import format_of
 from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import FsdpDtensorFormat
 from megatron.pretrain.checkpoints.fsdp_torch_dist import FsdpTorchDistFormat
-from megatron.pretrain.checkpoints.run_state import (
+from megatron.pretrain.checkpoints.saved_state import (
     load_random_state,
     load_schedule,
     rates_of,
@@ -53,7 +53,7 @@ from megatron.pretrain.checkpoints.run_state import (
 from megatron.pretrain.checkpoints.torch_dist_checkpoint import TorchDistFormat
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.first_rank import on_first_rank, wait_until_visible
-from megatron.pretrain.progress import Progress
+from megatron.pretrain.run_state import Progress
 from megatron.pretrain.watch import rerun
 
 FORMATS: dict[tuple[bool, str], CheckpointFormat] = {

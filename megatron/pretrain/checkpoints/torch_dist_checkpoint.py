@@ -254,7 +254,7 @@ def sharded_random_state(states: list[dict[str, Any]]) -> ShardedObject:
 
     The file has one entry for each pipeline stage and tensor-parallel rank, and with expert
     parallelism for each data rank. ``states`` are those that
-    :func:`~megatron.pretrain.random_state.gather_random_state` returns.
+    :func:`~megatron.pretrain.run_state.gather_random_state` returns.
     """
     offset = [
         parallel_state.get_pipeline_model_parallel_rank(),

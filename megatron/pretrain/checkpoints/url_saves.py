@@ -29,10 +29,10 @@ from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.first_rank import on_first_rank
-from megatron.pretrain.report.loss_history import HISTORY, STAGED_HISTORIES
+from megatron.pretrain.report.loss_history import HISTORY
 from megatron.pretrain.report.report import PICTURE, PROGRESS
 
-BESIDE = (HISTORY, STAGED_HISTORIES, PICTURE, PROGRESS, CONFIG)
+BESIDE = (HISTORY, PICTURE, PROGRESS, CONFIG)
 """Patterns of the files that a run writes beside its checkpoints."""
 
 
@@ -103,7 +103,6 @@ def upload_beside(root: str | Path) -> None:
     there = [path.name for path in store.staged.iterdir() if path.is_file()]
     beside = [name for name in there if any(fnmatch(name, pattern) for pattern in BESIDE)]
     store.upload(store.staged, "", beside)
-    store.remove_files(STAGED_HISTORIES, but=there)
 
 
 def fetch_beside(root: str | Path) -> None:

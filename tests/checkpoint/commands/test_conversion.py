@@ -216,6 +216,7 @@ def on_first(num_ranks: int) -> list[tuple[list[str], str]]:
     return [([f"note of part{number}" for number in range(6)], "")] + [([], "")] * (num_ranks - 1)
 
 
+@pytest.mark.always("2")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_share_the_parts(ranks: Any, num_ranks: int, tmp_path: Path) -> None:
     results = ranks(num_ranks, convert_lines, str(tmp_path))

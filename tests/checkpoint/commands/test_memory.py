@@ -92,6 +92,7 @@ def peaks_of(*commands: tuple[str | Path, ...]) -> list[int]:
     return [int(line) for line in result.stdout.splitlines() if line.isdecimal()]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux resets the peak")
 def test_a_conversion_holds_one_part_and_two_tensors_at_most(
     checkpoint: Path, tmp_path: Path

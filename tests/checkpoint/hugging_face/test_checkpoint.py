@@ -51,6 +51,7 @@ def test_an_export_names_weights_that_the_optimizer_contradicts(tmp_path: Path) 
     )
 
 
+@pytest.mark.seldom("mixtral")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_those_of_the_whole_tensor(kind: str, tmp_path: Path) -> None:
     state, expected = read(saved(random_state(kind), tmp_path)), random_state(kind)

@@ -121,6 +121,7 @@ def test_training_goes_on_with_the_dropout_and_precision_of_the_family(
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+@pytest.mark.seldom("mixtral")
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_of_a_run_with_these_flags_are_the_same_flags(kind: str) -> None:
     """So they hold all that the arguments say of the model, and the program takes them."""

@@ -65,6 +65,7 @@ def write_as_engine(command_line: str, layout: str | None) -> State | None:
         return write(command_line, layout)
 
 
+@pytest.mark.always("experts")
 @pytest.mark.parametrize("model", [UNTIED, ALLTOALL], ids=["dense", "experts"])
 def test_layers_of_transformer_engine_are_told_from_local_ones_by_the_chunks(
     model: str, tmp_path: Path
@@ -101,6 +102,7 @@ def test_registration_order_is_that_of_the_models() -> None:
         assert sorted(names, key=key_rules.registration_order) == names
 
 
+@pytest.mark.always("objects")
 @pytest.mark.parametrize("kind", ["buckets", "objects"])
 def test_buckets_of_another_model_do_not_fit(kind: str, folders: dict[str, Path]) -> None:
     file = File(folders[kind])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.fsdp.backends.memory_slots import MemorySlot, MemorySlots
+from megatron.fsdp.backends.memory_slots import MemorySlots
 from megatron.fsdp.engine.policy import SlotPolicy
 
 
@@ -22,7 +22,6 @@ class PlainBuffer:
         self.name = name
         self.num_bytes = num_bytes
         self.is_allocated = False
-        self.slot: MemorySlot | None = None
         self.memory: torch.Tensor | None = None
 
     def move(self, memory: torch.Tensor | None) -> None:
@@ -117,7 +116,7 @@ def test_a_buffer_that_may_move_leaves_a_slot_that_is_taken_until_the_end_of_the
     slots = slots_of((left,), (right,), can_move=True)
     assert slots.sizes == [8]
     use(slots, left, right)
-    assert right.slot is None and right.memory is None and not slots.is_complete
+    assert slots.blocker(right) is None and right.memory is None and not slots.is_complete
     assert slots.assign() is None
     assert slots.sizes == [8, 8] and left.memory is not right.memory
 

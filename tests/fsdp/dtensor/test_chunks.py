@@ -70,6 +70,7 @@ def at(whole: Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tenso
     ].reshape(-1)
 
 
+@pytest.mark.always("level0")
 @pytest.mark.parametrize("kind", [*KINDS, "users_own"])
 def test_chunks_have_the_offsets_of_the_local_elements(ranks: Ranks, kind: str) -> None:
     ranks(4, compare_chunks, kind)
@@ -126,6 +127,7 @@ def count_collectives(kind: str) -> tuple[list[str], list[str], list[str]]:
     return known.names, one.names, many.names
 
 
+@pytest.mark.always("level1")
 @pytest.mark.parametrize("kind", ["level1", "hybrid_optim", "tensor"])
 def test_offsets_that_the_layout_knows_are_not_communicated(ranks: Ranks, kind: str) -> None:
     axes = 2 if kind in ("hybrid_optim", "tensor") else 1

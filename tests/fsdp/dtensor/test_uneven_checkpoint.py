@@ -89,6 +89,7 @@ PATHS = [
 ]
 
 
+@pytest.mark.always("preprocess-level3-4-level3-2", "parameters-hybrid_optim-4-level1-2")
 @pytest.mark.parametrize(("way", "kind", "size", "new_kind", "new_size"), PATHS)
 def test_checkpoint_of_prepared_state_loads_into_another_layout(
     ranks: Ranks, tmp_path: Path, way: str, kind: str, size: int, new_kind: str, new_size: int

@@ -52,6 +52,7 @@ def gather(kind: str) -> None:
     assert gather_uneven_dtensor_to_full_tensor(dtensor, target_device="meta").to_local().is_meta
 
 
+@pytest.mark.always("level0", "users_own")
 @pytest.mark.parametrize("kind", ["level0", "level3", "hybrid_optim", "tensor", "users_own"])
 def test_whole_tensors_are_gathered(ranks: Ranks, kind: str) -> None:
     ranks(4, gather, kind)
@@ -145,6 +146,7 @@ def compare_parts(name: str, dtensor: DTensor, whole: Tensor, sections: Any, dim
     validate_uneven_dtensor(part)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["level3", "hybrid_optim", "tensor", "users_own"])
 def test_parts_are_those_of_torch_split(ranks: Ranks, kind: str) -> None:
     ranks(4, split_everything, kind)

@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.reductions import Reductions
-from megatron.fsdp.trace import record as trace
-from megatron.fsdp.trace.recorder import GATHER
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
@@ -143,6 +142,7 @@ def use_at_all_levels(name: str) -> None:
         train_side_by_side(build_stack, USES[name], level, mesh=mesh)
 
 
+@pytest.mark.always("evaluation_in_between")
 @pytest.mark.parametrize("use", USES)
 def test_gradients_and_weights_are_those_of_the_unsharded_model(ranks: Ranks, use: str) -> None:
     ranks(2, use_at_all_levels, use)
@@ -201,6 +201,7 @@ def order_of_communication(name: str) -> list[tuple[str, str]]:
     return calls
 
 
+@pytest.mark.always("parallel_branches")
 @pytest.mark.parametrize("name", ["parallel_branches", "tied_across_units", "unused_parameters"])
 def test_collectives_have_one_order_on_all_ranks(ranks: Ranks, name: str) -> None:
     orders = ranks(4, order_of_communication, name)

@@ -45,6 +45,7 @@ def look_at_any_moment(name: str, level: int) -> None:
         assert torch.equal(left, right)
 
 
+@pytest.mark.always("*-0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", NAMES)
 def test_state_dict_has_full_shapes_and_current_weights_at_any_moment(
@@ -109,6 +110,7 @@ def keep_the_best(level: int) -> None:
     assert_equal(whole(model.state_dict()), later)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_deepcopy_and_torch_save_keep_a_state(ranks: Ranks, level: int) -> None:
     ranks(2, keep_the_best, level)
@@ -141,6 +143,7 @@ def load_unsharded(level: int) -> None:
         )
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_state_of_the_unsharded_model_and_optimizer_loads(ranks: Ranks, level: int) -> None:
     ranks(2, load_unsharded, level)
@@ -263,6 +266,7 @@ def copy_and_train_on(level: int, dtype: torch.dtype) -> None:
     assert {float(slots["step"]) for slots in optimizer.state_dict()["state"].values()} == {1.0}
 
 
+@pytest.mark.always("torch.bfloat16")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_state_dicts_can_be_deep_copied(ranks: Ranks, dtype: torch.dtype) -> None:
     for level in (1, 3):

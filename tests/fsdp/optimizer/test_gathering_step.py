@@ -91,6 +91,7 @@ def train(level: int, how: str) -> None:
             close(full_tensor(parameter), expected, f"{name} after step {step}", 1e-9)
 
 
+@pytest.mark.always("0-tensor", "1-redistribute", "3-data", "3-foreach")
 @pytest.mark.parametrize("how", ["tensor", "data", "foreach", "redistribute"])
 @pytest.mark.parametrize("level", [0, 1, 3])
 def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: str) -> None:

@@ -167,6 +167,7 @@ def load_by_name(source: str) -> None:
         assert_same_state(optimizer, saved)
 
 
+@pytest.mark.always("sharded")
 @pytest.mark.parametrize("source", ["sharded", "torch_functions", "unsharded"])
 def test_state_loads_by_name(ranks: Ranks, source: str) -> None:
     ranks(2, load_by_name, source)
@@ -241,6 +242,7 @@ def copy_state(level: int, flatten: bool) -> None:
     assert next(iter(optimizer.state.values()))["step"].item() == 2  # looking has taken no step
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize(
     ("level", "flatten"), [(0, False), (3, False), (3, True)], ids=["0", "3", "3_flat"]
 )

@@ -35,6 +35,7 @@ from tests.support.fsdp.reference import Ranks, batch, compare_shards, loss_of
 from tests.support.fsdp.wrong_calls import Scene, WrongCall, check_refusal, sharded_linear
 
 
+@pytest.mark.always("adam_maximize", "asgd", "adadelta_foreach")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str) -> None:
     ranks(2, train_both, OPTIMIZERS[name], before=0, level=None)
@@ -53,6 +54,7 @@ KEPT = [
 ]
 
 
+@pytest.mark.always("adamw")
 @pytest.mark.parametrize("name", KEPT)
 def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
     ranks(3, train_both, OPTIMIZERS[name], before=2, level=2)
@@ -90,6 +92,7 @@ def test_state_of_scalars_alone_is_kept(ranks: Ranks) -> None:
     ranks(2, keep_state_of_scalars)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("level", [0, 1, 2, 3])
 def test_optimizer_made_after_sharding(ranks: Ranks, level: int) -> None:
     ranks(2, train_both, OPTIMIZERS["adamw"], before=0, level=level, made_after=True)
@@ -165,6 +168,11 @@ def train_with_scheduler(scheduler_name: str, optimizer_name: str, made_before: 
     assert scheduler.get_last_lr() != start
 
 
+@pytest.mark.always(
+    "lambda-adamw-before_sharding",
+    "one_cycle-adamw-before_sharding",
+    "sequence-adamw-before_sharding",
+)
 @pytest.mark.parametrize("made_before", [True, False], ids=["before_sharding", "after_sharding"])
 @pytest.mark.parametrize(
     ("scheduler", "optimizer"),

@@ -206,13 +206,13 @@ READ_BY = {
         rotary_seq_len_interpolation_factor spec max_position_embeddings
         untie_embeddings_and_output_weights"""
     ),
-    "data": (
+    "gpt_datasets": (
         """seq_length mock_data data_path train_data_path valid_data_path
             test_data_path split data_cache_path mmap_bin_files
             create_attention_mask_in_dataloader reset_position_ids reset_attention_mask
             eod_mask_loss eval_iters train_samples num_dataset_builder_threads
             mid_level_dataset_surplus allow_ambiguous_pad_tokens full_validation
-            multiple_validation_sets fim_data"""
+            multiple_validation_sets"""
     ),
     "loop": (
         """padded_vocab_size micro_batch_size
@@ -220,7 +220,7 @@ READ_BY = {
             exit_signal_handler skip_train eval_interval manual_gc manual_gc_interval
             check_weight_hash_across_dp_replicas_interval"""
     ),
-    "tokenizer_choice": "make_vocab_size_divisible_by",
+    "tokenizers": "make_vocab_size_divisible_by",
     "training_step": "empty_unused_memory_level log_params_norm",
     "timing": ("timing_log_level timing_log_option log_timers_to_tensorboard barrier_with_L1_time"),
     "scalars": (
@@ -230,34 +230,26 @@ READ_BY = {
         """rerun_mode error_injection_rate error_injection_type check_for_spiky_loss
             result_rejected_tracker_filename"""
     ),
-    "device_records": (
-        """log_straggler disable_straggler_on_startup straggler_ctrlr_port straggler_minmax_count
-            record_memory_history memory_snapshot_path log_energy"""
-    ),
-    "microbatches": "dataloader_type num_workers",
-    "fill_in_the_middle": (
-        """fim_rate fim_spm_rate fim_split_sample fim_fragment_rate fim_no_prefix fim_prefix_token
-            fim_middle_token fim_suffix_token fim_pad_token fim_eod_token"""
-    ),
+    "samplers": "dataloader_type num_workers",
     "profiling": (
         """profile profile_step_start profile_step_end profile_ranks use_pytorch_profiler"""
     ),
-    "ranks": "seed",
-    "device_peak": "device_peak_tflops",
-    "watch": "log_dir",
-    "user_buffers": "tp_comm_overlap_cfg",
-    "../../pretrain_gpt": "logging_level dry_run",
+    "ranks": "seed tp_comm_overlap_cfg",
+    "speed": "device_peak_tflops",
+    "pretrain_gpt": "logging_level dry_run",
     "report": (
         """log_interval log_validation_ppl_to_tensorboard log_memory_to_tensorboard
             tensorboard_dir tensorboard_log_interval log_progress log_memory_interval
-            log_loss_scale_to_tensorboard log_world_size_to_tensorboard"""
+            log_loss_scale_to_tensorboard log_world_size_to_tensorboard
+            record_memory_history memory_snapshot_path"""
     ),
 }
 
 
 def sources(name: str) -> str:
     folder = ROOT / "megatron" / "pretrain"
-    files = sorted((folder / name).glob("*.py")) if name == "arguments" else [folder / f"{name}.py"]
+    pattern = f"{name}/*.py" if name == "arguments" else f"**/{name}.py"
+    files = [*sorted(folder.glob(pattern)), *ROOT.glob(f"{name}.py")]
     return "\n".join(
         path.read_text()
         for path in files
@@ -279,7 +271,7 @@ def test_no_flag_is_accepted_and_ignored() -> None:
     flags = chain.from_iterable(source.flags() for source in CONFIG_GROUPS.values())
     fields = {flag.dest for flag in flags}
     read = set(" ".join(READ_BY.values()).split())
-    # Each setting is tested in test_tokenizer_choice.py.
+    # Each setting is tested in test_tokenizers.py.
     read |= {setting.name for setting in dataclasses.fields(TokenizerChoice)}
     known = {action.dest for action in actions}
     # Each further field has a test in test_further_fields.py.

@@ -36,10 +36,10 @@ from tests.support.pretrain.training_runs import (
     train,
 )
 from tests.support.rank_pool import run_ranks
-from tests.support.selection import mostly_in_full
 
 
-@pytest.mark.parametrize("strategy", mostly_in_full(STRATEGIES, ("no_shard", "optim_grads_params")))
+@pytest.mark.always("no_shard")
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_resumed_run_has_bitwise_the_losses_of_one_that_never_stopped(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -71,6 +71,7 @@ def test_a_run_resumes_at_another_strategy(fp32: tuple[Path, Record]) -> None:
         assert_close(resumed.losses, unbroken.losses[3:], 1e-6)
 
 
+@pytest.mark.always("1")
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_a_run_resumes_on_another_number_of_ranks(
     num_ranks: int, fp32: tuple[Path, Record]
@@ -288,6 +289,7 @@ def failing_save(command_line: str, failing_rank: int) -> str:
         return refuse(command_line)
 
 
+@pytest.mark.always("0")
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_a_save_that_fails_on_one_rank_leaves_the_checkpoint_before_it(
     failing_rank: int, tmp_path: Path
@@ -320,6 +322,7 @@ def refused_load(command_line: str) -> tuple[str, bool]:
     raise AssertionError("the load was not refused")
 
 
+@pytest.mark.always("hidden_size", "untied_unchecked")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import trace
 from tests.support.pretrain.saved_runs import FSDP
 from tests.support.pretrain.training_runs import SMALL, Record, refuse, train
 from tests.support.rank_pool import run_ranks

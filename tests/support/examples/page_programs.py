@@ -40,7 +40,7 @@ class PageProgram:
 
     Attributes:
         before: gives the names that the page assumes the reader to have.
-        checks: for each block, looks at the names that there are after it.
+        checks: a function for each block, which looks at the names that there are after it.
     """
 
     before: Callable[[], Names]

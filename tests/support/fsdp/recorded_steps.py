@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MegatronFSDP, fully_shard
-from megatron.fsdp.trace import record as trace
+from megatron.fsdp import MegatronFSDP, fully_shard, trace
 from megatron.fsdp.trace.recorder import TraceEntry
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, Stack

@@ -31,13 +31,13 @@ from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import loop, ranks
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.checkpoints import checkpointing
-from megatron.pretrain.data.tokenizer import Tokenizer
-from megatron.pretrain.data.tokenizer_choice import TokenizerChoice, build_tokenizer, embedding_rows
+from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
+from megatron.pretrain.data.tokenizers import Tokenizer, build_tokenizer, embedding_rows
 from megatron.pretrain.model.gpt_model import build_model
 from megatron.pretrain.model.gpt_optimizer import build_optimizer
-from megatron.pretrain.progress import Progress
 from megatron.pretrain.report.logging_setup import set_up_logging
 from megatron.pretrain.report.report import Report
+from megatron.pretrain.run_state import Progress
 from tests.support.model_parallel import initialize
 
 SIZES = (

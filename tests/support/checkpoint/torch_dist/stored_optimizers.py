@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from megatron.checkpoint.core import spelling
@@ -29,9 +28,6 @@ from tests.support.pretrain.parity import (
     Combination,
 )
 from tests.support.rank_pool import run_ranks
-
-OWN_SAMPLES = Path(__file__).parents[3] / "data" / "torch_dist"
-MORE_SAMPLES = Path(__file__).parents[5] / "shared" / "data" / "torch_dist"
 
 
 class File:
@@ -66,15 +62,6 @@ class File:
         }
         changed.common = {**self.common, "args": argparse.Namespace(**args)}
         return changed
-
-
-def sample(name: str) -> Path:
-    folder = next(
-        (root / name for root in (OWN_SAMPLES, MORE_SAMPLES) if (root / name).is_dir()), None
-    )
-    if folder is None:
-        pytest.skip(f"the sample {name} is larger than what the repository keeps, and is not here")
-    return folder
 
 
 def assert_is(found: OptimizerTensors, weights: dict[str, LazyTensor], expected: State) -> None:
