@@ -18,10 +18,9 @@ import pytest
 
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import TRACKER
-from megatron.pretrain.checkpoints import save_lock
+from megatron.pretrain.checkpoints import save_directory
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
-from megatron.pretrain.checkpoints.save_directory import refuse_overwriting, settle
-from megatron.pretrain.checkpoints.save_lock import LOCK, locked
+from megatron.pretrain.checkpoints.save_directory import LOCK, locked, refuse_overwriting, settle
 from megatron.pretrain.report.loss_history import HISTORY
 from tests.pretrain.report.test_loss_history import killed_at
 from tests.pretrain.test_newest_checkpoint import arguments
@@ -160,7 +159,7 @@ HOLDER = f"""
 import os, sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.pretrain.checkpoints.save_lock import locked
+from megatron.pretrain.checkpoints.save_directory import locked
 with locked(Path(sys.argv[1]), print):
     child = os.fork()
     if child == 0:
@@ -184,7 +183,7 @@ def holder(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
 
 def refuse_without_waiting(line: str) -> str:
     """Job: the error of a run that does not wait for another one."""
-    with patch.object(save_lock, "WAIT_SECONDS", 0.0):
+    with patch.object(save_directory, "WAIT_SECONDS", 0.0):
         return refuse(line)
 
 
@@ -199,7 +198,7 @@ def test_a_second_run_is_refused_until_the_first_is_dead(
     process.kill()
     process.wait()
     # The child that it has forked lives, and has inherited the open file.
-    with patch.object(save_lock, "WAIT_SECONDS", 0.0), locked(folder, print):
+    with patch.object(save_directory, "WAIT_SECONDS", 0.0), locked(folder, print):
         assert str(os.getpid()) in (folder / LOCK).read_text()
     assert not (folder / LOCK).exists()
 

@@ -40,7 +40,7 @@ from megatron.checkpoint.commands.verification import find_problems
 from megatron.checkpoint.core.progress import progress_of
 from megatron.checkpoint.store import directory
 from megatron.pretrain.arguments import build_parser
-from megatron.pretrain.checkpoints import save_lock
+from megatron.pretrain.checkpoints import save_directory
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.report import report
 from megatron.pretrain.report.report import Report
@@ -175,7 +175,7 @@ def become_run(line: str, folder: Path, strike: Strike, pipe: int, pause: float)
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        save_lock.WAIT_SECONDS = 0.0
+        save_directory.WAIT_SECONDS = 0.0
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         Report.begin = begin_and_tell
         striker.install()
