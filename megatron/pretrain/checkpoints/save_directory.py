@@ -259,7 +259,8 @@ def _move_aside(root: Path, after: int) -> str:
 def locked(folder: Path, say: Say) -> Iterator[None]:
     """Lock a directory, which is made if need be, as long as the context lasts.
 
-    See [Note: record locks]. Afterwards the lock file is removed, and so is an empty directory that was made.
+    See [Note: record locks]. Afterwards the lock file is removed, and so is an empty directory that
+    was made.
 
     Raises:
         RunError: another run has it still after :data:`WAIT_SECONDS`; the message names that run.
