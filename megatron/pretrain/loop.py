@@ -24,15 +24,9 @@ from megatron.core.utils import get_model_config
 from megatron.fsdp import trace
 from megatron.mcore_adapter.releases.batch_size_schedule import init_num_microbatches
 from megatron.pretrain.arguments.check import FrozenArguments
-from megatron.pretrain.checkpoints import (
-    checkpointing,
-    fsdp_dtensor_checkpoint,
-    local_save,
-    save_directory,
-)
+from megatron.pretrain.checkpoints import checkpointing, save_directory
 from megatron.pretrain.checkpoints.background_save import BackgroundSaves
 from megatron.pretrain.checkpoints.checkpoint_source import non_persistent_root
-from megatron.pretrain.checkpoints.local_checkpoint import LOCAL
 from megatron.pretrain.data.gpt_datasets import build_datasets, find_data
 from megatron.pretrain.data.samplers import WholeDataset, batches, named_sets, one_or_list
 from megatron.pretrain.data.tokenizer_choice import TokenizerChoice
@@ -200,7 +194,7 @@ def train(
                 save(run, args.save)
                 saved_at = progress.iteration
             elif progress.is_multiple_of(args.non_persistent_save_interval):
-                save_non_persistent(run)
+                save(run, non_persistent_root(args, args.save))
             if args.manual_gc and progress.is_multiple_of(args.manual_gc_interval):
                 gc.collect()
             if should_stop(run):
@@ -316,25 +310,6 @@ def save(run: TrainingRun, root: str, at_the_end: bool = False) -> None:
         else:
             checkpointing.save(run.args, *parts, run.report.say, root)
             run.report.saved(run.progress)
-    run.report.times_of(SAVE, run.progress)
-
-
-def save_non_persistent(run: TrainingRun) -> None:
-    """Save the checkpoint of which only the newest is kept.
-
-    A local one is written while training waits, also with --async-save: it may be written while a
-    persistent one is being written in the background.
-    """
-    args = run.args
-    if args.non_persistent_ckpt_type != LOCAL:
-        save(run, non_persistent_root(args, args.save))
-        return
-    parts = (run.model, run.optimizer, run.scheduler, run.progress)
-    under_way = None if run.background is None else run.background.under_way
-    with run.report.times.measured(SAVE), position.during(position.SAVING):
-        content = checkpointing.collect(args, *parts, fsdp_dtensor_checkpoint)
-        local_save.save(args, content, run.progress.iteration, run.report.say, under_way)
-        run.report.keep_history()
     run.report.times_of(SAVE, run.progress)
 
 

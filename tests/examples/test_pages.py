@@ -82,14 +82,6 @@ COMMAND_PAGES = {
         replaced=(("s3://", "local://{folder}/"), ("node 8", "node 2"), (" ... ", f" {LLAMA} "))
     ),
     "docs/planning.md": CommandPage(),
-    "docs/local_checkpoints.md": CommandPage(
-        replaced=(
-            (
-                "--non-persistent-local-ckpt-dir /dev/shm",
-                f"{SMALL_MODEL} --non-persistent-local-ckpt-dir {{folder}}",
-            ),
-        )
-    ),
 }
 ELSEWHERE = {
     "docs/index.md: make pretrain": "is in README.md too, as tests/examples/test_site.py compares",

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.dcp.dcp_saving import without_others
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, digest_of
-from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import collector_paused
+from megatron.pretrain.checkpoints.checkpoint_format import collector_paused
 from megatron.pretrain.run_state import Progress
 from tests.support.pretrain.saved_runs import FSDP, STRATEGIES
 from tests.support.pretrain.training_runs import SMALL, build, load_checkpoint, save_checkpoint

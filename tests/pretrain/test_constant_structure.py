@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 from megatron.checkpoint.dcp import dcp_saving
 from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.dcp.plan_reuse import PlanReuse
-from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, structure_of
+from megatron.pretrain.checkpoints.torch_dist_saving import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
 from tests.support.pretrain.training_runs import pretrain, train
 from tests.support.rank_pool import run_ranks

@@ -84,7 +84,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         raise KeyError("enough seen")
 
     inner = {"gathered_weights": lambda model: nullcontext(), "sharded_state": lambda *a, **k: {}}
-    inner |= {"_refuse_code": lambda source: None, "agree": lambda problems: list(problems)}
+    inner |= {"on_first_rank": lambda action: None, "agree": lambda problems: list(problems)}
     inner["read_metadata"] = lambda source: argparse.Namespace(state_dict_metadata={})
     inner["_common_state_readable"] = lambda source: nullcontext()
     outer = {"load": load, "load_content_metadata": lambda source: {}}
@@ -93,7 +93,7 @@ def torch_dist(args: argparse.Namespace) -> dict[str, Any]:
         patch.multiple(torch_dist_checkpoint.dist_checkpointing, **outer),
         pytest.raises(ValueError, match="enough seen"),
     ):
-        torch_dist_checkpoint.load(args, {}, [], None, Path("nowhere"))
+        torch_dist_checkpoint.TorchDistFormat().load(args, {}, [], None, Path("nowhere"), print)
     return seen
 
 

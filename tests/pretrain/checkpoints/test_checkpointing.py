@@ -276,16 +276,16 @@ def test_a_partial_load_takes_what_there_is_and_a_strict_one_says_what_is_missin
 
 def failing_save(command_line: str, failing_rank: int) -> str:
     """Job: a run whose second save fails on one rank; the error."""
-    original = checkpointing.FORMATS["fsdp_dtensor"].write
+    form = checkpointing.FORMATS[True, "fsdp_dtensor"]
+    original = form.write
 
-    def write(args: Any, content: dict[str, Any], target: Path) -> None:
+    def write(args: Any, content: dict[str, Any], target: Path) -> list[str]:
         if content["iteration"] == 2 and dist.get_rank() == failing_rank:
             with patch.object(SigningWriter, "write_data", side_effect=OSError("disk full")):
-                original(args, content, target)
-        else:
-            original(args, content, target)
+                return original(args, content, target)
+        return original(args, content, target)
 
-    with patch.object(checkpointing.FORMATS["fsdp_dtensor"], "write", write):
+    with patch.object(form, "write", write):
         return refuse(command_line)
 
 
