@@ -15,7 +15,7 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.conversion import ConversionError
 from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import IMPLEMENTATIONS
-from megatron.checkpoint.store.urls import local_path
+from megatron.checkpoint.store.stores import local_path
 
 
 class Location(click.Path):

@@ -198,11 +198,10 @@ def upload(output: OutputDirectory) -> None:
             sizes[path.relative_to(final).as_posix()] = path.stat().st_size
     rank, world_size = rank_and_world_size()
     try:
-        begun = _on_first_rank(lambda: store.begin(name))
-        (into,) = _from_first_rank([begun or ""])
+        _on_first_rank(lambda: store.begin(name))
         problem = None
         try:
-            store.upload(final, into, list(sizes)[rank::world_size])
+            store.upload(final, name, list(sizes)[rank::world_size])
         except OSError as error:
             problem = _message_of_rank(error)
         _raise_together(problem, None)

@@ -4,7 +4,7 @@
 It is written when a checkpoint is published, and signs the set of files: a file of another
 checkpoint or rank is as wrong as a damaged one, although its own checksums are right. Its digest of
 itself shows a change of the manifest. Checkpoints of other programs have none. The digest of a file
-is that of :mod:`megatron.checkpoint.integrity.block_digest`; in manifests of earlier versions it is the
+is that of :mod:`megatron.checkpoint.integrity.block_digest`; in earlier versions it is the
 SHA-256 of the content. Each is named beside it.
 """
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from megatron.checkpoint.store.stores import LEASE, Store, errors_of
+from megatron.checkpoint.store.stores import Store, errors_of
+
+LEASE = ".save_lease"
+"""Name of the object."""
 
 
 class LeasedStore(Store):

@@ -62,18 +62,11 @@ def upload(staging: Path) -> list[str]:
     Returns:
         The problems of all ranks, the same on every rank.
     """
-    store = _store(staging)
+    store, name = _store(staging), _final_name(staging)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    begun: list[str] = []
-
-    def begin() -> None:
-        if rank == 0:
-            begun.append(store.begin(_final_name(staging)))
-
-    problems = _problems(begin)
-    names = agree(begun)
+    problems = _problems(lambda: store.begin(name) if rank == 0 else None)
     return problems or _problems(
-        lambda: store.upload(staging, names[0], files_of_rank(staging, rank, world_size))
+        lambda: store.upload(staging, name, files_of_rank(staging, rank, world_size))
     )
 
 

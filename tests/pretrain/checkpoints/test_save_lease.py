@@ -18,10 +18,10 @@ import pytest
 
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
-from megatron.checkpoint.store.lease_object import LeasedStore
-from megatron.checkpoint.store.stores import LEASE, Store
+from megatron.checkpoint.store.lease_object import LEASE, LeasedStore
+from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import BASE_VARIABLE
-from megatron.checkpoint.store.urls import local_path
+from megatron.checkpoint.store.stores import local_path
 from megatron.pretrain.checkpoints import save_lease
 from megatron.pretrain.errors import RunError
 from megatron.pretrain.checkpoints.save_lease import LeaseHolder, check, leased
@@ -205,7 +205,7 @@ HOLDER = f"""
 import sys, time
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from megatron.checkpoint.store.urls import local_path
+from megatron.checkpoint.store.stores import local_path
 from megatron.pretrain.checkpoints.save_lease import leased
 with leased(Path(local_path(sys.argv[1])), print):
     print("held", flush=True)
