@@ -98,15 +98,15 @@ def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
 def elements_read(line: str) -> tuple[int, int]:
     """Job: return how many elements this rank reads for a load, and how many the file has."""
     run = build(line)
-    read = StoredCheckpoint.read_region
+    read = StoredCheckpoint.read_chunk
     sizes: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
-        region = read(*args)
-        sizes.append(region.numel())
-        return region
+        chunk = read(*args)
+        sizes.append(chunk.numel())
+        return chunk
 
-    with patch.object(StoredCheckpoint, "read_region", counted):
+    with patch.object(StoredCheckpoint, "read_chunk", counted):
         load_checkpoint(run)
     stored = StoredCheckpoint(Path(run.args.load) / "iter_0000002", verify=False)
     return sum(sizes), sum(torch.Size(stored.shape(key)).numel() for key in stored.tensors)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.core.listing import listed
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
@@ -122,7 +123,7 @@ def target(stored: StoredCheckpoint, renamed: dict[str, str]) -> DcpTarget:
             entries.append(ObjectEntry(new, _object_reader(stored, key)))
             continue
         for chunk in stored.tensors[key].chunks:
-            tensor = stored.lazy_region(key, chunk.offsets, chunk.sizes)
+            tensor = stored.lazy_chunk(key, Chunk.of(chunk))
             entries.append(TensorEntry(new, stored.shape(key), tuple(chunk.offsets), tensor))
     paths = stored.metadata.planner_data
     new_paths: dict[str, tuple[Any, ...]] | None = None

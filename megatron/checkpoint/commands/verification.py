@@ -14,7 +14,7 @@ from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Progress
 from megatron.checkpoint.core.progress import ignore_progress
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
-from megatron.checkpoint.dcp.chunk_index import chunks_overlap
+from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.integrity.manifest import MANIFEST
 from megatron.checkpoint.store import directory
@@ -105,16 +105,12 @@ def total_bytes(opened: Opened, fast: bool = False) -> int:
 def _wrong_chunks(stored: StoredCheckpoint) -> Iterator[str]:
     """Report tensors whose chunks overlap, reach beyond the shape or leave elements out."""
     for key, entry in stored.tensors.items():
-        volume = 0
-        chunks = []
-        for chunk in entry.chunks:
-            offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-            dims = zip(offsets, sizes, entry.size)
-            if any(offset < 0 or offset + size > whole for offset, size, whole in dims):
-                yield f"{key}: the chunk at {offsets} sticks out of the shape {tuple(entry.size)}"
-            if math.prod(sizes):
-                chunks.append((offsets, sizes))
-            volume += math.prod(sizes)
+        chunks = list(map(Chunk.of, entry.chunks))
+        for chunk in chunks:
+            if any(chunk.span(dim)[1] > size for dim, size in enumerate(entry.size)):
+                shape = tuple(entry.size)
+                yield f"{key}: the chunk at {chunk.offsets} sticks out of the shape {shape}"
+        volume = sum(chunk.numel for chunk in chunks)
         if volume != math.prod(entry.size):
             yield (
                 f"{key}: its chunks hold {volume} elements, its shape {tuple(entry.size)} has"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 PARAMETER_ALIGNMENT = 64
@@ -143,10 +144,10 @@ class ShardedBuffer:
         boundaries = []
         for bucket in self._keys:
             key = next(iter(bucket.values()))  # the other slots are cut in the same way
-            chunks = self._stored.tensors[key].chunks
-            starts = {chunk.offsets[0] for chunk in chunks}
-            stops = {chunk.offsets[0] + chunk.sizes[0] for chunk in chunks}
-            boundaries.append(starts | stops)
+            positions: set[int] = set()
+            for chunk in self._stored.tensors[key].chunks:
+                positions.update(Chunk.of(chunk).span(0))
+            boundaries.append(positions)
         return boundaries
 
     def locate(self, shards: Sequence[ParameterShard]) -> list[BufferLocation]:
@@ -186,7 +187,8 @@ class ShardedBuffer:
     def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
         """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
         key = self._keys[location.bucket][slot]
-        return self._stored.read_region(key, [location.offset + start], [stop - start])
+        chunk = Chunk((location.offset + start,), (stop - start,))
+        return self._stored.read_chunk(key, chunk)
 
 
 class GatheredBuffer:

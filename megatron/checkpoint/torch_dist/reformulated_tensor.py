@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 
 _ORIGINAL_SHAPE = "nd_reformulated_orig_global_shape"
@@ -128,5 +129,5 @@ class _Blocks:
 
     def _read_elements(self, position: Sequence[int], offset: int, numel: int) -> torch.Tensor:
         """Read elements of the block at ``position`` of the grid, a 1-d tensor."""
-        offsets, sizes = [*position, offset], [*(1 for _ in position), numel]
-        return self._stored.read_region(self._key, offsets, sizes).reshape(numel)
+        chunk = Chunk((*position, offset), (*(1 for _ in position), numel))
+        return self._stored.read_chunk(self._key, chunk).reshape(numel)

@@ -28,7 +28,7 @@ PART_BYTES = 2 * TENSOR
 CHILD = """
 import re, sys
 from pathlib import Path
-from megatron.checkpoint.core import dcp_target
+from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.commands.command_line import main
 
 def kibibytes(field):
