@@ -63,7 +63,7 @@ class StoredCheckpoint:
         self.directory = Path(directory)
         self._integrity = FileIntegrity(self.directory, verify)
         self.has_manifest = self._integrity.manifest is not None
-        self.metadata = read_metadata(self.directory, self._integrity.has_sound_metadata)
+        self.metadata = read_metadata(self.directory)
         entries = self.metadata.state_dict_metadata
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)

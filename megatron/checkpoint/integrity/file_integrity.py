@@ -21,7 +21,6 @@ class FileIntegrity:
 
     Attributes:
         manifest: None if the checkpoint has none, and if a damaged one is not to be verified.
-        has_sound_metadata: ``.metadata`` has the digest of the manifest.
         data_files: names of the files in which ``.metadata`` places entries.
 
     Raises:
@@ -37,7 +36,6 @@ class FileIntegrity:
         except DamagedCheckpointError:
             if verify:
                 raise
-        self.has_sound_metadata = False
         self.data_files: list[str] = []
         self._ends: dict[str, int] = {}
         self._keys: dict[str, set[str]] = {}
@@ -49,10 +47,8 @@ class FileIntegrity:
         if self.manifest is None or METADATA not in self.manifest.files:
             return
         problem = self.manifest.size_problem(METADATA)
-        if problem is None:
-            self.has_sound_metadata = not self.manifest.has_changed(METADATA)
-            if self.verify and not self.has_sound_metadata:
-                problem = f"{METADATA} has changed since it was written"
+        if problem is None and self.verify and self.manifest.has_changed(METADATA):
+            problem = f"{METADATA} has changed since it was written"
         self.raise_if_any([f"{problem}; it lists all tensors"] if problem else [])
 
     def raise_if_any(self, problems: Sequence[str]) -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks read into place, headers and metadata: the same as the careful readers."""
 
-import copyreg
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,16 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.dcp import metadata_pickle, reading_threads, safe_pickle, tensor_payload
+from megatron.checkpoint.dcp import reading_threads, safe_pickle, tensor_payload
 from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter, assign
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
@@ -138,28 +130,6 @@ def test_a_cut_file_is_refused(saved: Path, number: int, monkeypatch: pytest.Mon
         dcp.load(state, storage_reader=reader, planner=SafePlanner(), no_dist=True)
 
 
-def test_quick_metadata_is_that_of_the_careful_reader(saved: Path) -> None:
-    data = (saved / ".metadata").read_bytes()
-    quick = metadata_pickle._Unpickler(io.BytesIO(data)).load()
-    assert quick == safe_pickle.load(data) and type(quick) is Metadata
-    assert {type(index) for index in quick.storage_data} == {MetadataIndex}
-
-
-def test_quick_metadata_has_members_of_enums_by_name() -> None:
-    """As early releases of Python 3.11 store them."""
-    by_name = TensorStorageMetadata(TensorProperties(), torch.Size([2]), [])
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.dispatch_table = copyreg.dispatch_table | {
-        _MEM_FORMAT_ENCODING: lambda one: (getattr, (type(one), one.name))
-    }
-    pickler.dump(Metadata({"weight": by_name}))
-    assert b"builtins" in file.getvalue()
-    assert metadata_pickle._Unpickler(io.BytesIO(file.getvalue())).load().state_dict_metadata == {
-        "weight": by_name
-    }
-
-
 def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
     """`BUILD` on the class itself, which the unpickler in C would obey."""
     module, name = Metadata.__module__, Metadata.__qualname__
@@ -167,14 +137,8 @@ def test_a_pickle_cannot_change_the_classes_of_metadata() -> None:
     assert pickle.loads(data) is Metadata and Metadata.new == 1
     del Metadata.new
     with pytest.raises(safe_pickle.RefusedPickleError):
-        metadata_pickle.load(data, is_unchanged=False)
-    metadata_pickle.load(data, is_unchanged=True)
+        safe_pickle.load(data)
     assert not hasattr(Metadata, "new")
-
-
-def test_classes_that_are_not_listed_are_refused() -> None:
-    with pytest.raises(safe_pickle.RefusedPickleError):
-        metadata_pickle.load(b"cos\nsystem\n.", is_unchanged=True)
 
 
 @pytest.mark.parametrize(
