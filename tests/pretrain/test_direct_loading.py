@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model

@@ -387,7 +387,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "converter: a contradicting main weight counts",
-        "megatron/checkpoint/torch_dist/main_weights.py",
+        "megatron/checkpoint/torch_dist/exact_weights.py",
         "return not is_same",
         "return False",
         "tests/checkpoint/test_round_trips.py tests/checkpoint/commands/test_verification.py",

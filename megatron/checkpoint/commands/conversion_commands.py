@@ -30,11 +30,11 @@ from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.parts import Target
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import reader as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor import dtensor_reader as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.keys import MODEL_KEY_PREFIX
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
 from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.reading_threads import in_threads
 from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.dcp.tensor_payload import TensorPayload, read_chunk, read_header
 

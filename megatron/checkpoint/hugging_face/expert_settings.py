@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from megatron.checkpoint.hugging_face.model_arguments import layers_with_experts
-from megatron.checkpoint.hugging_face.setting_rule import Config, SettingRule, in_words
+from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words
 
 # ---- layers
 

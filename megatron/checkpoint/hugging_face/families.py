@@ -27,7 +27,7 @@ from megatron.checkpoint.hugging_face.expert_settings import (
 )
 from megatron.checkpoint.hugging_face.family import Family
 from megatron.checkpoint.hugging_face.rotary_settings import LLAMA3, YARN, rotary
-from megatron.checkpoint.hugging_face.setting_rule import only, same, without_meaning
+from megatron.checkpoint.hugging_face.setting_rules import only, same, without_meaning
 from megatron.checkpoint.hugging_face.settings import (
     EPSILON_OF_LATENTS,
     EVEN_HEADS,

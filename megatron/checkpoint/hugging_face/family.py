@@ -11,7 +11,7 @@ from typing import Any
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
 from megatron.checkpoint.core.spelling import INNER_LAYER
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, completed
-from megatron.checkpoint.hugging_face.setting_rule import Config, SettingRule, in_words, only
+from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule, in_words, only
 from megatron.checkpoint.hugging_face.tensors import VOCABULARY, Pairing, TensorRow
 
 _IGNORED = (

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.checkpoint.hugging_face.setting_rule import Config, SettingRule
+from megatron.checkpoint.hugging_face.setting_rules import Config, SettingRule
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import argparse
 from typing import Any
 
 from megatron.checkpoint.hugging_face.model_arguments import num_query_groups
-from megatron.checkpoint.hugging_face.setting_rule import (
+from megatron.checkpoint.hugging_face.setting_rules import (
     Config,
     SettingRule,
     read_nothing,

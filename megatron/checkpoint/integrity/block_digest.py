@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.dcp.reading_threads import in_threads, number_of_threads
+from megatron.checkpoint.core.reading_threads import in_threads, number_of_threads
 from megatron.checkpoint.integrity.checksum import crc32
 
 BLOCK = 1 << 17

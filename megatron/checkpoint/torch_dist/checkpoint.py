@@ -3,7 +3,7 @@
 
 Runs without FSDP write it. It is a DCP directory with flat keys, one for each tensor of the model
 without regard to any parallelism, with layers and experts stacked along leading axes. What is not
-sharded is in the common state (:mod:`megatron.checkpoint.torch_dist.common_state`). The optimizer's
+sharded is in the common state (:mod:`megatron.checkpoint.torch_dist.unsharded_state`). The optimizer's
 tensors have several layouts (:mod:`megatron.checkpoint.torch_dist.optimizer_layouts`), of which
 ``fully_reshardable`` is written.
 """
@@ -28,7 +28,10 @@ from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
-from megatron.checkpoint.torch_dist.common_state import (
+from megatron.checkpoint.torch_dist.exact_weights import add_optimizer_state
+from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
+from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
+from megatron.checkpoint.torch_dist.unsharded_state import (
     COMMON_FILE,
     COMMON_OBJECT,
     KNOWN_FIELDS,
@@ -37,9 +40,6 @@ from megatron.checkpoint.torch_dist.common_state import (
     notes_on_steps,
     read_common,
 )
-from megatron.checkpoint.torch_dist.main_weights import add_optimizer_state
-from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
-from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
 
 __all__ = [
     "COMMON_FILE",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
     Argument,
@@ -27,7 +27,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
     num_query_groups,
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, COMMON_OBJECT, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
 from megatron.fsdp.engine.collectives import agree
 
 if TYPE_CHECKING:

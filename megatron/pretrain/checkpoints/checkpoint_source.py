@@ -17,7 +17,7 @@ from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
 from megatron.pretrain.checkpoints.followed_checkpoint import followed_by, is_given_up, tracked_in

@@ -22,7 +22,7 @@ from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples, small_models

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from megatron.checkpoint.dcp import reading_threads, safe_pickle, tensor_payload
+from megatron.checkpoint.core import reading_threads
+from megatron.checkpoint.dcp import safe_pickle, tensor_payload
 from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter, assign
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint

@@ -20,8 +20,8 @@ from megatron.checkpoint.hugging_face.model_directory import (
     SINGLE_FILE,
     is_model_directory,
 )
-from megatron.checkpoint.hugging_face.reader import read
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_reader import read
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from tests.support.checkpoint import samples
 from tests.support.checkpoint.changed_checkpoints import TENSOR, rewritten
 from tests.support.checkpoint.command_runs import TO_FSDP, TO_TORCH_DIST, run_json

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.dcp import reading_threads
+from megatron.checkpoint.core import reading_threads
 from megatron.checkpoint.integrity import block_digest
 from megatron.checkpoint.integrity.block_digest import (
     BLOCK,

@@ -20,11 +20,11 @@ from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.model_directory import INDEX
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from megatron.mcore_adapter import cpu
 from megatron.pretrain.arguments import parse_arguments
 from megatron.pretrain.arguments.configs import transformer_config

@@ -29,7 +29,7 @@ from megatron.checkpoint.hugging_face.model_directory import (
     write_json,
 )
 from megatron.checkpoint.hugging_face.safetensors_shard import write_shard
-from megatron.checkpoint.hugging_face.setting_rule import Config
+from megatron.checkpoint.hugging_face.setting_rules import Config
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
