@@ -31,9 +31,9 @@ import torch
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
+from megatron.checkpoint.core.key_rules import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 

@@ -68,17 +68,18 @@ STAND_ALONE = {
 INTEGERS_ONLY = ("engine.planner", "engine.layout")
 """Files of the engine that every tool can import, because they do without torch."""
 
+_BELOW_FORMATS = ("core", "store", "integrity", "dcp")
 CHECKPOINT_ROOMS = {
-    "core": ("core",),
-    "torch_dist": ("core", "torch_dist"),
-    "fsdp_dtensor": ("core", "fsdp_dtensor"),
-    "hugging_face": ("core", "hugging_face"),
-    "commands": ("core", "torch_dist", "fsdp_dtensor", "hugging_face", "commands"),
+    **{room: _BELOW_FORMATS[: number + 1] for number, room in enumerate(_BELOW_FORMATS)},
+    "torch_dist": (*_BELOW_FORMATS, "torch_dist"),
+    "fsdp_dtensor": (*_BELOW_FORMATS, "fsdp_dtensor"),
+    "hugging_face": (*_BELOW_FORMATS, "hugging_face"),
+    "commands": (*_BELOW_FORMATS, "torch_dist", "fsdp_dtensor", "hugging_face", "commands"),
     "__main__": ("commands",),
 }
 """Rooms of megatron/checkpoint, and the rooms that the files of each may import.
 
-The core imports no format, and formats do not import each other.
+The rooms of a DCP directory import downwards and no format, and formats do not import each other.
 """
 
 OURS = (
@@ -385,12 +386,12 @@ def test_wrong_line_in_fsdp_is_found(name: str, source: str, problem: str) -> No
         (
             "torch_dist.checkpoint",
             "def f():\n    from megatron.checkpoint.fsdp_dtensor.checkpoint import plain_name",
-            "torch_dist may import core, torch_dist",
+            "torch_dist may import core, store, integrity, dcp, torch_dist",
         ),
         (
             "hugging_face.families",
             "from megatron.checkpoint import torch_dist",
-            "hugging_face may import core, hugging_face",
+            "hugging_face may import core, store, integrity, dcp, hugging_face",
         ),
         ("__main__", "from megatron.checkpoint.core import parts", "__main__ may import commands"),
         ("zarr.checkpoint", "", "no room of CHECKPOINT_ROOMS"),

@@ -17,10 +17,10 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.comparison import FORMAT_ARGUMENTS, compare_states, same
 from megatron.checkpoint.commands.formats import Opened, open_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.support.checkpoint import samples, small_models

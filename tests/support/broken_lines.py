@@ -394,14 +394,14 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "converter: keys and values change places",
-        "megatron/checkpoint/hugging_face/tensors.py",
+        "megatron/checkpoint/hugging_face/family.py",
         "view(heads, 3, width).transpose(0, 1)",
         "view(3, heads, width).transpose(0, 1)",
         "tests/checkpoint/hugging_face",
     ),
     BrokenLine(
         "converter: up before gate",
-        "megatron/checkpoint/hugging_face/tensors.py",
+        "megatron/checkpoint/hugging_face/family.py",
         "return [tensor.rows(0, middle), tensor.rows(middle, tensor.num_rows)]",
         "return [tensor.rows(middle, tensor.num_rows), tensor.rows(0, middle)]",
         "tests/checkpoint/hugging_face",

@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.parts import Part, Target
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import Part, Target, progress_of
 from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.store.stores import Store, store_of
 from megatron.checkpoint.store.url_staging import directory_token

@@ -14,6 +14,7 @@ import torch
 from megatron.checkpoint.commands import conversion, editing
 from megatron.checkpoint.commands.command import (
     CHECKPOINT,
+    Printer,
     allow_unknown_keys,
     command,
     transformer_impl,
@@ -26,12 +27,11 @@ from megatron.checkpoint.commands.formats import (
     Opened,
     open_checkpoint,
 )
-from megatron.checkpoint.commands.printer import Printer
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.parts import Target
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 from megatron.checkpoint.commands.formats import PLAIN, Opened
+from megatron.checkpoint.core.key_rules import Sizes, expected_shape
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.core.training_state import SCHEDULE, TrainingState
 from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint

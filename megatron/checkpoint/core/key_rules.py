@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of the parameters that models have, which all checkpoint formats use.
+"""The table of the parameters that models have, and their shapes, which all formats use.
 
 The rules of ``MODEL`` and ``LAYER`` list the parameters, in the order in which a GPTModel registers
 them, by canonical name (:mod:`megatron.checkpoint.core.spelling`). Supporting layers with other
@@ -8,9 +8,10 @@ parameters takes a few more rules.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ class ParameterRule:
 
     Attributes:
         module: path of the module; ``{expert}`` is a number.
-        dims: of the weight, by their names in :mod:`megatron.checkpoint.core.parameter_shapes`.
+        dims: of the weight, by their names in :mod:`megatron.checkpoint.core.key_rules`.
         split_dim: dim of the weight that tensor parallelism splits; None for no split. Biases are
             split with dim 0 only.
         gated: if the model's MLPs are gated, dim 0 is the gate, followed by the rows that it
@@ -185,11 +186,6 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
     return (entry.stack, layer, entry.position_of_module, *in_module, leaf)
 
 
-def is_expert(name: str) -> bool:
-    """Return True if a parameter belongs to an expert of an expert-parallel layer."""
-    return ".mlp.experts." in name
-
-
 def is_buffer(name: str) -> bool:
     """Return True if a tensor of a model is a buffer, not a parameter."""
     rule = rule_of(name)
@@ -251,3 +247,86 @@ def split_dim(name: str) -> int | None:
     if name.endswith(".bias"):
         return 0 if rule.split_dim == 0 else None
     return rule.split_dim
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model, by the names that ``ParameterRule.dims`` has, from its arguments.
+
+    A size is an attribute, such as ``sizes.hidden``. It is None if the arguments lack it.
+
+    Attributes:
+        args: of the run.
+    """
+
+    args: argparse.Namespace
+
+    def __getattr__(self, name: str) -> int | None:
+        try:
+            return _SIZES[name](self.args)
+        except (AttributeError, TypeError):  # an argument that is missing or None
+            return None
+
+
+def expected_shape(name: str, sizes: Sizes) -> tuple[int | None, ...] | None:
+    """Return the shape that a parameter should have; None for one that is not known.
+
+    Args:
+        name: its canonical name.
+        sizes: of the model. Dims that it does not say are None in the result.
+    """
+    rule = rule_of(name)
+    if rule is None:
+        return None
+    dims = rule.dims[:1] if name.endswith(".bias") else rule.dims
+    return tuple(getattr(sizes, dim) for dim in dims)
+
+
+def _gated_rows(args: argparse.Namespace, width: int) -> int:
+    is_gated = args.swiglu or getattr(args, "quick_geglu", False)
+    return width * (2 if is_gated else 1)
+
+
+def _attention_width(args: argparse.Namespace) -> int:
+    head_dim: int = args.v_head_dim if args.multi_latent_attention else args.kv_channels
+    num_heads: int = args.num_attention_heads
+    return num_heads * head_dim
+
+
+def _qkv_rows(args: argparse.Namespace) -> int:
+    num_heads: int = args.num_attention_heads
+    num_groups: int = args.num_query_groups if args.group_query_attention else num_heads
+    head_dim: int = args.kv_channels
+    return (num_heads + 2 * num_groups) * head_dim
+
+
+_SIZES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "one": lambda args: 1,
+    "hidden": lambda args: args.hidden_size,
+    "twice_hidden": lambda args: 2 * args.hidden_size,
+    "vocabulary": lambda args: args.padded_vocab_size,
+    "positions": lambda args: args.max_position_embeddings,
+    "token_types": lambda args: args.num_tokentypes,
+    "head_dim": lambda args: args.kv_channels,
+    "attention_width": _attention_width,
+    "qkv_rows": _qkv_rows,
+    "query_rank": lambda args: args.q_lora_rank,
+    "key_value_rank": lambda args: args.kv_lora_rank,
+    "query_norm": lambda args: (
+        args.q_lora_rank if args.multi_latent_attention else args.kv_channels
+    ),
+    "latent_query_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
+    ),
+    "key_value_down_rows": lambda args: args.kv_lora_rank + args.qk_pos_emb_head_dim,
+    "key_value_up_rows": lambda args: (
+        args.num_attention_heads * (args.qk_head_dim + args.v_head_dim)
+    ),
+    "experts": lambda args: args.num_experts,
+    "expert_width": lambda args: args.moe_ffn_hidden_size,
+    "expert_fc1_rows": lambda args: _gated_rows(args, args.moe_ffn_hidden_size),
+    "shared_width": lambda args: args.moe_shared_expert_intermediate_size,
+    "shared_fc1_rows": lambda args: _gated_rows(args, args.moe_shared_expert_intermediate_size),
+    "mlp_width": lambda args: args.ffn_hidden_size,
+    "fc1_rows": lambda args: _gated_rows(args, args.ffn_hidden_size),
+}

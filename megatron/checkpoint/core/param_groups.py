@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron.checkpoint.core.key_rules import VOCABULARY, is_expert
+from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.listing import listed, some
-from megatron.checkpoint.core.spelling import canonical_name
+from megatron.checkpoint.core.spelling import canonical_name, is_expert
 from megatron.checkpoint.core.training_state import OptimizerParamGroup
 
 _FIELDS_OF_TORCH = {

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of an output that can be written one by one, in any order, by any process."""
+"""Parts of an output, which any process writes in any order, and the progress of long work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
+
+from tqdm import tqdm
 
 Progress = Callable[[int], None]
 """Called with the number of bytes that were done since the last call."""
@@ -43,3 +48,101 @@ class Target(Protocol):
             staging: the directory.
             results: the results of the parts, by name.
         """
+
+
+# ---- progress on stderr: a bar on a terminal, elsewhere a plain line now and then
+
+LINE_SECONDS = 10.0
+"""Plain lines are at least this far apart, and the first comes after this much work."""
+
+
+@contextmanager
+def progress_of(
+    title: str, total: int, *, unit: str = "B", show: bool = True, stream: TextIO | None = None
+) -> Iterator[Progress]:
+    """Show the progress of the work inside this context.
+
+    Args:
+        title: the work, as a participle: ``converting``.
+        total: the amount of work, in ``unit``.
+        unit: ``B`` for bytes, which are shown as kB, MB and so on, or the plural of what is
+            counted.
+        show: False for nothing at all.
+        stream: where it is shown. Default: stderr.
+
+    Yields:
+        The function that is called with each amount of work when it is done.
+    """
+    if not show:
+        yield ignore_progress
+        return
+    stream = stream if stream is not None else sys.stderr
+    bar = terminal_bar(stream, desc=title, total=total, unit=unit, unit_scale=unit == "B")
+    if bar is None:
+        yield ProgressLines(title, total, unit, stream, time.monotonic).advance
+        return
+    with bar:
+        yield bar.update
+
+
+def terminal_bar(stream: TextIO | None = None, **options: Any) -> tqdm | None:
+    """Return a new bar of tqdm if ``stream`` (default: stderr) is a terminal, else None.
+
+    Args:
+        stream: where the bar is drawn.
+        **options: the arguments of tqdm.
+    """
+    stream = stream if stream is not None else sys.stderr
+    return tqdm(file=stream, **options) if stream.isatty() else None
+
+
+class ProgressLines:
+    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes.
+
+    Args:
+        title: the work, as a participle.
+        total: the amount of work.
+        unit: as of :func:`progress_of`.
+        stream: where the lines are printed.
+        clock: the time in seconds.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int,
+        unit: str,
+        stream: TextIO,
+        clock: Callable[[], float],
+    ):
+        self._title = title
+        self._total = total
+        self._unit = unit
+        self._stream = stream
+        self._clock = clock
+        self._done = 0
+        self._begin = self._last_line = clock()
+
+    def advance(self, amount: int) -> None:
+        """Count ``amount`` as done, and print a line if the last one is long enough ago."""
+        self._done += amount
+        now = self._clock()
+        if now - self._last_line < LINE_SECONDS:
+            return
+        self._last_line = now
+        print(self._line(now - self._begin), file=self._stream, flush=True)
+
+    def _line(self, seconds: float) -> str:
+        """Return ``converting: 25 %, 1.00GB of 4.00GB in 20 s``."""
+        share = f"{100 * self._done // self._total} %, " if self._total else ""
+        of_total = f" of {self._amount(self._total)}" if self._total else ""
+        return f"{self._title}: {share}{self._amount(self._done)}{of_total} in {seconds:.0f} s"
+
+    def _amount(self, amount: int) -> str:
+        if self._unit != "B":
+            return f"{amount} {self._unit}"
+        return f"{tqdm.format_sizeof(amount)}B"
+
+
+def ignore_progress(amount: int) -> None:
+    """Do nothing: the default for callers that do not ask for progress."""

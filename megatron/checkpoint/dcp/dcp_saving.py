@@ -40,12 +40,11 @@ from torch.futures import Future
 
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.plan_reuse import ChosenItems, PlanReuse
-from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.dcp.tensor_archive import archive_of
-from megatron.checkpoint.integrity.block_digest import BlockDigest
-from megatron.checkpoint.integrity.checksum import crc32
+from megatron.checkpoint.integrity.block_digest import BlockDigest, crc32
 from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
 from megatron.checkpoint.store import durable
+from megatron.checkpoint.store.directory import METADATA
 
 _OVERHEAD = 1200
 """About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""

@@ -18,23 +18,18 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import ignore_progress
+from megatron.checkpoint.core.parts import Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.chunk import Chunk, ChunkIndex, chunks_overlap
-from megatron.checkpoint.dcp.stored_metadata import (
-    METADATA,
-    DamagedCheckpointError,
-    read_metadata,
-)
+from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.dcp.tensor_payload import (
     TensorPayload,
     checksum_of,
     read_chunk,
     read_header,
 )
-from megatron.checkpoint.integrity.file_integrity import FileIntegrity
-from megatron.checkpoint.integrity.manifest import is_of_rank
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError, FileIntegrity, is_of_rank
+from megatron.checkpoint.store.directory import METADATA
 
 
 class StoredCheckpoint:

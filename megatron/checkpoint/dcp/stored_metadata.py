@@ -17,13 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron.checkpoint.dcp import safe_pickle
-
-METADATA = ".metadata"
-
-
-class DamagedCheckpointError(ValueError):
-    """A file of a checkpoint is missing, cut off or changed."""
-
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store.directory import METADATA
 
 _kept: dict[bytes, Any] | None = None
 """Content of ``.metadata`` files -> what was read of it, within :func:`metadata_read_once`."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron.checkpoint.integrity.checksum import crc32
+from megatron.checkpoint.integrity.block_digest import crc32
 
 _STORAGES = {
     torch.float64: torch.DoubleStorage,

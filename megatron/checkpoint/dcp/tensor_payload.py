@@ -23,8 +23,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.stored_metadata import METADATA, DamagedCheckpointError
-from megatron.checkpoint.integrity.checksum import crc32
+from megatron.checkpoint.integrity.block_digest import crc32
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.store.directory import METADATA
 
 _CHECKED_BLOCK = 1 << 22
 """Bytes that are read at once to compute a checksum."""

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families with a counterpart in Megatron-Core: names of tensors, settings of config.json.
 
-A family is data. Its rows (:mod:`megatron.checkpoint.hugging_face.tensors`) pair canonical names
-with those of transformers' modules, its rules (:mod:`megatron.checkpoint.hugging_face.settings`)
-pair Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
+A family is data: rows pair canonical names with those of transformers' modules, rules pair
+Megatron-LM's arguments with keys of config.json. Both work in both directions. A setting or an
 argument that no rule of the family covers has to have its default, or the model would compute
 something else.
 
@@ -25,10 +24,23 @@ from megatron.checkpoint.hugging_face.expert_settings import (
     SIGMOID_SCORES,
     SPARSE_LAYERS,
 )
-from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.family import (
+    FUSED_HEADS,
+    GATE_AND_UP,
+    HEADS,
+    TRANSPOSED,
+    VOCABULARY,
+    Family,
+    TensorRow,
+    Where,
+    compresses_queries,
+    has_experts,
+    is_dense,
+    keeps_queries,
+    untied,
+)
 from megatron.checkpoint.hugging_face.rotary_settings import LLAMA3, YARN, rotary
-from megatron.checkpoint.hugging_face.setting_rules import only, same, without_meaning
-from megatron.checkpoint.hugging_face.settings import (
+from megatron.checkpoint.hugging_face.setting_rules import (
     EPSILON_OF_LATENTS,
     EVEN_HEADS,
     GELU,
@@ -40,21 +52,10 @@ from megatron.checkpoint.hugging_face.settings import (
     QUERY_RANK,
     grouped_queries,
     head_width,
+    only,
+    same,
     tied_embeddings,
-)
-from megatron.checkpoint.hugging_face.tensors import (
-    FUSED_HEADS,
-    GATE_AND_UP,
-    HEADS,
-    TRANSPOSED,
-    VOCABULARY,
-    TensorRow,
-    Where,
-    compresses_queries,
-    has_experts,
-    is_dense,
-    keeps_queries,
-    untied,
+    without_meaning,
 )
 
 SIZES = (

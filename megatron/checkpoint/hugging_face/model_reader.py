@@ -10,19 +10,17 @@ from typing import cast
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import family_named
-from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
 from megatron.checkpoint.hugging_face.model_directory import (
     CONFIG,
     read_json,
     read_tensors,
     refuse,
 )
-from megatron.checkpoint.hugging_face.tensors import Pairing, Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that weights may have."""

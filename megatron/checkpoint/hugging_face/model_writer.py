@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, family_named
@@ -27,8 +26,8 @@ from megatron.checkpoint.hugging_face.model_directory import (
     read_tensors,
     refuse,
     write_json,
+    write_shard,
 )
-from megatron.checkpoint.hugging_face.safetensors_shard import write_shard
 from megatron.checkpoint.hugging_face.setting_rules import Config
 
 TOKENIZER_FILES = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of config.json and Megatron-LM's arguments, and the plainest of them."""
+"""Rules between settings of config.json and Megatron-LM's arguments, from which families choose."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from megatron.checkpoint.hugging_face.model_arguments import num_query_groups
 
 Config = dict[str, Any]
 """The content of a config.json, or a part of it."""
@@ -108,3 +110,222 @@ def without_meaning(*keys: str) -> SettingRule:
 def in_words(value: Any) -> str:
     """Return a value as JSON spells it, for messages."""
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def tied_embeddings(default: bool) -> SettingRule:
+    """Make the rule of an output layer that may have the weight of the embedding.
+
+    Args:
+        default: the meaning of a config without the key.
+    """
+
+    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+        tied = config.get("tie_word_embeddings", default)
+        return {"untie_embeddings_and_output_weights": not tied}
+
+    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+        return {"tie_word_embeddings": not args.untie_embeddings_and_output_weights}
+
+    names = ("untie_embeddings_and_output_weights",)
+    return SettingRule(("tie_word_embeddings",), names, read, write)
+
+
+# ---- attention
+
+
+def grouped_queries(default: int | None) -> SettingRule:
+    """Make the rule of heads that share a key and a value.
+
+    Args:
+        default: the number of keys if the config does not state it; None: one for each head.
+    """
+
+    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+        heads = config.get("num_attention_heads") or 1
+        groups = config.get("num_key_value_heads", default) or heads
+        if heads % groups:
+            problems.append(
+                f"num_attention_heads {heads} is no multiple of num_key_value_heads {groups}"
+            )
+        if groups == heads:
+            return {"group_query_attention": False, "num_query_groups": 1}
+        return {"group_query_attention": True, "num_query_groups": groups}
+
+    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+        return {"num_key_value_heads": num_query_groups(args)}
+
+    names = ("group_query_attention", "num_query_groups")
+    return SettingRule(("num_key_value_heads",), names, read, write)
+
+
+def head_width(default: int | None = None) -> SettingRule:
+    """Make the rule of the width of a head.
+
+    Args:
+        default: the width if the config does not state it; None: the hidden size over the number of
+            heads.
+    """
+
+    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+        width = config.get("head_dim") or default
+        if width is None:
+            heads = config.get("num_attention_heads") or 1
+            width = (config.get("hidden_size") or 0) // heads
+        return {"kv_channels": width}
+
+    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+        return {"head_dim": args.kv_channels}
+
+    return SettingRule(("head_dim",), ("kv_channels",), read, write)
+
+
+def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
+    others = sorted(set(config.get("layer_types") or []) - {"full_attention"})
+    if others:
+        problems.append(
+            f"layer_types {', '.join(others)}: the counterpart has full_attention in all layers"
+        )
+    return {}
+
+
+LAYER_TYPES = SettingRule(("layer_types",), (), _read_layer_types, write_nothing)
+"""Every layer attends to all tokens before."""
+
+
+def _read_latent_heads(config: Config, problems: list[str]) -> dict[str, Any]:
+    heads, others = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if others not in (None, heads):
+        problems.append(
+            f"num_key_value_heads {others}: latent attention has as many as num_attention_heads,"
+            f" {heads}"
+        )
+    return {}
+
+
+def _write_latent_heads(args: argparse.Namespace, problems: list[str]) -> Config:
+    return {"num_key_value_heads": args.num_attention_heads}
+
+
+LATENT_HEADS = SettingRule(("num_key_value_heads",), (), _read_latent_heads, _write_latent_heads)
+"""Latent attention has a key and a value for each head."""
+
+
+def _read_query_rank(config: Config, problems: list[str]) -> dict[str, Any]:
+    return {"q_lora_rank": config.get("q_lora_rank", 1536)}
+
+
+def _write_query_rank(args: argparse.Namespace, problems: list[str]) -> Config:
+    return {"q_lora_rank": args.q_lora_rank}
+
+
+QUERY_RANK = SettingRule(("q_lora_rank",), ("q_lora_rank",), _read_query_rank, _write_query_rank)
+"""The width of compressed queries in latent attention; null: they are not compressed."""
+
+# ---- norms and predicting layers
+
+
+def _read_epsilon(config: Config, problems: list[str]) -> dict[str, Any]:
+    epsilon = config.get("rms_norm_eps", 1e-6)
+    if epsilon != 1e-6:
+        problems.append(
+            f"rms_norm_eps {epsilon}: norms of latents have 1e-06 all the same, but Megatron-LM has"
+            " one for all"
+        )
+    return {}
+
+
+def _write_epsilon(args: argparse.Namespace, problems: list[str]) -> Config:
+    if args.layernorm_epsilon != 1e-6:
+        problems.append(
+            f"layernorm_epsilon is {args.layernorm_epsilon}: transformers has 1e-06 for norms of"
+            " latents"
+        )
+    return {}
+
+
+EPSILON_OF_LATENTS = SettingRule((), ("layernorm_epsilon",), _read_epsilon, _write_epsilon)
+"""Norms of latent attention have a fixed epsilon in transformers."""
+
+
+def _write_predictions(args: argparse.Namespace, problems: list[str]) -> Config:
+    return {"num_nextn_predict_layers": args.mtp_num_layers or 0}
+
+
+PREDICTIONS = SettingRule(
+    ("num_nextn_predict_layers", "num_mtp_layers"),
+    ("mtp_num_layers",),
+    read_nothing,  # the tensors in the files show how many there are
+    _write_predictions,
+)
+"""The number of layers that predict further tokens."""
+
+# ---- GPT-2
+
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+def _read_gelu(config: Config, problems: list[str]) -> dict[str, Any]:
+    name = config.get("activation_function", "gelu_new")
+    if name not in (*_TANH_GELU, "gelu"):
+        problems.append(f"activation_function {name}: the counterpart has gelu and gelu_new only")
+    return {"bias_gelu_fusion": name != "gelu"}
+
+
+def _write_gelu(args: argparse.Namespace, problems: list[str]) -> Config:
+    by_tanh = args.openai_gelu or args.bias_gelu_fusion
+    return {"activation_function": "gelu_new" if by_tanh else "gelu"}
+
+
+GELU = SettingRule(
+    ("activation_function",), ("openai_gelu", "bias_gelu_fusion"), _read_gelu, _write_gelu
+)
+"""The tanh formula of GELU is that of Megatron-Core's fused kernel."""
+
+
+def _read_inner_width(config: Config, problems: list[str]) -> dict[str, Any]:
+    return {"ffn_hidden_size": config.get("n_inner") or 4 * (config.get("n_embd") or 0)}
+
+
+def _write_inner_width(args: argparse.Namespace, problems: list[str]) -> Config:
+    return {"n_inner": args.ffn_hidden_size}
+
+
+INNER_WIDTH = SettingRule(("n_inner",), ("ffn_hidden_size",), _read_inner_width, _write_inner_width)
+"""The width of the MLP; null: four times the hidden size."""
+
+
+def _read_dropout(config: Config, problems: list[str]) -> dict[str, Any]:
+    residual, embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
+    if residual != embedding:
+        problems.append(
+            f"resid_pdrop {residual} and embd_pdrop {embedding}: Megatron-LM has one"
+            " --hidden-dropout for both"
+        )
+    return {"hidden_dropout": residual}
+
+
+def _write_dropout(args: argparse.Namespace, problems: list[str]) -> Config:
+    return {"resid_pdrop": args.hidden_dropout, "embd_pdrop": args.hidden_dropout}
+
+
+ONE_DROPOUT = SettingRule(
+    ("resid_pdrop", "embd_pdrop"), ("hidden_dropout",), _read_dropout, _write_dropout
+)
+"""Residuals and embeddings have one probability of dropout."""
+
+
+def _read_even_heads(config: Config, problems: list[str]) -> dict[str, Any]:
+    return {"kv_channels": (config.get("n_embd") or 0) // (config.get("n_head") or 1)}
+
+
+def _write_even_heads(args: argparse.Namespace, problems: list[str]) -> Config:
+    if args.kv_channels * args.num_attention_heads != args.hidden_size:
+        problems.append(
+            f"kv_channels {args.kv_channels}: heads are as wide as hidden_size over"
+            " num_attention_heads"
+        )
+    return {}
+
+
+EVEN_HEADS = SettingRule((), ("kv_channels",), _read_even_heads, _write_even_heads)
+"""Heads divide the hidden size evenly."""

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.core.reading_threads import in_threads, number_of_threads
-from megatron.checkpoint.integrity.checksum import crc32
+
+try:  # with the processor's instructions for polynomials
+    from zlib_ng.zlib_ng import crc32
+except ImportError:  # an environment that somebody else has made
+    from zlib import crc32
+
+__all__ = ["BLOCK", "BlockDigest", "crc32", "digest_of_blocks"]
 
 BLOCK = 1 << 17
 """Bytes of which one CRC-32 is taken: 128 KiB. A file ends with a shorter block, or with none."""

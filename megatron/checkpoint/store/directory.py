@@ -15,6 +15,8 @@ from pathlib import Path
 
 from megatron.checkpoint.store import durable
 
+METADATA = ".metadata"
+"""File of a DCP directory that lists its entries."""
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Stands for the iteration of initial weights that were converted from another program."""
@@ -112,13 +114,13 @@ def locate(path: str | Path) -> Path:
             f"{path} is {'a file' if path.exists() else 'not there'}; a directory of a checkpoint"
             " is expected"
         )
-    if (path / ".metadata").is_file():
+    if (path / METADATA).is_file():
         return path
     iteration = read_tracker(path)
     if iteration is None:
         inside = sorted(each.name for each in path.iterdir() if is_checkpoint_name(each.name))
         hint = f"; name one of {', '.join(inside)}" if inside else ""
-        raise ValueError(f"{path} is no checkpoint: it has neither .metadata nor {TRACKER}{hint}")
+        raise ValueError(f"{path} is no checkpoint: it has neither {METADATA} nor {TRACKER}{hint}")
     found = find(path, iteration)
     if found is None:
         raise ValueError(

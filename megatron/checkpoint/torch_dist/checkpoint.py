@@ -3,9 +3,8 @@
 
 Runs without FSDP write it. It is a DCP directory with flat keys, one for each tensor of the model
 without regard to any parallelism, with layers and experts stacked along leading axes. What is not
-sharded is in the common state (:mod:`megatron.checkpoint.torch_dist.unsharded_state`). The optimizer's
-tensors have several layouts (:mod:`megatron.checkpoint.torch_dist.optimizer_layouts`), of which
-``fully_reshardable`` is written.
+sharded is the common state (``unsharded_state``). The optimizer's tensors have several layouts
+(``optimizer_layouts``), of which ``fully_reshardable`` is written.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, Entry, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 from megatron.checkpoint.torch_dist.exact_weights import add_optimizer_state
 from megatron.checkpoint.torch_dist.optimizer_keys import is_optimizer_key
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer

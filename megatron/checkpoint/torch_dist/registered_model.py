@@ -19,6 +19,7 @@ from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.spelling import (
     Spelling,
     expert_number,
+    is_expert,
     layer_kinds,
     layer_number,
 )
@@ -75,7 +76,7 @@ class BucketLayout:
 
     def num_splits(self, name: str) -> int:
         """Return the number of tensor-parallel ranks that a parameter with a split dim is on."""
-        if key_rules.is_expert(name):
+        if is_expert(name):
             return self.expert_tensor_parallel_size
         return self.tensor_parallel_size
 

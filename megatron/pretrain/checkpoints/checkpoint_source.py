@@ -14,7 +14,7 @@ from megatron.checkpoint.store import stores
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import METADATA
+from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
 from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common

@@ -26,7 +26,7 @@ from megatron.core.datasets.indexed_dataset import (
 )
 
 from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import progress_of
 from megatron.checkpoint.store import durable
 from megatron.pretrain.data.tokenizer import Tokenizer
 from megatron.pretrain.data.tokenizer_record import record_path

@@ -20,10 +20,10 @@ from megatron.checkpoint.commands.comparison import compare_entries
 from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.dcp import dcp_target
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
 from megatron.checkpoint.store.directory import OutputDirectory, new_checkpoint
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest

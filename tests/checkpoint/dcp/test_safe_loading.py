@@ -16,8 +16,8 @@ from megatron.checkpoint.dcp import safe_pickle, tensor_payload
 from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter, assign
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
 from megatron.checkpoint.dcp.tensor_payload import read_header
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

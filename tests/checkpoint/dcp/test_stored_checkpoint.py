@@ -24,7 +24,7 @@ from megatron.checkpoint.dcp.chunk import Chunk, chunks_overlap
 from megatron.checkpoint.dcp.dcp_target import DcpTarget, ObjectEntry, TensorEntry
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
 from megatron.checkpoint.store.directory import OutputDirectory, locate
 from tests.support.checkpoint import samples, small_models
 from tests.support.checkpoint.changed_checkpoints import without_manifest, write_entries

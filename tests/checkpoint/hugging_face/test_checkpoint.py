@@ -10,9 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_directory import (

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.formats import open_checkpoint
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.store import directory
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist

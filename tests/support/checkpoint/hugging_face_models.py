@@ -15,9 +15,8 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from megatron.checkpoint.core.key_rules import is_buffer
+from megatron.checkpoint.core.key_rules import Sizes, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import in_memory
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.spelling import canonical_name
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face import model_reader as hugging_face
