@@ -279,9 +279,7 @@ def test_shapes_follow_from_the_arguments(sample: str) -> None:
 
 
 def test_sizes_that_the_arguments_do_not_say_are_none() -> None:
-    assert expected_shape(
-        "output_layer.weight", Sizes(argparse.argparse.Namespace(hidden_size=4))
-    ) == (
+    assert expected_shape("output_layer.weight", Sizes(argparse.Namespace(hidden_size=4))) == (
         None,
         4,
     )
