@@ -17,9 +17,10 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-from megatron.checkpoint.dcp import dcp_saving
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.plan_reuse import PlanReuse
+from megatron.checkpoint.dcp import save_planner
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
+from megatron.checkpoint.dcp.save_planner import PlanReuse
 from megatron.pretrain.checkpoints.save_strategy import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
 from tests.support.pretrain.training_runs import pretrain, train
@@ -44,7 +45,7 @@ def counted(owner: Any, name: str) -> Iterator[list[str]]:
 def train_and_count(command_line: str) -> tuple[int, int]:
     """Job: the number of plans that this rank has made for all ranks in a run, in each format."""
     with (
-        counted(dcp_saving, "create_default_global_save_plan") as even,
+        counted(save_planner, "create_default_global_save_plan") as even,
         counted(MCoreSavePlanner, "create_global_plan") as others,
     ):
         pretrain(command_line)
@@ -86,7 +87,7 @@ def save_changing(folder: str) -> list[int]:
         The number of plans that this rank has made for all ranks, after each save.
     """
     rank, reuse, numbers = dist.get_rank(), PlanReuse(), []
-    with counted(dcp_saving, "create_default_global_save_plan") as calls:
+    with counted(save_planner, "create_default_global_save_plan") as calls:
         for number, change in enumerate(("", "", "first", "", "both", "")):
             content: dict[str, Any] = {"same": torch.full((4, 3), float(number))}
             content[f"own {rank}"] = torch.full((2,), float(10 * number + rank))

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_entries
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 from torch.distributed.checkpoint.storage import StorageReader
 
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.dcp.safe_loading import PartReader, SafePlanner, SafeReader
 from megatron.checkpoint.core.spelling import canonical_name, plain_name

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
 from megatron.checkpoint.core.lazy_tensor import in_memory
 from megatron.checkpoint.core.spelling import (

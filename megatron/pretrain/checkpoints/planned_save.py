@@ -10,8 +10,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import save as save_entries
 
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.plan_reuse import PlanReuse
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
+from megatron.checkpoint.dcp.save_planner import PlanReuse
 
 _PLANS = PlanReuse()
 """Of the saves of this process with --ckpt-assume-constant-structure."""

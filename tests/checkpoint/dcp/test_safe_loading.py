@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from megatron.checkpoint.core import reading_threads
 from megatron.checkpoint.dcp import safe_pickle, tensor_payload
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter, assign
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, assign
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.tensor_payload import read_header
 from megatron.checkpoint.integrity.manifest import DamagedCheckpointError

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planner and writer for ``torch.distributed.checkpoint.save``: the same files, with less work.
+"""Planner for ``torch.distributed.checkpoint.save``: torch's own plans with less work.
 
-torch's own planner sends every entry of every rank to the first one and back, its writer copies the
-tensors of a file and keeps the copies until the file is complete, and neither computes digests.
+torch's own planner sends every entry of every rank to the first one and back. DCP's plan caching is
+not used: it keeps plans in the class of planners, for all runs of a process, and sends every rank
+its entries of the merged plan.
 """
 
 from __future__ import annotations
@@ -10,23 +11,18 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-import os
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import uuid
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     _validate_global_plan,
     create_default_global_save_plan,
-)
-from torch.distributed.checkpoint.filesystem import (
-    DEFAULT_SUFFIX,
-    FileSystemWriter,
-    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -34,22 +30,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.dcp.plan_reuse import ChosenItems, PlanReuse
-from megatron.checkpoint.dcp.tensor_archive import archive_of
-from megatron.checkpoint.integrity.block_digest import BlockDigest, crc32
-from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
-from megatron.checkpoint.store import durable
-from megatron.checkpoint.store.directory import METADATA
 
 _OVERHEAD = 1200
 """About the bytes that ``torch.save`` writes beside the elements of a tensor, or for a number."""
-_LARGE = 1 << 20
-"""From this size on, checksums are computed by another thread while bytes are written."""
 
 
 class EvenPlanner(DefaultSavePlanner):
@@ -225,167 +211,106 @@ def _num_bytes(item: WriteItem) -> int:
     return _OVERHEAD + math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
-class SigningWriter(FileSystemWriter):
-    """A writer of one file for each rank, which computes its digest while it is written.
-
-    Tensors are written from where they are if they are in the memory of the CPU; of others there is
-    one copy at a time.
-
-    Args:
-        path: the directory.
-        signs: compute digests, and write the manifest when all files are complete.
-        beside: name -> content of other files, which the first rank writes and signs with them.
-    """
-
-    def __init__(self, path: Path, signs: bool = True, beside: Mapping[str, bytes] | None = None):
-        super().__init__(path)
-        self._signs, self._beside = signs, beside or {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Write the entries of this rank.
-
-        Returns:
-            The place of every entry, and the digest of the file as the last element.
-        """
-        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
-        results: list[Any] = []
-        numbers: dict[tuple[Any, ...], bytes] = {}
-        with ThreadPoolExecutor(1) as thread, open(Path(self.path) / name, "wb") as file:
-            stream = _Stream(file, thread, self._signs)
-            for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                start = stream.size
-                _write(planner.resolve_data(item), stream, numbers)
-                info = _StorageInfo(name, start, stream.size - start)
-                results.append(WriteResult(item.index, info.length, info))
-            file.flush()
-            os.fsync(file.fileno())
-            results.append(_WrittenFile(name, stream.digest))
-        done: Future[list[Any]] = Future()
-        done.set_result(results)
-        return done
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """Write ``.metadata``, the files beside, and the manifest; called on the first rank.
-
-        Args:
-            metadata: of all entries.
-            results: of :meth:`write_data` on every rank.
-        """
-        # A string that stands in several tables is pickled once if it is one object.
-        names = {key: key for key in metadata.state_dict_metadata}
-        places: list[WriteResult] = []
-        for *written, _ in results:
-            for place in written:
-                index = MetadataIndex(names[place.index.fqn], place.index.offset)
-                places.append(dataclasses.replace(place, index=index))
-        super().finish(metadata, [places])
-        directory = Path(self.path)
-        for name, content in self._beside.items():
-            (directory / name).write_bytes(content)
-            durable.sync_file(directory / name)
-        if self._signs:
-            files = {written[-1].name: written[-1].digest for written in results}
-            for name in (METADATA, *self._beside):
-                files[name] = digest_of(directory / name)
-            Manifest(directory, files).write()
+# ---- plans that later saves of the same structure use again
 
 
 @dataclass(frozen=True)
-class _WrittenFile:
-    name: str
-    digest: FileDigest | None
+class UnchangedPlan:
+    """The word that stands for the entries of a rank if they are those of the save before."""
+
+    save: str
+    """Identifier of the plan."""
 
 
-def _write(
-    data: torch.Tensor | io.BytesIO, stream: _Stream, numbers: dict[tuple[Any, ...], bytes]
-) -> None:
-    """Write one entry.
+@dataclass(frozen=True)
+class ChosenItems:
+    """The positions of the items that a rank writes, in the plan that is kept as ``save``."""
 
-    Args:
-        data: a tensor, or the pickle of an object.
-        stream: is written to.
-        numbers: scalars that were written -> their bytes in the file. The steps of Adam are
-            thousands of equal ones.
-    """
-    if isinstance(data, io.BytesIO):
-        stream.write(data.getbuffer())
-        return
-    tensor = without_others(data)
-    key = None
-    if not tensor.ndim:
-        key = (tensor.dtype, tensor.reshape(1).view(torch.uint8).numpy().tobytes())
-        if key in numbers:
-            stream.write(numbers[key])
-            return
-    archive = archive_of(tensor)
-    if archive is None:
-        torch.save(tensor, cast(IO[bytes], stream))
-        return
-    elements = tensor.reshape(-1).view(torch.uint8).numpy().data
-    if tensor.nbytes >= _LARGE:
-        stream.write(archive.before)
-        stream.write(archive.end(stream.write_elements(elements)))
-        return
-    content = b"".join((archive.before, elements, archive.end(crc32(elements))))
-    if key is not None:
-        numbers[key] = content
-    stream.write(content)
+    positions: list[int]
+    save: str
 
 
-def without_others(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the CPU, with a storage that has its elements and no others.
+@dataclass
+class _OfRank:
+    """The plan of a rank, which every rank keeps."""
 
-    ``torch.save`` writes storages as a whole. A part of a flat buffer is not copied for that.
-    """
-    tensor = tensor.detach().cpu()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    if not tensor.is_contiguous() or not tensor.numel():
-        return tensor.clone()
-    elements = tensor.reshape(-1).view(torch.uint8).numpy()
-    return torch.from_numpy(elements).view(tensor.dtype).view(tensor.shape)
+    group: weakref.ref[Any]
+    items: list[WriteItem]
+    paths: Any
+    chosen: ChosenItems
 
 
-class _Stream(io.RawIOBase):
-    """A file that ``torch.save`` can write into, of which the digest is computed meanwhile.
+@dataclass
+class _OfFirstRank:
+    """The plans of all ranks, which the first rank keeps."""
 
-    Args:
-        file: is written to.
-        thread: computes checksums of large tensors while they are written.
-        signs: compute the digest.
+    save: str
+    plans: list[SavePlan]
+    metadata: Metadata
 
-    Attributes:
-        size: bytes that have been written.
-    """
 
-    def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor, signs: bool):
-        self._file, self._thread = file, thread
-        self._digest = BlockDigest() if signs else None
-        self._checksum = crc32 if self._digest is None else self._digest.update
-        self.size = 0
+class PlanReuse:
+    """The plan of the save before."""
 
-    def writable(self) -> bool:
-        return True
+    def __init__(self) -> None:
+        self._own: _OfRank | None = None
+        self._all: _OfFirstRank | None = None
 
-    def write(self, data: Any) -> int:
-        if self._digest is not None:
-            self._digest.update(data)
-        self._file.write(data)
-        num_bytes = memoryview(data).nbytes
-        self.size += num_bytes
-        return num_bytes
+    def forget(self) -> None:
+        """Forget the plan: after a save that failed, ranks may have kept different ones."""
+        self._own = self._all = None
 
-    def write_elements(self, elements: memoryview) -> int:
-        """Write the bytes of a large tensor, and return their CRC-32."""
-        checksum = self._thread.submit(self._checksum, elements)
-        try:
-            self._file.write(elements)
-        finally:
-            result = checksum.result()  # the bytes may be gone when this returns
-        self.size += elements.nbytes
-        return result
+    # ---- on every rank
 
-    @property
-    def digest(self) -> FileDigest | None:
-        """Digest of all that has been written."""
-        return None if self._digest is None else FileDigest(self.size, self._digest.hexdigest())
+    def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
+        """Return what stands for the entries of this rank, None if they are others than before.
+
+        Args:
+            items: of this rank.
+            paths: key -> path in the nested dict.
+        """
+        own = self._own
+        if own is None or own.group() is not dist.group.WORLD:
+            return None
+        same = own.items == items and own.paths == paths
+        return UnchangedPlan(own.chosen.save) if same else None
+
+    def keep(self, items: list[WriteItem], paths: Any, chosen: ChosenItems) -> None:
+        """Keep the plan of this rank."""
+        self._own = _OfRank(weakref.ref(dist.group.WORLD), items, paths, chosen)
+
+    def positions(self) -> list[int]:
+        """Return the positions of the items that this rank writes, in an unchanged plan."""
+        assert self._own is not None  # the rank has said that its plan is unchanged
+        return self._own.chosen.positions
+
+    # ---- on the first rank
+
+    def metadata_of(self, plans: Sequence[SavePlan]) -> Metadata | None:
+        """Return the metadata of the save before if the plans of all ranks are those of it."""
+        if self._all is None:
+            return None
+        same = UnchangedPlan(self._all.save)
+        if any(plan.planner_data != same for plan in plans):
+            return None
+        return dataclasses.replace(self._all.metadata)
+
+    def whole(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """Return the plans with all entries.
+
+        Raises:
+            ValueError: if a rank refers to a plan that this rank does not have.
+        """
+        found = []
+        for rank, plan in enumerate(plans):
+            if isinstance(plan.planner_data, UnchangedPlan):
+                if self._all is None or plan.planner_data.save != self._all.save:
+                    raise ValueError(f"rank {rank} refers to the plan of another save")
+                plan = self._all.plans[rank]
+            found.append(plan)
+        return found
+
+    def keep_all(self, plans: list[SavePlan], metadata: Metadata) -> str:
+        """Keep the plans of all ranks, with all entries, and return an identifier of them."""
+        self._all = _OfFirstRank(uuid.uuid4().hex, plans, dataclasses.replace(metadata))
+        return self._all.save
