@@ -164,7 +164,6 @@ def main(gigabytes: float, ranks: int, folder: Path | None) -> None:
         conversion.convert(
             torch_dist.target(state, choose_spelling(state)),
             directory.new_checkpoint(source, 1),
-            "made",
             show_progress=False,
         )
         size = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())

@@ -33,9 +33,7 @@ def converted(source: Path, path: Path, form: str) -> Opened:
     """``source`` in the format ``form``."""
     state = open_checkpoint(source).state()
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(
-        TARGETS[form](state, choose_spelling(state)), output, "test", show_progress=False
-    )
+    conversion.convert(TARGETS[form](state, choose_spelling(state)), output, show_progress=False)
     return open_checkpoint(path)
 
 
@@ -381,7 +379,6 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
     notes = conversion.convert(
         fsdp_dtensor.target(state, choose_spelling(state)),
         new_checkpoint(tmp_path / "out", 3),
-        "test",
         show_progress=False,
     )
     assert [note.partition(":")[0] for note in notes] == sorted(shifted)

@@ -22,11 +22,10 @@ class Part:
     """One part of the output of a conversion.
 
     Attributes:
-        name: unique among the parts, the same in every run of the same conversion, and valid as a
-            file name.
+        name: unique among the parts.
         num_bytes: of the tensors that it writes, as reported to the progress.
-        write: writes the part into a directory, reports its progress, and returns a JSON value for
-            :meth:`Target.finish`.
+        write: writes the part into a directory, reports its progress, and returns a dict for
+            :meth:`Target.finish`, with ``notes`` to the user.
     """
 
     name: str

@@ -19,7 +19,6 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
-    _StorageInfo,
     _StoragePrefix,
 )
 from torch.distributed.checkpoint.metadata import (
@@ -139,12 +138,11 @@ class DcpTarget:
                 storage_data=_StoragePrefix(f"__{number}_"),
             )
             results = FileSystemWriter(staging).write_data(plan, planner).wait()
+            files = {result.storage_data.relative_path for result in results}
             return {
-                "places": list(map(_to_json, results)),
+                "places": results,
                 "notes": self._notes[known:],
-                "digests": _digests(
-                    {result.storage_data.relative_path for result in results}, staging
-                ),
+                "digests": _digests(files, staging),
             }
 
         return write
@@ -157,16 +155,15 @@ class DcpTarget:
             results: the results of the parts, by name.
         """
         written: list[WriteResult] = []
-        digests: dict[str, Any] = {}
+        digests: dict[str, FileDigest] = {}
         for part in self.parts:
-            written += map(_from_json, results[part.name]["places"])
+            written += results[part.name]["places"]
             digests |= results[part.name]["digests"]
         FileSystemWriter(staging).finish(self.metadata(), [written])
         for name, content in self._extra_files.items():
             (staging / name).write_bytes(content())
         digests |= _digests([METADATA, *self._extra_files], staging)
-        files = {name: FileDigest.of_entry(entry) for name, entry in digests.items()}
-        Manifest(staging, files).write()
+        Manifest(staging, digests).write()
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -221,9 +218,8 @@ class EntryPlanner(DefaultSavePlanner):
         return entry.tensor.read().reshape(entry.sizes)
 
 
-def _digests(names: Iterable[str], staging: Path) -> dict[str, Any]:
-    """Return the digests of files by name, as JSON has them."""
-    return {name: digest_of(staging / name).entry() for name in sorted(names)}
+def _digests(names: Iterable[str], staging: Path) -> dict[str, FileDigest]:
+    return {name: digest_of(staging / name) for name in sorted(names)}
 
 
 def _write_item(entry: Entry) -> WriteItem:
@@ -232,27 +228,12 @@ def _write_item(entry: Entry) -> WriteItem:
     data = TensorWriteData(
         _chunk(entry), TensorProperties(dtype=entry.tensor.dtype), torch.Size(entry.shape)
     )
-    return WriteItem(_index(entry.key, entry.offsets), WriteItemType.SHARD, tensor_data=data)
+    index = MetadataIndex(entry.key, torch.Size(entry.offsets))
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _chunk(entry: TensorEntry) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes))
-
-
-def _index(key: str, offset: Iterable[int] | None) -> MetadataIndex:
-    return MetadataIndex(key, None if offset is None else torch.Size(offset))
-
-
-def _to_json(result: WriteResult) -> list[Any]:
-    """Return key, offsets, file, position in the file and length of an entry, as JSON has them."""
-    index, info = result.index, result.storage_data
-    offsets = None if index.offset is None else list(index.offset)
-    return [index.fqn, offsets, info.relative_path, info.offset, info.length]
-
-
-def _from_json(content: list[Any]) -> WriteResult:
-    key, offsets, file, start, length = content
-    return WriteResult(_index(key, offsets), length, _StorageInfo(file, start, length))
 
 
 def _num_bytes(entry: Entry) -> int:

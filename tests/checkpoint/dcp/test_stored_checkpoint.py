@@ -77,7 +77,7 @@ def chunked(path: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> StoredCh
         entries.append(
             TensorEntry("tensor", tuple(tensor.shape), tuple(a for a, _ in cell), in_memory(box))
         )
-    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
     return StoredCheckpoint(without_manifest(path))
 
 
@@ -358,7 +358,7 @@ def test_no_part_of_a_checkpoint_runs_anything(place: str, tmp_path: Path) -> No
         TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4))),
         ObjectEntry("object", [1]),
     ]
-    convert(DcpTarget(entries), OutputDirectory(path), "test", show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(path), show_progress=False)
     without_manifest(path)
     if place == ".metadata":
         (path / ".metadata").write_bytes(touch(marker))
@@ -388,7 +388,6 @@ def test_a_tensor_that_repeats_few_bytes_is_refused(tmp_path: Path) -> None:
     convert(
         DcpTarget([TensorEntry("tensor", (4,), (0,), in_memory(torch.ones(4)))]),
         OutputDirectory(path),
-        "test",
         show_progress=False,
     )
     without_manifest(path)

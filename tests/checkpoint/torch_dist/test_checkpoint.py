@@ -112,7 +112,7 @@ def test_a_release_stays_a_release(tmp_path: Path) -> None:
     state.iteration = 0
     release = new_checkpoint(tmp_path / "in", directory.RELEASE)
     conversion.convert(
-        torch_dist.target(state, choose_spelling(state)), release, "test", show_progress=False
+        torch_dist.target(state, choose_spelling(state)), release, show_progress=False
     )
     run_json(TO_FSDP, tmp_path / "in", tmp_path / "there")
     run_json(TO_TORCH_DIST, tmp_path / "there", tmp_path / "back")

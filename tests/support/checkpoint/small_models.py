@@ -173,7 +173,7 @@ def write(state: TrainingState, path: Path, form: str = "torch_dist", **options:
     spelling = choose_spelling(state, state.args.transformer_impl)
     make = torch_dist.target if form == "torch_dist" else fsdp_dtensor.target
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(make(state, spelling, **options), output, "test", show_progress=False)
+    conversion.convert(make(state, spelling, **options), output, show_progress=False)
     return output.final
 
 
