@@ -31,7 +31,7 @@ import torch
 from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.param_groups import for_any_optimizer
-from megatron.checkpoint.core.key_rules import Sizes, expected_shape
+from megatron.checkpoint.core.key_rules import expected_shape
 from megatron.checkpoint.core.training_state import OptimizerParamGroup, TrainingState
 from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.store import directory
@@ -77,7 +77,7 @@ def synthetic(gigabytes: float) -> TrainingState:
         modules += [f"decoder.layers.{number}.{module}" for module in MODULES_OF_LAYER]
     modules += ["embedding.word_embeddings", "decoder.final_layernorm", "output_layer"]
     names = [f"{module}.weight" for module in modules]
-    shapes = {name: expected_shape(name, Sizes(args)) for name in names}
+    shapes = {name: expected_shape(name, args) for name in names}
     state = TrainingState(
         {name: random_tensor(shapes[name], seed) for seed, name in enumerate(names)},
         args=args,

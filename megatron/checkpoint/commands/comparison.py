@@ -20,9 +20,6 @@ from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
-_BLOCK_BYTES = 64 << 20
-"""Tensors are read in blocks of rows of about this size."""
-
 FORMAT_ARGUMENTS = (
     *("ckpt_format", "use_megatron_fsdp", "use_distributed_optimizer"),
     *("dist_ckpt_optim_fully_reshardable", "rank", "local_rank"),
@@ -214,11 +211,8 @@ def _compare_tensors(
     found: Comparison, name: str, first: LazyTensor, second: LazyTensor, progress: Progress
 ) -> None:
     """Compare two tensors of one shape and dtype, in blocks so that tensors of any size fit."""
-    row_bytes = max(first.num_bytes // max(first.num_rows, 1), 1)
-    step = max(_BLOCK_BYTES // row_bytes, 1)
     count, absolute, relative = 0, 0.0, 0.0
-    for start in range(0, first.num_rows, step):
-        stop = min(start + step, first.num_rows)
+    for start, stop in first.row_blocks():
         mine, theirs = first.read_rows(start, stop), second.read_rows(start, stop)
         progress(mine.nbytes + theirs.nbytes)
         differs = _bits(mine) != _bits(theirs)

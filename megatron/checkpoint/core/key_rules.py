@@ -249,37 +249,25 @@ def split_dim(name: str) -> int | None:
     return rule.split_dim
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a model, by the names that ``ParameterRule.dims`` has, from its arguments.
-
-    A size is an attribute, such as ``sizes.hidden``. It is None if the arguments lack it.
-
-    Attributes:
-        args: of the run.
-    """
-
-    args: argparse.Namespace
-
-    def __getattr__(self, name: str) -> int | None:
-        try:
-            return _SIZES[name](self.args)
-        except (AttributeError, TypeError):  # an argument that is missing or None
-            return None
-
-
-def expected_shape(name: str, sizes: Sizes) -> tuple[int | None, ...] | None:
+def expected_shape(name: str, args: argparse.Namespace) -> tuple[int | None, ...] | None:
     """Return the shape that a parameter should have; None for one that is not known.
 
     Args:
-        name: its canonical name.
-        sizes: of the model. Dims that it does not say are None in the result.
+        name: canonical name.
+        args: the arguments of the run; a dim that they do not determine is None in the result.
     """
     rule = rule_of(name)
     if rule is None:
         return None
     dims = rule.dims[:1] if name.endswith(".bias") else rule.dims
-    return tuple(getattr(sizes, dim) for dim in dims)
+    return tuple(_size(dim, args) for dim in dims)
+
+
+def _size(dim: str, args: argparse.Namespace) -> int | None:
+    try:
+        return _SIZES[dim](args)
+    except (AttributeError, TypeError):  # an argument that is missing or None
+        return None
 
 
 def _gated_rows(args: argparse.Namespace, width: int) -> int:

@@ -6,10 +6,12 @@ A conversion is planned over them and has one of them in memory at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+
+_BLOCK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,12 @@ class LazyTensor:
     def read(self) -> torch.Tensor:
         """Read the whole tensor."""
         return self.read_rows(0, self.num_rows)
+
+    def row_blocks(self) -> Iterator[tuple[int, int]]:
+        """Yield ``[start, stop)`` of rows that make up about 64 MiB, or of one row."""
+        step = max(_BLOCK_BYTES * self.num_rows // max(self.num_bytes, 1), 1)
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
 
     def rows(self, start: int, stop: int) -> LazyTensor:
         """Return the rows ``[start, stop)`` of dim 0; nothing else is read for them.

@@ -111,12 +111,9 @@ def _split_fused_heads(tensor: LazyTensor, args: argparse.Namespace) -> list[Laz
 def _transposed(
     tensor: LazyTensor, before: torch.Tensor | None = None, after: torch.Tensor | None = None
 ) -> LazyTensor:
-    """Transpose a matrix; a vector, as of biases, stays.
+    """Transpose a matrix, with its rows in the order ``before`` it and the new rows ``after`` it.
 
-    Args:
-        tensor: with one dim or two.
-        before: order of its rows before they become columns.
-        after: order of the new rows.
+    A vector, as of biases, stays.
     """
 
     def transpose(values: torch.Tensor) -> torch.Tensor:
@@ -185,7 +182,7 @@ Where = Callable[[argparse.Namespace, int], bool]
 
 
 def everywhere(args: argparse.Namespace, layer: int) -> bool:
-    """Return True: every layer of every model has the tensor."""
+    """Return True for all layers of all models."""
     return True
 
 
@@ -396,15 +393,7 @@ class Family:
 def _in_layer(
     rows: tuple[TensorRow, ...], args: argparse.Namespace, number: int, ours: str, theirs: str
 ) -> Iterator[Pairing]:
-    """Yield the tensors of one layer.
-
-    Args:
-        rows: of the layer.
-        args: of the model.
-        number: of the layer.
-        ours: beginning of our names.
-        theirs: beginning of their names.
-    """
+    """Yield the tensors of layer ``number``; ``ours`` and ``theirs`` are beginnings of names."""
     for row in rows:
         if not row.where(args, number):
             continue

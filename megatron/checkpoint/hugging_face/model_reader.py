@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import family_named
@@ -135,7 +135,7 @@ def _wrong_tensors(
 
 def _their_shapes(pairing: Pairing, args: argparse.Namespace) -> list[Shape]:
     # The key rules know every size of every tensor that a family has.
-    shape = cast(Shape, expected_shape(pairing.ours, Sizes(args)))
+    shape = cast(Shape, expected_shape(pairing.ours, args))
     return pairing.rearrangement.shapes(shape, args)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, Sizes, expected_shape, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
@@ -259,7 +259,7 @@ def _their_tensors(
     names = dict.fromkeys(pairing.ours for pairing in pairings)  # copies share one of ours
     problems = [f"{name}: has no place in the model" for name in ours if name not in names]
     for name in names:
-        shape = expected_shape(name, Sizes(args))
+        shape = expected_shape(name, args)
         if name not in ours:
             problems.append(f"{name}: missing")
         elif ours[name].shape != shape:

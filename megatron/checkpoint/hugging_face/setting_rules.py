@@ -118,16 +118,13 @@ def tied_embeddings(default: bool) -> SettingRule:
     Args:
         default: the meaning of a config without the key.
     """
-
-    def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        tied = config.get("tie_word_embeddings", default)
-        return {"untie_embeddings_and_output_weights": not tied}
-
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"tie_word_embeddings": not args.untie_embeddings_and_output_weights}
-
-    names = ("untie_embeddings_and_output_weights",)
-    return SettingRule(("tie_word_embeddings",), names, read, write)
+    key, name = "tie_word_embeddings", "untie_embeddings_and_output_weights"
+    return SettingRule(
+        (key,),
+        (name,),
+        read=lambda config, problems: {name: not config.get(key, default)},
+        write=lambda args, problems: {key: not getattr(args, name)},
+    )
 
 
 # ---- attention
@@ -151,11 +148,12 @@ def grouped_queries(default: int | None) -> SettingRule:
             return {"group_query_attention": False, "num_query_groups": 1}
         return {"group_query_attention": True, "num_query_groups": groups}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"num_key_value_heads": num_query_groups(args)}
-
-    names = ("group_query_attention", "num_query_groups")
-    return SettingRule(("num_key_value_heads",), names, read, write)
+    return SettingRule(
+        ("num_key_value_heads",),
+        ("group_query_attention", "num_query_groups"),
+        read,
+        write=lambda args, problems: {"num_key_value_heads": num_query_groups(args)},
+    )
 
 
 def head_width(default: int | None = None) -> SettingRule:
@@ -173,10 +171,12 @@ def head_width(default: int | None = None) -> SettingRule:
             width = (config.get("hidden_size") or 0) // heads
         return {"kv_channels": width}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"head_dim": args.kv_channels}
-
-    return SettingRule(("head_dim",), ("kv_channels",), read, write)
+    return SettingRule(
+        ("head_dim",),
+        ("kv_channels",),
+        read,
+        write=lambda args, problems: {"head_dim": args.kv_channels},
+    )
 
 
 def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
@@ -202,23 +202,21 @@ def _read_latent_heads(config: Config, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _write_latent_heads(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"num_key_value_heads": args.num_attention_heads}
-
-
-LATENT_HEADS = SettingRule(("num_key_value_heads",), (), _read_latent_heads, _write_latent_heads)
+LATENT_HEADS = SettingRule(
+    ("num_key_value_heads",),
+    (),
+    _read_latent_heads,
+    write=lambda args, problems: {"num_key_value_heads": args.num_attention_heads},
+)
 """Latent attention has a key and a value for each head."""
 
 
-def _read_query_rank(config: Config, problems: list[str]) -> dict[str, Any]:
-    return {"q_lora_rank": config.get("q_lora_rank", 1536)}
-
-
-def _write_query_rank(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"q_lora_rank": args.q_lora_rank}
-
-
-QUERY_RANK = SettingRule(("q_lora_rank",), ("q_lora_rank",), _read_query_rank, _write_query_rank)
+QUERY_RANK = SettingRule(
+    ("q_lora_rank",),
+    ("q_lora_rank",),
+    read=lambda config, problems: {"q_lora_rank": config.get("q_lora_rank", 1536)},
+    write=lambda args, problems: {"q_lora_rank": args.q_lora_rank},
+)
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
 # ---- norms and predicting layers
@@ -247,15 +245,11 @@ EPSILON_OF_LATENTS = SettingRule((), ("layernorm_epsilon",), _read_epsilon, _wri
 """Norms of latent attention have a fixed epsilon in transformers."""
 
 
-def _write_predictions(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"num_nextn_predict_layers": args.mtp_num_layers or 0}
-
-
 PREDICTIONS = SettingRule(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     ("mtp_num_layers",),
     read_nothing,  # the tensors in the files show how many there are
-    _write_predictions,
+    write=lambda args, problems: {"num_nextn_predict_layers": args.mtp_num_layers or 0},
 )
 """The number of layers that predict further tokens."""
 
@@ -286,11 +280,12 @@ def _read_inner_width(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * (config.get("n_embd") or 0)}
 
 
-def _write_inner_width(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"n_inner": args.ffn_hidden_size}
-
-
-INNER_WIDTH = SettingRule(("n_inner",), ("ffn_hidden_size",), _read_inner_width, _write_inner_width)
+INNER_WIDTH = SettingRule(
+    ("n_inner",),
+    ("ffn_hidden_size",),
+    _read_inner_width,
+    write=lambda args, problems: {"n_inner": args.ffn_hidden_size},
+)
 """The width of the MLP; null: four times the hidden size."""
 
 
