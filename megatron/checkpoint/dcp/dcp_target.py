@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DCP directory that is written from tensors while they are read.
 
-The writer of torch.distributed.checkpoint (DCP) makes the files and ``.metadata``. It is called for
-one part of the entries after another, each with few tensors in memory. A run can also load the
+Each part of the entries is a file, with one tensor in memory at a time. A run can also load the
 entries without any files (:class:`EntryReader`).
 """
 
@@ -17,10 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemWriter,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint.filesystem import _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -38,17 +34,16 @@ from torch.distributed.checkpoint.planner import (
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
 from megatron.checkpoint.core.parts import Part, Progress, ignore_progress
 from megatron.checkpoint.dcp import safe_pickle
-from megatron.checkpoint.integrity.manifest import FileDigest, Manifest, digest_of
-from megatron.checkpoint.store.directory import METADATA
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 
 PART_BYTES = 256 << 20
-"""Size of a part. DCP's writer keeps the tensors of a file in memory until it is written."""
+"""Size of a part, and so of a file: small enough that ranks can share them evenly."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +127,13 @@ class DcpTarget:
     def _writer(self, number: int, entries: list[Entry]) -> Callable[[Path, Progress], Any]:
         def write(staging: Path, progress: Progress) -> dict[str, Any]:
             known = len(self._notes)
-            planner = EntryPlanner(entries, progress)
             plan = SavePlan(
                 [_write_item(entry) for entry in entries],
                 storage_data=_StoragePrefix(f"__{number}_"),
             )
-            results = FileSystemWriter(staging).write_data(plan, planner).wait()
-            files = {result.storage_data.relative_path for result in results}
-            return {
-                "places": results,
-                "notes": self._notes[known:],
-                "digests": _digests(files, staging),
-            }
+            planner = EntryPlanner(entries, progress)
+            written = SigningWriter(staging).write_data(plan, planner).wait()
+            return {"written": written, "notes": self._notes[known:]}
 
         return write
 
@@ -154,16 +144,9 @@ class DcpTarget:
             staging: the directory.
             results: the results of the parts, by name.
         """
-        written: list[WriteResult] = []
-        digests: dict[str, FileDigest] = {}
-        for part in self.parts:
-            written += results[part.name]["places"]
-            digests |= results[part.name]["digests"]
-        FileSystemWriter(staging).finish(self.metadata(), [written])
-        for name, content in self._extra_files.items():
-            (staging / name).write_bytes(content())
-        digests |= _digests([METADATA, *self._extra_files], staging)
-        Manifest(staging, digests).write()
+        beside = {name: content() for name, content in self._extra_files.items()}
+        written = [results[part.name]["written"] for part in self.parts]
+        SigningWriter(staging, beside=beside).finish(self.metadata(), written)
 
     def metadata(self) -> Metadata:
         """Return ``.metadata`` without the places of the entries in files."""
@@ -216,10 +199,6 @@ class EntryPlanner(DefaultSavePlanner):
             value = entry.value() if callable(entry.value) else entry.value
             return io.BytesIO(safe_pickle.save_torch(value))
         return entry.tensor.read().reshape(entry.sizes)
-
-
-def _digests(names: Iterable[str], staging: Path) -> dict[str, FileDigest]:
-    return {name: digest_of(staging / name) for name in sorted(names)}
 
 
 def _write_item(entry: Entry) -> WriteItem:

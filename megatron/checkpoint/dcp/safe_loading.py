@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -92,8 +92,6 @@ class SafePlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         """Plan what this rank reads, and tell the first rank nothing: it would change nothing."""
         self._plan = super().create_local_plan()
-        # Fields of param groups are a few values that are stored thousands of times.
-        self._scalars: dict[bytes, Any] = {}
         return LoadPlan([])
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
@@ -102,13 +100,11 @@ class SafePlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle one object and put it into the state dict that is loaded."""
-        key, data = read_item.dest_index.fqn, value.getvalue()
+        key = read_item.dest_index.fqn
         try:
-            content = self._scalars[data] if data in self._scalars else safe_pickle.load_torch(data)
+            content = safe_pickle.load_torch(value.getvalue())
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
-        if safe_pickle.is_scalar(content):
-            self._scalars[data] = content
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[key], content)
         else:

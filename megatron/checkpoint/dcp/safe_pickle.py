@@ -304,7 +304,12 @@ def load_torch(data: bytes) -> Any:
             io.BytesIO(data), map_location="cpu", weights_only=False, pickle_module=_MODULE
         )
 
-    return _guarded(read)
+    if data not in _read:
+        value = _guarded(read)
+        if not is_scalar(value):
+            return value
+        _read[data] = value
+    return _read[data]
 
 
 def is_scalar(value: Any) -> bool:
@@ -314,6 +319,9 @@ def is_scalar(value: Any) -> bool:
     )
 
 
+# Fields of param groups are a few values that are read and written thousands of times, once for each
+# parameter.
+_read: dict[bytes, Any] = {}
 _written: dict[tuple[type, str], bytes] = {}
 
 
@@ -321,7 +329,6 @@ def save_torch(value: Any) -> bytes:
     """Pickle a value with ``torch.save``, with stand-ins under the names of their originals."""
     if not is_scalar(value):
         return _save(value)
-    # Fields of param groups are written thousands of times, once for each parameter.
     key = (type(value), repr(value))
     if key not in _written:
         _written[key] = _save(value)

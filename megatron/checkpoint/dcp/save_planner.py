@@ -134,19 +134,14 @@ class EvenPlanner(DefaultSavePlanner):
             positions = self._reuse.positions()
         items = [self._own_items[position] for position in positions]
         self.plan = SavePlan(items, storage_data=new_plan.storage_data)
-        self._pickled: dict[tuple[type, str], bytes] = {}
         return self.plan
 
     def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
         """Return a tensor, or the pickle of an object."""
-        if write_item.type != WriteItemType.BYTE_IO or not safe_pickle.is_scalar(object):
-            data: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
-            return data
-        # Fields of param groups are written thousands of times, once for each parameter.
-        key = (type(object), repr(object))
-        if key not in self._pickled:
-            self._pickled[key] = super().transform_object(write_item, object).getvalue()
-        return io.BytesIO(self._pickled[key])
+        if write_item.type == WriteItemType.BYTE_IO and safe_pickle.is_scalar(object):
+            return io.BytesIO(safe_pickle.save_torch(object))
+        data: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
+        return data
 
 
 @dataclass(frozen=True)

@@ -71,8 +71,6 @@ class StoredCheckpoint:
         self._chunk_indices: dict[str, ChunkIndex] = {}
         self._payloads: dict[tuple[str, int], TensorPayload] = {}
         self._unchanged: set[TensorPayload] = set()
-        # Fields of param groups are a few values that are stored thousands of times.
-        self._scalars: dict[bytes, Any] = {}
         self._check_files()
 
     def _check_files(self) -> None:
@@ -265,16 +263,11 @@ class StoredCheckpoint:
         with open(self.directory / info.relative_path, "rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
-        if data in self._scalars:
-            return self._scalars[data]
         try:
-            value = safe_pickle.load_torch(data)
+            return safe_pickle.load_torch(data)
         except safe_pickle.RefusedPickleError as error:
             raise safe_pickle.RefusedPickleError(f"{self.directory}, {key}: {error}") from None
         except ValueError as error:
             raise DamagedCheckpointError(
                 f"{self.directory}: {key} in {info.relative_path} is damaged: {error}"
             ) from error
-        if safe_pickle.is_scalar(value):
-            self._scalars[data] = value
-        return value

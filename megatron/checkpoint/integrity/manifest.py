@@ -3,9 +3,7 @@
 
 It is written when a checkpoint is published, and signs the set of files: a file of another
 checkpoint or rank is as wrong as a damaged one, although its own checksums are right. Its digest of
-itself shows a change of the manifest. Checkpoints of other programs have none. Digests of files are
-those of :mod:`megatron.checkpoint.integrity.block_digest`; earlier versions took the SHA-256 of the
-content. Each is named beside it.
+itself shows a change of the manifest. Checkpoints of other programs have none.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.integrity.block_digest import digest_of_blocks
@@ -31,60 +28,29 @@ class DamagedCheckpointError(ValueError):
     """A file of a checkpoint is missing, cut off or changed."""
 
 
-_BLOCK = 1 << 22
-"""Bytes that are read at once."""
 _WRITER = re.compile(r"^__(\d+)_")
 _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distcp)$")
 
 
-BLOCKS = "sha256_of_crc32_of_128_KiB"
-"""The algorithm of :mod:`megatron.checkpoint.integrity.block_digest`."""
-SHA256 = "sha256"
-
-_ALGORITHMS = (BLOCKS, SHA256)
+_ALGORITHM = "sha256_of_crc32_of_128_KiB"
+"""Name of the digest of :mod:`megatron.checkpoint.integrity.block_digest`, beside which it lies."""
 
 
-@dataclass(frozen=True)
-class FileDigest:
+class FileDigest(NamedTuple):
     """The entry of a file in the manifest.
 
     Attributes:
         bytes: its size.
         digest: of its content, in hexadecimal digits.
-        algorithm: of the digest.
     """
 
     bytes: int
     digest: str
-    algorithm: str = BLOCKS
-
-    @classmethod
-    def of_entry(cls, entry: Mapping[str, Any]) -> FileDigest:
-        """Return the digest of which :meth:`entry` is the form in the manifest.
-
-        Raises:
-            ValueError: if the algorithm is not known.
-        """
-        (algorithm,) = entry.keys() - {"bytes"}
-        if algorithm not in _ALGORITHMS:
-            raise ValueError(f"{algorithm} is not known")
-        return cls(entry["bytes"], entry[algorithm], algorithm)
-
-    def entry(self) -> dict[str, Any]:
-        """Return the form in the manifest: the size, and the digest under its algorithm."""
-        return {"bytes": self.bytes, self.algorithm: self.digest}
 
 
-def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
+def digest_of(path: Path) -> FileDigest:
     """Read a file and return its size and digest."""
-    if algorithm == BLOCKS:
-        return FileDigest(*digest_of_blocks(path))
-    size, digest, buffer = 0, hashlib.new(algorithm), bytearray(_BLOCK)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
-            size += count
-    return FileDigest(size, digest.hexdigest(), algorithm)
+    return FileDigest(*digest_of_blocks(path))
 
 
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
@@ -148,7 +114,7 @@ class Manifest:
         try:
             files = {}
             for name, entry in json.loads(text)["files"].items():
-                files[name] = FileDigest.of_entry(entry)
+                files[name] = FileDigest(entry["bytes"], entry[_ALGORITHM])
             manifest = cls(directory, files)
         except (ValueError, KeyError, TypeError, AttributeError):
             manifest = cls(directory, {})
@@ -167,7 +133,9 @@ class Manifest:
             os.fsync(file.fileno())
 
     def _text(self) -> str:
-        files = {name: digest.entry() for name, digest in self.files.items()}
+        files = {}
+        for name, found in self.files.items():
+            files[name] = {"bytes": found.bytes, _ALGORITHM: found.digest}
         signature = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return json.dumps({"sha256": signature, "files": files}, indent=1) + "\n"
 
@@ -183,8 +151,7 @@ class Manifest:
 
     def has_changed(self, name: str) -> bool:
         """Return True if the content of a file is another one; reads all of it."""
-        expected = self.files[name]
-        return digest_of(self.directory / name, expected.algorithm) != expected
+        return digest_of(self.directory / name) != self.files[name]
 
     def foreign_files(self) -> list[str]:
         """Return the files that loaders would read, and that the manifest does not list."""
