@@ -76,11 +76,7 @@ def _make_empty(staging: Path) -> None:
 
 
 def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> dict[str, Any]:
-    """Write parts into the staging directory until all are done or another rank has failed.
-
-    Returns:
-        Name -> result of each part.
-    """
+    """Write parts until all are done or another rank has failed, and return results by name."""
     results = {}
     total = sum(part.num_bytes for part in parts)
     with progress_of("converting", total, show=show_progress) as advance:

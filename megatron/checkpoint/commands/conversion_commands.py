@@ -78,15 +78,7 @@ def _convert(
     printer: Printer,
     report: Mapping[str, Any],
 ) -> None:
-    """Carry out a conversion and report it.
-
-    Args:
-        opened: the checkpoint to convert.
-        target: the output to write.
-        output: the directory of the output.
-        printer: of the command.
-        report: ``lines`` for people, ``notes``, and more for machines.
-    """
+    """Carry out a conversion and report it: ``lines`` for people, ``notes``, more for machines."""
     if output.final.resolve().is_relative_to(opened.directory.resolve()):
         raise ValueError(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"

@@ -324,9 +324,7 @@ def _is_engine(
 def _has_grouped_experts(module_names: Mapping[str, str], *, otherwise: bool) -> bool:
     """Decide whether the experts of a layer are one module, ``weight0``, ``weight1`` and so on.
 
-    Args:
-        module_names: canonical name -> name in the file.
-        otherwise: the decision if the file names no experts.
+    ``otherwise`` is the decision if the file names no experts.
     """
     in_file = [shown for name, shown in module_names.items() if is_expert(name)]
     if in_file:
@@ -343,11 +341,6 @@ def _is_stacked(
 
     They do if all layers are alike, unless an argument of the run says otherwise.
 
-    Args:
-        tensors: parameters and buffers by canonical name.
-        moe_layer_freq: of the run: 1 or 0 for every layer, or a number n: every n-th layer has
-            experts.
-        heterogeneous_layers_config_path: of the run: a file with settings of every layer, or None.
     """
     if not isinstance(moe_layer_freq, int) or moe_layer_freq > 1:
         return False

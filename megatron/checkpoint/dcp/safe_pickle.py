@@ -319,8 +319,7 @@ def is_scalar(value: Any) -> bool:
     )
 
 
-# Fields of param groups are a few values that are read and written thousands of times, once for each
-# parameter.
+# Fields of param groups are a few values, which are stored thousands of times.
 _read: dict[bytes, Any] = {}
 _written: dict[tuple[type, str], bytes] = {}
 

@@ -118,13 +118,9 @@ class _WrittenFile:
 def _write(
     data: torch.Tensor | io.BytesIO, stream: _Stream, numbers: dict[tuple[Any, ...], bytes]
 ) -> None:
-    """Write one entry.
+    """Write a tensor, or the pickle of an object.
 
-    Args:
-        data: a tensor, or the pickle of an object.
-        stream: is written to.
-        numbers: scalars that were written -> their bytes in the file. The steps of Adam are
-            thousands of equal ones.
+    Scalars are kept in ``numbers`` with their bytes: the steps of Adam are thousands of equal ones.
     """
     if isinstance(data, io.BytesIO):
         stream.write(data.getbuffer())
@@ -166,15 +162,9 @@ def without_others(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Stream(io.RawIOBase):
-    """A file that ``torch.save`` can write into, of which the digest is computed meanwhile.
+    """A file that ``torch.save`` can write into, of which size and digest are known meanwhile.
 
-    Args:
-        file: is written to.
-        thread: computes checksums of large tensors while they are written.
-        signs: compute the digest.
-
-    Attributes:
-        size: bytes that have been written.
+    Checksums of large tensors are computed in ``thread`` while they are written.
     """
 
     def __init__(self, file: IO[bytes], thread: ThreadPoolExecutor, signs: bool):
@@ -267,8 +257,7 @@ def _archive(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...
 class _FileWithGap(io.BytesIO):
     """A file in which ``torch.save`` leaves out the elements by moving on.
 
-    Attributes:
-        before: what was written until then; the file has what is written afterwards.
+    ``before`` is what was written until then; the file has what is written afterwards.
     """
 
     before = b""

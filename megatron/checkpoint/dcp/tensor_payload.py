@@ -76,9 +76,9 @@ def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> T
     """Find the elements of the tensor that ``torch.save`` wrote at ``info``, without reading them.
 
     Args:
-        file: open for reading.
+        file: a file that is open for reading.
         info: the position of the archive in the file.
-        compares: compare the checksums of everything but these elements, and what torch itself
+        compares: whether to compare checksums of everything but these elements, and with what torch
             would read. It is not needed where the digest of the file was compared.
 
     Raises:
@@ -109,12 +109,7 @@ def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> T
                 for other in archive.infolist():
                     if other is not record and other.CRC:
                         archive.read(other)  # which compares its checksum
-                # Torch reads the archive by other fields of it, which have no checksum.
-                window.seek(0)
-                # Any: torch's annotations lack the method.
-                reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
-                offset = reader.get_record_offset(f"data/{tensor.storage.key}")
-                if info.offset + offset != start:
+                if info.offset + _offset_by_torch(window, tensor) != start:
                     raise ValueError("torch finds its data elsewhere")
     except safe_pickle.RefusedPickleError as error:
         raise safe_pickle.RefusedPickleError(f"{file.name}: {error}") from None
@@ -133,6 +128,15 @@ def read_header(file: IO[bytes], info: _StorageInfo, compares: bool = True) -> T
         tensor.stride,
         tensor.start,
     )
+
+
+def _offset_by_torch(window: _Window, tensor: _Tensor) -> int:
+    """Return where torch finds the elements: by fields of the archive that have no checksum."""
+    window.seek(0)
+    # Any: torch's annotations lack the method.
+    reader: Any = torch._C.PyTorchFileReader(cast(IO[bytes], window))
+    offset: int = reader.get_record_offset(f"data/{tensor.storage.key}")
+    return offset
 
 
 def _start_of_record(file: IO[bytes], header: int) -> int:
@@ -292,16 +296,7 @@ def _read_rows(
     offsets: Sequence[int],
     target: torch.Tensor,
 ) -> None:
-    """Read a chunk of a tensor that is stored row after row.
-
-    Args:
-        file: that holds the tensor.
-        position: of its first element in the file, in bytes.
-        whole: its shape.
-        dtype: of the stored elements.
-        offsets: of the chunk.
-        target: of the chunk's shape.
-    """
+    """Read a chunk of a tensor of shape ``whole`` that is stored row after row at ``position``."""
     is_contiguous = tuple(target.shape[1:]) == tuple(whole[1:])
     row = math.prod(whole[1:]) * dtype.itemsize
     first = position + (offsets[0] * row if offsets else 0)
@@ -332,11 +327,7 @@ def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _read_into(file: IO[bytes], position: int, target: torch.Tensor) -> None:
-    """Fill a contiguous tensor on the CPU with the bytes at ``position``.
-
-    Raises:
-        DamagedCheckpointError: if the file ends before.
-    """
+    """Fill a contiguous tensor on the CPU with the bytes at ``position``."""
     view: memoryview = target.reshape(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(view):

@@ -96,11 +96,7 @@ def _notes(state: TrainingState, unknown: list[str], unread: list[str]) -> list[
 
 
 def _canonical_names(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Map names in the file to canonical names.
-
-    Raises:
-        ValueError: if two names are those of one parameter.
-    """
+    """Map names in the file to canonical names, and refuse two names of one parameter."""
     names = {name: canonical_name(name) for name in parameters}
     last = {canonical: name for name, canonical in names.items()}
     twice = [
@@ -281,15 +277,7 @@ def _check_group_fields(
 
 
 class _OtherEntries:
-    """Entries of neither model nor optimizer.
-
-    Args:
-        stored: the files.
-        keys: of these entries.
-
-    Attributes:
-        unread: the keys that have not been read yet.
-    """
+    """Entries of neither model nor optimizer; ``unread`` are the keys of those not yet read."""
 
     def __init__(self, stored: StoredCheckpoint, keys: set[str]):
         self._stored = stored

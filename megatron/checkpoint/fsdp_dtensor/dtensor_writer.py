@@ -112,12 +112,7 @@ def _check_gated(
 class _EntryList:
     """Entries of the file, and the path of each in the nested dict that a loader fills.
 
-    Args:
-        state: the state to write.
-        spelling: how the run that will load it names its parameters.
-        gated: parameters that are written as two halves.
-        model_prefix: ``model.module``.
-        optimizer_prefix: ``optimizer.state.<P>``.
+    The parameters in ``gated`` are written as two halves.
     """
 
     def __init__(

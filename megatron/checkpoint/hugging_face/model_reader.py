@@ -84,11 +84,6 @@ def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str
     """Count the layers beyond those of the config, which predict further tokens.
 
     The config cannot be asked: transformers leaves these layers out when it saves a model.
-
-    Args:
-        family: of the model.
-        num_layers: of the config.
-        stored: the names of all tensors.
     """
     if not family.predicts:
         return None

@@ -180,12 +180,7 @@ def _arguments_to_write(
 
 
 def _vocabulary_of_tokenizer(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
-    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it.
-
-    Args:
-        tokenizer_type: the run's --tokenizer-type, or None if it is not known.
-        vocab_size: the run's --vocab-size in tokens, or None.
-    """
+    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
     if tokenizer_type == "ByteTokenizer":
         return 257  # 256 bytes and the end of a document
     if tokenizer_type == "NullTokenizer" and vocab_size is not None:
@@ -241,14 +236,7 @@ def _their_tensors(
     dtype: torch.dtype | None,
     kept: Mapping[str, torch.dtype],
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of the new model by name.
-
-    Args:
-        family: of the model.
-        args: arguments that describe the model.
-        state: has the weights and buffers.
-        dtype: of weights; None: their own.
-        kept: name -> dtype of weights that have another one.
+    """Return the tensors of the new model by name; ``kept`` are weights of another dtype.
 
     Raises:
         ValueError: with all tensors of the state that are missing, of another shape, or not in the

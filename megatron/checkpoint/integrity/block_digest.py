@@ -94,13 +94,7 @@ def digest_of_blocks(path: Path) -> tuple[int, str]:
 
 
 def _checksums_of(descriptor: int, begin: int, end: int) -> tuple[int, bytes]:
-    """Return the number of bytes of a file in a range, and the CRC-32s of the blocks in it.
-
-    Args:
-        descriptor: of the file.
-        begin: of the range; the start of a block.
-        end: of the range, which may be after that of the file.
-    """
+    """Return the number of bytes of a file in a range, and the CRC-32s of the blocks in it."""
     checksums = bytearray()
     buffer = memoryview(bytearray(BLOCK))
     position = begin

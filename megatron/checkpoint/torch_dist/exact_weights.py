@@ -49,11 +49,7 @@ def add_optimizer_state(
 class _CheckedParameter:
     """A parameter whose main weight counts if, cast to the model's dtype, it is the model's weight.
 
-    Args:
-        name: of the parameter.
-        model: the weight in the model.
-        main: the main weight.
-        notes: gets a line if they do not agree.
+    ``notes`` get a line if they do not agree.
 
     Raises:
         ValueError: if the shapes differ.

@@ -145,12 +145,7 @@ def _possible_layouts(
 def _possible_implementations(
     args: argparse.Namespace | None, shows_order: bool
 ) -> list[LayerImplementation]:
-    """List the implementations of layers that are possible, the one of the arguments first.
-
-    Args:
-        args: of the run.
-        shows_order: the file shows where parameters begin.
-    """
+    """List the implementations of layers that are possible, the one of the arguments first."""
     named = getattr(args, "transformer_impl", None)
     if named is None:
         return [*_IMPLEMENTATIONS]

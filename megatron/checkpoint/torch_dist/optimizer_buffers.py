@@ -190,7 +190,7 @@ class ShardedBuffer:
         return locations[::-1]
 
     def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        """Read elements of the shard at ``location``."""
         key = self._keys[location.bucket][slot]
         chunk = Chunk((location.offset + start,), (stop - start,))
         return self._stored.read_chunk(key, chunk)
@@ -251,7 +251,7 @@ class GatheredBuffer:
         return locations[::-1]
 
     def read(self, slot: str, location: BufferLocation, start: int, stop: int) -> torch.Tensor:
-        """Read the elements ``[start, stop)`` of the shard at ``location``, a 1-d tensor."""
+        """Read elements of the shard at ``location``."""
         tensor: torch.Tensor = self._load()[slot]
         return tensor[location.offset + start : location.offset + stop].clone()
 
@@ -322,22 +322,18 @@ def gathered_buffers(
     """
     tensor_parallel_size = getattr(args, "tensor_model_parallel_size", None) or 1
     pipeline_parallel_size = getattr(args, "pipeline_model_parallel_size", None) or 1
-    bucket_size_of_run = functools.partial(
-        _bucket_size,
-        overlaps=getattr(args, "overlap_grad_reduce", False),
-        num_buckets=getattr(args, "ddp_num_buckets", None),
-        asked=getattr(args, "ddp_bucket_size", None),
-        data_parallel_size=getattr(args, "data_parallel_size", 1),
-    )
 
     # One whole parameter is read from the objects of all its tensor-parallel ranks.
     @functools.lru_cache(maxsize=tensor_parallel_size)
-    def load(key: str) -> Any:
+    def load_object(key: str) -> Any:
         return read_sharded_object(stored, key)
+
+    def load(key: str, number: int, dtypes: tuple[Any, Any]) -> Any:
+        return load_object(key)[number][dtypes]
 
     found: dict[OptimizerOfRank, list[GatheredBuffer]] = {}
     for (chain, rank), key in keys.items():
-        content = load(key)
+        content = load_object(key)
         if not isinstance(content, dict) or not content.get("buckets_coalesced"):
             raise ValueError(
                 f"{key} is not {{'buckets_coalesced': True, number: {{dtypes: tensors}}}}"
@@ -350,35 +346,20 @@ def gathered_buffers(
                 dtype = str(dtypes[0])
                 # Later model chunks have one bucket: their reductions are not on the critical path.
                 is_first_chunk = all(buffer.dtype != dtype for buffer in buffers)
-                bucket_size = bucket_size_of_run() if is_first_stage and is_first_chunk else None
-                read = functools.partial(_tensors_of_buffer, load, key, number, dtypes)
+                bucket_size = _bucket_size(args) if is_first_stage and is_first_chunk else None
+                read = functools.partial(load, key, number, dtypes)
                 buffers.append(GatheredBuffer(read, dtype, bucket_size))
     return found
 
 
-def _tensors_of_buffer(load: Any, key: str, number: int, dtypes: tuple[Any, Any]) -> Any:
-    return load(key)[number][dtypes]
-
-
-def _bucket_size(
-    *, overlaps: bool, num_buckets: int | None, asked: int | None, data_parallel_size: int
-) -> int | None:
-    """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket.
-
-    Args:
-        overlaps: the run reduces gradients during backward.
-        num_buckets: the run's --ddp-num-buckets.
-        asked: the run's --ddp-bucket-size, in elements.
-        data_parallel_size: number of data-parallel ranks of the run.
-
-    Raises:
-        ValueError: with ``num_buckets``.
-    """
-    if not overlaps:
+def _bucket_size(args: argparse.Namespace | None) -> int | None:
+    """Return the number of elements at which Megatron-LM closes a bucket; None for one bucket."""
+    if not getattr(args, "overlap_grad_reduce", False):
         return None
-    if num_buckets:
+    if getattr(args, "ddp_num_buckets", None):
         raise ValueError(
             "dp_zero_gather_scatter of a run with --ddp-num-buckets: where its buckets end is not"
             " known"
         )
-    return asked or max(40_000_000, 1_000_000 * data_parallel_size)
+    asked: int | None = getattr(args, "ddp_bucket_size", None)
+    return asked or max(40_000_000, 1_000_000 * getattr(args, "data_parallel_size", 1))

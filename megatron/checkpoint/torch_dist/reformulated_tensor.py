@@ -69,10 +69,10 @@ class _Blocks:
 
     Args:
         stored: the checkpoint.
-        key: of the stored tensor.
+        key: key of the stored tensor.
         grid: number of blocks along each axis.
         block: size of a block along each axis.
-        index: along the leading axes.
+        index: position along the leading axes.
     """
 
     def __init__(
