@@ -94,6 +94,15 @@ def in_memory(tensor: torch.Tensor) -> LazyTensor:
     )
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
+    """Return a lazy tensor of zeros."""
+
+    def read_rows(start: int, stop: int) -> torch.Tensor:
+        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
+
+    return LazyTensor(shape, dtype, read_rows)
+
+
 def concatenate(parts: Sequence[LazyTensor]) -> LazyTensor:
     """Concatenate tensors along dim 0.
 

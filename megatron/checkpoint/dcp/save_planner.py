@@ -57,10 +57,7 @@ class EvenPlanner(DefaultSavePlanner):
         self._is_whole, self._reuse, self._spreads = is_whole, reuse, spreads
 
     def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
-        """Return the items that this rank could write.
-
-        With them the paths of their keys in the nested dict, None for flat keys.
-        """
+        """Return the items that this rank could write, and the paths of keys in a nested dict."""
         plan = super().create_local_plan()
         return plan.items, plan.planner_data
 
@@ -146,12 +143,7 @@ class EvenPlanner(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _LocalEntries:
-    """The entries of a rank beside its tensors.
-
-    Attributes:
-        objects: their keys.
-        paths: key -> path in the nested dict, of tensors too; None for flat keys.
-    """
+    """The keys of a rank's objects, and of all entries the paths in the nested dict, if any."""
 
     objects: list[str]
     paths: dict[str, Any] | None
@@ -211,10 +203,9 @@ def _num_bytes(item: WriteItem) -> int:
 
 @dataclass(frozen=True)
 class UnchangedPlan:
-    """The word that stands for the entries of a rank if they are those of the save before."""
+    """The word for the entries of a rank if they are those of the plan that is kept as ``save``."""
 
     save: str
-    """Identifier of the plan."""
 
 
 @dataclass(frozen=True)
@@ -258,12 +249,7 @@ class PlanReuse:
     # ---- on every rank
 
     def unchanged(self, items: list[WriteItem], paths: Any) -> UnchangedPlan | None:
-        """Return what stands for the entries of this rank, None if they are others than before.
-
-        Args:
-            items: of this rank.
-            paths: key -> path in the nested dict.
-        """
+        """Return what stands for the entries of this rank, None if they are others than before."""
         own = self._own
         if own is None or own.group() is not dist.group.WORLD:
             return None

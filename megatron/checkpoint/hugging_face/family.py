@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, concatenate, zeros
 from megatron.checkpoint.core.spelling import INNER_LAYER
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
@@ -138,12 +138,7 @@ def _padded(tensor: LazyTensor, num_rows: int) -> LazyTensor:
     """Append rows of zeros."""
     if num_rows == tensor.num_rows:
         return tensor
-    row, dtype = tensor.shape[1:], tensor.dtype
-    padding = LazyTensor(
-        (num_rows - tensor.num_rows, *row),
-        dtype,
-        lambda start, stop: torch.zeros(stop - start, *row, dtype=dtype),
-    )
+    padding = zeros((num_rows - tensor.num_rows, *tensor.shape[1:]), tensor.dtype)
     return concatenate([tensor, padding])
 
 

@@ -176,13 +176,7 @@ def new_checkpoint(path: str | Path, iteration: int | str) -> OutputDirectory:
 
 
 def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
-    """Return the directory for a changed copy of ``source``.
-
-    It has the same iteration, if the name of ``source`` is one.
-
-    Raises:
-        ValueError: if something is there already.
-    """
+    """Return the directory for a changed copy of ``source``: of its iteration, if it has one."""
     if not is_checkpoint_name(source.name):
         return new_directory(path)
     number = iteration_of(source.name)
@@ -190,11 +184,7 @@ def same_iteration(source: Path, path: str | Path) -> OutputDirectory:
 
 
 def new_directory(path: str | Path) -> OutputDirectory:
-    """Return a new directory without iterations.
-
-    Raises:
-        ValueError: if something is there already.
-    """
+    """Return a new directory without iterations; there must be nothing yet."""
     _refuse_existing(Path(path))
     return OutputDirectory(Path(os.path.abspath(path)))
 
@@ -277,10 +267,7 @@ def discard(root: str | Path, iteration: int) -> None:
 
 
 def retain(root: str | Path, interval: int, newest: int) -> None:
-    """Delete the checkpoints whose iteration is no multiple of ``interval``, but not the newest.
-
-    Called on one rank.
-    """
+    """Delete checkpoints that are no multiple of ``interval`` and not the newest; on one rank."""
     for iteration in not_retained(iterations(root), interval, newest):
         delete(root, iteration)
 

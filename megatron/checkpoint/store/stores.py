@@ -34,11 +34,11 @@ _TELLING = (directory.TRACKER, ".metadata", "config.json")
 """Small files that tell what a directory is."""
 
 
-class StoreReader:
-    """The directory of checkpoints at a URL, and the local one in which it is staged, for reading.
+class Store:
+    """The directory of checkpoints at a URL, and the local one in which it is staged.
 
     Args:
-        url: of the directory.
+        url: URL of the directory.
         staged: path of the local directory.
 
     Raises:
@@ -114,11 +114,7 @@ class StoreReader:
         return entries
 
     def fetch(self, path: Path, patterns: Sequence[str] = ("*",)) -> None:
-        """Download the files at or below a staged path that are not there yet.
-
-        Args:
-            path: of a directory.
-            patterns: only files whose names below ``path`` match one of these are downloaded.
+        """Download the files below a staged directory that match a pattern and are not there yet.
 
         Raises:
             OSError: if a file cannot be downloaded.
@@ -186,9 +182,7 @@ class StoreReader:
         name = name.strip("/")
         return self._root if name in ("", ".") else f"{self._root}/{name}"
 
-
-class Store(StoreReader):
-    """A store for reading and writing."""
+    # ---- writing
 
     def check_writable(self) -> None:
         """Write a file and remove it.
@@ -207,8 +201,7 @@ class Store(StoreReader):
     def begin(self, name: str) -> None:
         """Mark a directory as incomplete, and remove what is in it; called on one rank.
 
-        Args:
-            name: of the directory; empty for the whole store, which has no files then.
+        The empty name stands for the whole store, which has no files then.
         """
         with errors_of(self.url):
             self._write(_marker(name), b"an upload has not ended")
@@ -216,13 +209,7 @@ class Store(StoreReader):
                 self._remove(name)
 
     def upload(self, folder: Path, name: str, files: Sequence[str]) -> None:
-        """Upload files; on every rank those that it has written.
-
-        Args:
-            folder: the local directory.
-            name: of the directory in the store.
-            files: their names in both.
-        """
+        """Upload files of a local folder; on every rank those that it has written."""
         targets = [self._remote(PurePosixPath(name, file).as_posix()) for file in files]
         with errors_of(self.url):
             for parent in sorted({target.rpartition("/")[0] for target in targets}):
@@ -233,12 +220,8 @@ class Store(StoreReader):
     def finish(self, name: str, sizes: Mapping[str, int]) -> None:
         """Make a directory visible whose files all ranks have uploaded; called on one rank.
 
-        Args:
-            name: of the directory.
-            sizes: of all its files.
-
         Raises:
-            OSError: if some file is not there completely.
+            OSError: if some file is not there with its size in ``sizes``.
         """
         with errors_of(self.url):
             self._system.invalidate_cache()

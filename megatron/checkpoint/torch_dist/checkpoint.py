@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron.checkpoint.core import key_rules, param_groups
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.core.spelling import Spelling, unstacked
 from megatron.checkpoint.core.training_state import TrainingState
@@ -282,7 +282,7 @@ def _zero_moments(
     A stacked tensor can have no holes.
     """
     slots_of_key = {keys[name][0]: slots for name, slots in state.moments.items()}
-    zeros: dict[str, dict[str, LazyTensor]] = {}
+    found: dict[str, dict[str, LazyTensor]] = {}
     for name, weight in state.weights.items():
         slots = slots_of_key.get(keys[name][0])
         if name not in state.moments and slots is not None:
@@ -290,15 +290,8 @@ def _zero_moments(
                 f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros"
                 " are written"
             )
-            zeros[name] = {slot: _zeros(weight.shape, each.dtype) for slot, each in slots.items()}
-    return zeros
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> LazyTensor:
-    def read_rows(start: int, stop: int) -> torch.Tensor:
-        return torch.zeros((stop - start, *shape[1:]) if shape else (), dtype=dtype)
-
-    return LazyTensor(shape, dtype, read_rows)
+            found[name] = {slot: zeros(weight.shape, each.dtype) for slot, each in slots.items()}
+    return found
 
 
 def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.training_state import Freshness, TrainingState
 
 
@@ -94,9 +94,7 @@ class _CheckedParameter:
         """Return a moment: the stored one, or zeros if the main weight does not agree."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            if self.contradicts():
-                shape = (stop - start, *stored.shape[1:]) if stored.shape else ()
-                return torch.zeros(shape, dtype=stored.dtype)
-            return stored.read_rows(start, stop)
+            source = zeros(stored.shape, stored.dtype) if self.contradicts() else stored
+            return source.read_rows(start, stop)
 
         return LazyTensor(stored.shape, stored.dtype, read_rows)
