@@ -57,12 +57,7 @@ class Printer:
         sys.exit(1)
 
     def progress(self, title: str, total: int) -> AbstractContextManager[Progress]:
-        """Return a context that shows the progress of the work inside it.
-
-        Args:
-            title: the work, as a participle.
-            total: bytes to process.
-        """
+        """Return a context that shows the progress of work on ``total`` bytes inside it."""
         return progress_of(title, total, show=self.show_progress)
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.core.parts import Part, Target, progress_of
 from megatron.checkpoint.store.directory import OutputDirectory
-from megatron.checkpoint.store.stores import Store, store_of
+from megatron.checkpoint.store.stores import store_of
 from megatron.checkpoint.store.url_staging import directory_token
 from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.collectives import agree
@@ -130,14 +130,8 @@ def check_output(output: OutputDirectory) -> None:
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
-    if output.final != store.staged:
-        _on_first_rank(lambda: _refuse_existing(store, output.final))
-
-
-def _refuse_existing(store: Store, final: Path) -> None:
-    """Raise ValueError if the store has the iteration already."""
-    name = final.relative_to(store.staged).as_posix()
-    if store.has(name):
+    name = output.final.relative_to(store.staged).as_posix()
+    if name != "." and _on_first_rank(lambda: store.has(name)):
         raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
 
 
@@ -228,10 +222,6 @@ def _of_all_ranks(value: Result) -> list[Result]:
 
 def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -> None:
     """Run ``action`` on every rank and raise the errors of any rank on all of them.
-
-    Args:
-        action: what every rank does.
-        message_of: the message of an error.
 
     Raises:
         ConversionError: with the messages, each once.

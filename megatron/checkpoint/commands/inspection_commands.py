@@ -34,11 +34,7 @@ from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 class ListedEntry:
     """One row of ``inspect``, by the names that its JSON output has.
 
-    Attributes:
-        key: of the entry.
-        dtype: ``float32`` and so on; ``object`` for anything but a tensor.
-        shape: of a tensor, else None.
-        bytes: its size in the file.
+    The ``dtype`` of anything but a tensor is ``object``, its ``shape`` None.
     """
 
     key: str

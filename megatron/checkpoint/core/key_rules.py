@@ -109,13 +109,8 @@ MODEL: tuple[tuple[str, tuple[ParameterRule, ...]], ...] = (
 class _TableEntry:
     """A rule with the canonical names that it is for, and its position in the table.
 
-    Attributes:
-        pattern: of the canonical names.
-        stack: number of the entry of ``MODEL`` that has the rule.
-        position: of the rule in the whole table.
-        position_of_module: of the first rule for the same module; all rules of an expert are for
-            one module.
-        rule: the rule.
+    ``stack`` is the number of its entry in ``MODEL``, ``position_of_module`` that of the first rule
+    for the same module; all rules of an expert are for one module.
     """
 
     pattern: re.Pattern[str]
@@ -206,11 +201,9 @@ def has_extra_state(name: str, transformer_engine: bool) -> bool:
 
 
 def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
-    """Return True if fsdp_dtensor files store the two halves of the parameter separately.
+    """Return True if fsdp_dtensor files of a model store the two halves of a parameter separately.
 
-    Args:
-        name: of the parameter, in any spelling.
-        gated_linear_unit: the model's MLPs are gated.
+    The name can be in any spelling; ``gated_linear_unit`` says that the model's MLPs are gated.
     """
     rule = rule_of(canonical_name(name)) if gated_linear_unit else None
     return rule is not None and rule.gated
@@ -219,23 +212,14 @@ def is_gated(name: str, gated_linear_unit: bool = True) -> bool:
 def has_halves(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return True if dim 0 of a parameter is a gate, followed by the rows that it multiplies.
 
-    It then has twice as many rows as the next linear layer has columns.
-
-    Args:
-        name: canonical name.
-        shapes: of all parameters of the model, by canonical name.
+    It then has twice as many rows as the next linear layer, whose shape is in ``shapes``, columns.
     """
     following = shapes.get(re.sub(r"linear_fc1\.(weight|bias)$", "linear_fc2.weight", name))
     return is_gated(name) and following is not None and shapes[name][0] == 2 * following[1]
 
 
 def entry_names(name: str, gated_linear_unit: bool) -> list[str]:
-    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves.
-
-    Args:
-        name: of the parameter, in any spelling.
-        gated_linear_unit: the model's MLPs are gated.
-    """
+    """Return the names of a parameter in an fsdp_dtensor file: its own, or those of its halves."""
     return [name + half for half in HALVES] if is_gated(name, gated_linear_unit) else [name]
 
 

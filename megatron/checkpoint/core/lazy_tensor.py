@@ -74,11 +74,9 @@ class LazyTensor:
     def map(
         self, shape: Sequence[int], function: Callable[[torch.Tensor], torch.Tensor]
     ) -> LazyTensor:
-        """Return a function of the whole tensor; reading any of its rows reads the whole tensor.
+        """Return a function of the whole tensor, of this shape, that keeps its dtype.
 
-        Args:
-            shape: of the function's result.
-            function: keeps the dtype.
+        Reading any of its rows reads the whole tensor.
         """
         return LazyTensor(
             tuple(shape),

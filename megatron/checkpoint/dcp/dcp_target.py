@@ -234,13 +234,10 @@ def _in_parts(entries: list[Entry]) -> Iterator[list[Entry]]:
 
 
 class EntryReader(StorageReader):
-    """A reader of the entries of a DCP directory that would be written.
+    """A reader of a DCP directory that is not written, with every tensor in one chunk.
 
-    Of a tensor it reads the rows that are asked for, one tensor after another.
-
-    Args:
-        target: the directory; every tensor in one chunk.
-        name: of the checkpoint in messages.
+    Of a tensor it reads the rows that are asked for, one tensor after another. Messages have
+    ``name`` for the checkpoint.
     """
 
     def __init__(self, target: DcpTarget, name: str):

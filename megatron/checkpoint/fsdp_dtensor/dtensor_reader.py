@@ -92,7 +92,7 @@ def _notes(state: TrainingState, unknown: list[str], unread: list[str]) -> list[
         )
     notes += [f"{name}: no rule knows it; carried over as it is" for name in unknown]
     notes += [f"{key}: not a part of training that is known here; left out" for key in unread]
-    return notes + _incomplete_random_states(state.random_states)
+    return notes
 
 
 def _canonical_names(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -317,22 +317,3 @@ def _random_states(others: _OtherEntries) -> dict[tuple[int, int], list[dict[str
         position: [generators for _, generators in sorted(ranks.items())]
         for position, ranks in by_rank.items()
     }
-
-
-def _incomplete_random_states(
-    states: Mapping[tuple[int, int], list[dict[str, Any]]],
-) -> list[str]:
-    """Report the ranks that lack generators which others have."""
-    ranks: dict[str, dict[str, Any]] = {}
-    for position, found in states.items():
-        for number, generators in enumerate(found):
-            ranks[f"rng_state.{position}.{number}"] = generators
-    all_names: set[str] = set()
-    for generators in ranks.values():
-        all_names.update(generators)
-    lacking = {rank: sorted(all_names - generators.keys()) for rank, generators in ranks.items()}
-    return [
-        f"{rank}: it has no {', '.join(missing)}, which other ranks have"
-        for rank, missing in lacking.items()
-        if missing
-    ]

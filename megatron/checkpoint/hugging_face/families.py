@@ -148,14 +148,7 @@ transformers does with ``rope_interleave``."""
 def gated_mlp(
     ours: str, theirs: str, where: Where, names: str = "gate_proj up_proj down_proj"
 ) -> tuple[TensorRow, TensorRow]:
-    """Return the rows of a gated MLP.
-
-    Args:
-        ours: path of the MLP in a layer of ours.
-        theirs: path of the MLP in a layer of theirs.
-        where: the layers that have it.
-        names: of their gate, up and down projections.
-    """
+    """Return the rows of a gated MLP at these paths in a layer, with names of its projections."""
     gate, up, down = (f"{theirs}.{name}.weight" for name in names.split())
     return (
         TensorRow(f"{ours}.linear_fc1.weight", f"{gate} {up}", GATE_AND_UP, where),
@@ -404,11 +397,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_named(name: Any, where: str) -> Family:
-    """Return the family of a ``model_type``.
-
-    Args:
-        name: the ``model_type``.
-        where: its source, for the message.
+    """Return the family of a ``model_type``; ``where`` is its source, for the error.
 
     Raises:
         ValueError: for a type without counterpart.

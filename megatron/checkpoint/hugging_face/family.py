@@ -182,7 +182,7 @@ def everywhere(args: argparse.Namespace, layer: int) -> bool:
 
 
 def untied(args: argparse.Namespace, layer: int) -> bool:
-    """Return True if the output layer has a weight of its own."""
+    """Return True for an output layer with a weight of its own."""
     return bool(args.untie_embeddings_and_output_weights)
 
 

@@ -206,11 +206,7 @@ class FileIntegrity:
             )
 
     def problems_of_files(self, metadata: Any) -> Iterator[str]:
-        """Find missing files, wrong sizes, and changes of small files; reads no tensor.
-
-        Args:
-            metadata: the content of ``.metadata``.
-        """
+        """Find missing files, wrong sizes, and changes of small files; reads no tensor."""
         for index, info in metadata.storage_data.items():
             name = info.relative_path
             self._ends[name] = max(self._ends.get(name, 0), info.offset + info.length)
@@ -251,15 +247,10 @@ class FileIntegrity:
     def problem_of_content(
         self, name: str, changed_entries: Callable[[str, Sequence[str]], Sequence[str]]
     ) -> str | None:
-        """Return what is wrong with the content of a file, None if nothing is; reads all of it.
+        """Return what is wrong with the content of a file, None if nothing is; reads it once.
 
-        The digest of the manifest is compared, or all checksums in the file if there is none. A
-        file is read once.
-
-        Args:
-            name: of a file with tensors.
-            changed_entries: takes the file and the keys in it, and returns those whose checksums
-                differ.
+        The digest of the manifest is compared, or all checksums in the file if there is none:
+        ``changed_entries`` takes the file and its keys, and returns those whose checksums differ.
         """
         if name not in self._verdicts:
             self._verdicts[name] = self._compared(name, changed_entries)

@@ -316,10 +316,7 @@ def extra_state_objects(
 ) -> Iterator[ObjectEntry]:
     """Yield the extra states of modules: they are None without FP8, but loaders ask for them.
 
-    Args:
-        names: of parameters, canonical.
-        spelling: of the model that will load the checkpoint.
-        axes: key -> lengths of its axes of layers and experts.
+    ``axes`` are the lengths of the axes of layers and experts of each key.
     """
     seen = set()
     for name in names:

@@ -169,14 +169,9 @@ def _divisors(number: int) -> list[int]:
 def joined_tensor(
     model: RegisteredModel, name: str, slot: str, shards: Sequence[StoredShard]
 ) -> LazyTensor:
-    """Join the shards of one slot of a parameter.
+    """Join the shards that tensor-parallel ranks have of one slot of a parameter.
 
-    Args:
-        model: the model.
-        name: of the parameter.
-        slot: such as ``exp_avg``.
-        shards: one for each tensor-parallel rank. Of a parameter that is not split they are copies,
-            and the first one is used.
+    Of a parameter that is not split they are copies, and the first one is used.
 
     Raises:
         ValueError: if there are fewer shards than the layout says.

@@ -56,11 +56,9 @@ class ParameterShard:
 
 @dataclass(frozen=True)
 class BufferLocation:
-    """Position of a shard in a stored buffer.
+    """Position of a shard's first element: the number of the stored tensor, and the offset there.
 
-    Attributes:
-        bucket: number of the stored tensor; 0 where all buckets are in one tensor.
-        offset: of the shard's first element in that tensor.
+    ``bucket`` is 0 where all buckets are in one tensor.
     """
 
     bucket: int
@@ -259,12 +257,7 @@ class GatheredBuffer:
 def sharded_buffers(
     stored: StoredCheckpoint, keys: Iterable[str]
 ) -> dict[OptimizerOfRank, list[ShardedBuffer]]:
-    """Find the buffers of a ``dp_reshardable`` file.
-
-    Args:
-        stored: the checkpoint.
-        keys: of the optimizer; those that are not of buckets are ignored.
-    """
+    """Find the buffers of a ``dp_reshardable`` file among the keys of its optimizer."""
     buckets_of: dict[tuple[OptimizerOfRank, int, str], dict[int, dict[str, str]]] = {}
     for key in keys:
         parsed = optimizer_keys.parse(key)
@@ -286,10 +279,7 @@ def check_bucket_sizes(
 ) -> None:
     """Compare the buckets with the sizes that each rank has stored beside them.
 
-    Args:
-        stored: the checkpoint.
-        buffers: of each rank.
-        keys: of each rank's object ``per_bucket_numel_unpadded``.
+    ``keys`` are those of each rank's object ``per_bucket_numel_unpadded``.
 
     Raises:
         ValueError: if they differ.

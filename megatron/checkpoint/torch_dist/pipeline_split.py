@@ -22,13 +22,7 @@ from megatron.checkpoint.torch_dist.registered_model import ModelChunk, Register
 
 @dataclass(frozen=True)
 class StoredShard:
-    """One rank's shard of a parameter in the file.
-
-    Attributes:
-        name: canonical name of the parameter.
-        buffer: that has the shard.
-        location: of the shard in the buffer.
-    """
+    """One rank's shard of a parameter, by canonical name, in a buffer of the file."""
 
     name: str
     buffer: OptimizerBuffer

@@ -47,13 +47,7 @@ class LayerImplementation:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """One way in which a run can have laid out its optimizer's buffers over ranks.
-
-    Attributes:
-        tensor_parallel_size: number of ranks that share a parameter.
-        expert_tensor_parallel_size: number of ranks that share a parameter of an expert.
-        layers: implementation of the model's layers.
-    """
+    """One way in which a run can have laid out its optimizer's buffers over ranks."""
 
     tensor_parallel_size: int
     expert_tensor_parallel_size: int
@@ -85,14 +79,8 @@ class BucketLayout:
 class ModelChunk:
     """The part of the model that one pipeline stage runs in one go.
 
-    Stages have several chunks under interleaved (virtual) pipeline parallelism.
-
-    Attributes:
-        layers: numbers of its layers of the decoder.
-        has_final_norm: it has the norm after the decoder.
-        has_prediction: it has the layers of multi-token prediction.
-        is_first: it has the embeddings.
-        is_last: it has the output layer.
+    Stages have several chunks under interleaved (virtual) pipeline parallelism. The first one has
+    the embeddings, the last one the output layer.
     """
 
     layers: range

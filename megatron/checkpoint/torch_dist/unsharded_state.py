@@ -177,11 +177,8 @@ def optimizers_of_ranks(
 ) -> dict[int, Any]:
     """Return the state of each chained optimizer that ranks have stored.
 
-    A rank without parameters in a group lacks fields of it, which another rank has.
-
-    Args:
-        stored: the checkpoint.
-        keys: of each rank's object ``optimizer``.
+    A rank without parameters in a group lacks fields of it, which another rank has. ``keys`` are
+    those of each rank's object ``optimizer``.
     """
     groups_of_chain: dict[int, list[dict[str, Any]]] = {}
     for (chain, _), key in sorted(keys.items()):
