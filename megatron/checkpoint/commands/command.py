@@ -28,9 +28,9 @@ class Printer:
     """Output of a command. Other ranks than the first print nothing.
 
     Args:
-        as_json: print one JSON object instead of text.
-        show_progress: show the progress of long work. Never done with ``as_json``.
-        oom_traceback: print where memory ran out.
+        as_json: whether to print one JSON object instead of text.
+        show_progress: whether to show the progress of long work. Never done with ``as_json``.
+        oom_traceback: whether to print where memory ran out.
     """
 
     def __init__(self, as_json: bool, show_progress: bool, oom_traceback: bool = False):

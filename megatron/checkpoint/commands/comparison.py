@@ -38,7 +38,7 @@ class TensorDifference:
     """Elements of a tensor that are not bitwise the same.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         count: how many elements differ.
         total: how many there are.
         absolute: the largest difference; NaN if an element is NaN on one side only.
@@ -86,13 +86,7 @@ class Comparison:
 def compare_entries(
     first: StoredCheckpoint, second: StoredCheckpoint, progress: Progress = ignore_progress
 ) -> Comparison:
-    """Compare all entries by key: tensors bitwise, objects by value.
-
-    Args:
-        first: a DCP directory.
-        second: another one.
-        progress: called with numbers of bytes that were compared, of both together.
-    """
+    """Compare all entries by key: tensors bitwise, objects by value."""
     found = Comparison()
     mine, theirs = _descriptions(first), _descriptions(second)
     for key in _in_both(found, mine, theirs):
@@ -129,15 +123,8 @@ def compare_states(
 ) -> Comparison:
     """Compare the content of two checkpoints: tensors by canonical name, and the rest of a run.
 
-    Tensors of different dtypes are compared in the less precise one.
-
-    Args:
-        first: read from any format.
-        second: read from any format.
-        weights_only: compare nothing but weights and buffers.
-        with_padding: more rows of vocabulary on one side are a difference. False: the rows that
-            both have are compared.
-        progress: called with numbers of bytes that were compared, of both together.
+    Tensors of different dtypes are compared in the less precise one. Without ``with_padding`` the
+    rows of the vocabulary that both have are compared, else more rows on one side are a difference.
     """
     found = Comparison()
     mine, theirs = _tensors(first, weights_only), _tensors(second, weights_only)

@@ -43,8 +43,8 @@ def convert(
     Args:
         target: the output to write, the same on all ranks.
         output: the directory of the output.
-        show_progress: show the progress of the first rank's share.
-        oom_traceback: print where memory ran out.
+        show_progress: whether to show the progress of the first rank's share.
+        oom_traceback: whether to print where memory ran out.
 
     Returns:
         On the first rank, the notes of all parts.

@@ -24,8 +24,8 @@ class EditRule:
 
     Attributes:
         pattern: a regular expression that is searched for in keys.
-        replacement: of every match, with references to groups as in :func:`re.sub`; None removes
-            the entry.
+        replacement: replacement of every match, with references to groups as in :func:`re.sub`;
+            None removes the entry.
     """
 
     pattern: re.Pattern[str]

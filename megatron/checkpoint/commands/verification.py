@@ -28,13 +28,8 @@ def find_problems(
     arguments imply, main weights against those of the model, the optimizer's state, and values that
     are NaN or infinite.
 
-    Args:
-        opened: the checkpoint.
-        progress: called with numbers of bytes that were read, once for files and once for values.
-        notes: a list to which harmless entries without meaning to training are added.
-
-    Returns:
-        The problems in words; none for a good checkpoint.
+    Harmless entries without meaning to training are added to ``notes``. The progress counts bytes
+    once for files and once for values.
     """
     problems: list[str] = []
     stored = opened.stored

@@ -30,7 +30,7 @@ class ParameterRule:
 
     Attributes:
         module: path of the module; ``{expert}`` is a number.
-        dims: of the weight, by their names in :mod:`megatron.checkpoint.core.key_rules`.
+        dims: dims of the weight, by their names in :mod:`megatron.checkpoint.core.key_rules`.
         split_dim: dim of the weight that tensor parallelism splits; None for no split. Biases are
             split with dim 0 only.
         gated: if the model's MLPs are gated, dim 0 is the gate, followed by the rows that it
@@ -158,9 +158,9 @@ def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any
 
     Args:
         name: canonical name.
-        spelling: of the model; default: local layers. Transformer Engine's linear layers register
-            the norm inside before their own weight, and grouped experts the first linear layer of
-            all experts before the second of any.
+        spelling: spelling of the model; default: local layers. Transformer Engine's linear layers
+            register the norm inside before their own weight, and grouped experts the first linear
+            layer of all experts before the second of any.
     """
     module_name = spelling.module_name(name) if spelling is not None else name
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")

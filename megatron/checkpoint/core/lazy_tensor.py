@@ -19,10 +19,10 @@ class LazyTensor:
     """A tensor that some file has, which is read by rows.
 
     Attributes:
-        shape: of the whole tensor.
-        dtype: of the rows that are read.
-        read_rows: reads the rows ``[start, stop)`` of dim 0 into new memory. A 0-d tensor has one
-            row, the tensor itself.
+        shape: shape of the whole tensor.
+        dtype: dtype of the rows that are read.
+        read_rows: function that reads the rows ``[start, stop)`` of dim 0 into new memory. A 0-d
+            tensor has one row, the tensor itself.
     """
 
     shape: tuple[int, ...]

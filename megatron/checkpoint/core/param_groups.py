@@ -40,7 +40,7 @@ def assign(
     rate.
 
     Args:
-        shapes: of the parameters that the optimizer has, by canonical name.
+        shapes: shapes of the parameters that the optimizer has, by canonical name.
         groups: fields of the optimizer's param groups.
         decay_query_key_norms: the run's --apply-wd-to-qk-layernorm: norms of queries and keys have
             weight decay.

@@ -23,9 +23,9 @@ class Part:
 
     Attributes:
         name: unique among the parts.
-        num_bytes: of the tensors that it writes, as reported to the progress.
-        write: writes the part into a directory, reports its progress, and returns a dict for
-            :meth:`Target.finish`, with ``notes`` to the user.
+        num_bytes: number of bytes of the tensors that it writes, as reported to the progress.
+        write: function that writes the part into a directory, reports its progress, and returns a
+            dict for :meth:`Target.finish`, with ``notes`` to the user.
     """
 
     name: str
@@ -59,15 +59,15 @@ LINE_SECONDS = 10.0
 def progress_of(
     title: str, total: int, *, unit: str = "B", show: bool = True, stream: TextIO | None = None
 ) -> Iterator[Progress]:
-    """Show the progress of the work inside this context.
+    """Show the progress of the work inside this context, by default on stderr.
 
     Args:
         title: the work, as a participle: ``converting``.
         total: the amount of work, in ``unit``.
         unit: ``B`` for bytes, which are shown as kB, MB and so on, or the plural of what is
             counted.
-        show: False for nothing at all.
-        stream: where it is shown. Default: stderr.
+        show: whether anything is shown.
+        stream: place where it is shown.
 
     Yields:
         The function that is called with each amount of work when it is done.
@@ -85,40 +85,19 @@ def progress_of(
 
 
 def terminal_bar(stream: TextIO | None = None, **options: Any) -> tqdm | None:
-    """Return a new bar of tqdm if ``stream`` (default: stderr) is a terminal, else None.
-
-    Args:
-        stream: where the bar is drawn.
-        **options: the arguments of tqdm.
-    """
+    """Return a new bar of tqdm with these options if ``stream`` is a terminal, else None."""
     stream = stream if stream is not None else sys.stderr
     return tqdm(file=stream, **options) if stream.isatty() else None
 
 
 class ProgressLines:
-    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes.
-
-    Args:
-        title: the work, as a participle.
-        total: the amount of work.
-        unit: as of :func:`progress_of`.
-        stream: where the lines are printed.
-        clock: the time in seconds.
-    """
+    """Plain lines about work that takes longer than ``LINE_SECONDS``, for logs and pipes."""
 
     def __init__(
-        self,
-        title: str,
-        total: int,
-        unit: str,
-        stream: TextIO,
-        clock: Callable[[], float],
+        self, title: str, total: int, unit: str, stream: TextIO, clock: Callable[[], float]
     ):
-        self._title = title
-        self._total = total
-        self._unit = unit
-        self._stream = stream
-        self._clock = clock
+        self._title, self._total, self._unit = title, total, unit
+        self._stream, self._clock = stream, clock
         self._done = 0
         self._begin = self._last_line = clock()
 

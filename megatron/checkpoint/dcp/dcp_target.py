@@ -51,9 +51,9 @@ class TensorEntry:
     """One chunk of a tensor in the file.
 
     Attributes:
-        key: of the tensor.
-        shape: of the whole tensor.
-        offsets: of the chunk; as long as ``shape``.
+        key: key of the tensor.
+        shape: shape of the whole tensor.
+        offsets: offsets of the chunk; as long as ``shape``.
         tensor: elements of the chunk; leading dims of size 1 may be left out.
     """
 
@@ -74,7 +74,7 @@ class ObjectEntry:
     """An object in the file.
 
     Attributes:
-        key: of the object.
+        key: key of the object.
         value: the object, or a function that makes it when it is written.
     """
 
@@ -103,7 +103,7 @@ class DcpTarget:
 
     Attributes:
         entries: chunks of tensors, and objects.
-        parts: of the directory, which can be written in any order.
+        parts: parts of the directory, which can be written in any order.
     """
 
     def __init__(
@@ -175,10 +175,6 @@ class EntryPlanner(DefaultSavePlanner):
 
     With one of them on every rank, ``torch.distributed.checkpoint.save`` writes the entries of all
     ranks. An entry that several ranks have is written by one of them.
-
-    Args:
-        entries: of this rank, with flat keys.
-        progress: called with the size of every entry that is read.
     """
 
     def __init__(self, entries: list[Entry], progress: Progress = ignore_progress):

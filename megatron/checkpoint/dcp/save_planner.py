@@ -49,7 +49,7 @@ class EvenPlanner(DefaultSavePlanner):
         is_whole: the ranks that save have all chunks of all tensors. False for the part of one
             rank: its metadata names tensors of which the rank has no chunk too.
         reuse: the plan of the save before, which is used again if it fits; None: none is kept.
-        spreads: share out what several ranks have. False: the first of them writes it.
+        spreads: whether to share out what several ranks have. False: the first of them writes it.
     """
 
     def __init__(self, is_whole: bool = True, reuse: PlanReuse | None = None, spreads: bool = True):
@@ -165,7 +165,7 @@ def assign(items_of_ranks: Sequence[Sequence[WriteItem]], spreads: bool) -> list
 
     Args:
         items_of_ranks: the items that each rank could write.
-        spreads: let ranks have about as many bytes.
+        spreads: whether to let ranks have about as many bytes.
 
     Returns:
         The positions of the items that each rank writes, in order.

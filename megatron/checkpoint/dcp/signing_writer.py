@@ -52,7 +52,7 @@ class SigningWriter(FileSystemWriter):
 
     Args:
         path: the directory.
-        signs: compute digests, and write the manifest when all files are complete.
+        signs: whether to compute digests, and write the manifest when all files are complete.
         beside: name -> content of other files, which the first rank writes and signs with them.
     """
 
@@ -87,8 +87,8 @@ class SigningWriter(FileSystemWriter):
         """Write ``.metadata``, the files beside, and the manifest; called on the first rank.
 
         Args:
-            metadata: of all entries.
-            results: of :meth:`write_data` on every rank.
+            metadata: metadata of all entries.
+            results: results of :meth:`write_data` on every rank.
         """
         # A string that stands in several tables is pickled once if it is one object.
         names = {key: key for key in metadata.state_dict_metadata}

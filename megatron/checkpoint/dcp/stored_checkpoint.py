@@ -37,8 +37,8 @@ class StoredCheckpoint:
 
     Args:
         directory: path of it.
-        verify: compare digests and checksums. Sizes of files are always compared, and so are the
-            checksums of objects, which are small.
+        verify: whether to compare digests and checksums. Sizes of files are always compared, and so
+            are the checksums of objects, which are small.
 
     Attributes:
         directory: path of it.
@@ -94,13 +94,8 @@ class StoredCheckpoint:
     ) -> list[str]:
         """Find the files with tensors that have changed or are of another checkpoint.
 
-        Args:
-            rank: reads its share of the files. Those of other ranks count as sound afterwards.
-            world_size: number of ranks that share the work.
-            progress: called with the sizes of the files that were read.
-
-        Returns:
-            The files, with the tensors in them; none if nothing is to be verified.
+        A rank reads its share of the files; those of other ranks count as sound afterwards. If
+        nothing is to be verified, there are none.
         """
         problems: list[str] = []
         if self._integrity.verify:

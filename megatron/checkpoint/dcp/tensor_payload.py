@@ -39,13 +39,13 @@ class TensorPayload:
 
     Attributes:
         file: path of the file.
-        offset: of the storage in the file, in bytes.
-        num_bytes: of the storage.
+        offset: offset of the storage in the file, in bytes.
+        num_bytes: number of bytes of the storage.
         checksum: crc32 of the storage; None if the writer left it out.
-        dtype: of the tensor.
-        size: of the tensor, in elements.
-        stride: of the tensor in the storage, in elements.
-        start: of the tensor in the storage, in elements.
+        dtype: dtype of the tensor.
+        size: size of the tensor, in elements.
+        stride: stride of the tensor in the storage, in elements.
+        start: start of the tensor in the storage, in elements.
     """
 
     file: Path
@@ -219,17 +219,9 @@ def _tensor_v2(storage: _Storage, start: int, size: Any, stride: Any, *_: Any) -
     return _Tensor(storage, start, tuple(size), tuple(stride))
 
 
-def _tensor_v3(
-    storage: _Storage,
-    start: int,
-    size: Any,
-    stride: Any,
-    requires_grad: bool,
-    hooks: Any,
-    dtype: torch.dtype,
-    *_: Any,
-) -> _Tensor:
+def _tensor_v3(storage: _Storage, start: int, size: Any, stride: Any, *more: Any) -> _Tensor:
     """Describe a tensor of a dtype without a class of storages, such as FP8."""
+    _requires_grad, _hooks, dtype, *_ = more
     return _Tensor(_Storage(dtype, storage.key), start, tuple(size), tuple(stride))
 
 
@@ -263,9 +255,9 @@ def read_chunk(
     """Read a chunk of a stored tensor into ``target``, which has the sizes of the chunk.
 
     Args:
-        file: that holds the tensor.
+        file: file that holds the tensor.
         payload: the tensor in the file.
-        offsets: of the chunk in the stored tensor.
+        offsets: offsets of the chunk in the stored tensor.
         target: on any device and of any dtype.
 
     Raises:

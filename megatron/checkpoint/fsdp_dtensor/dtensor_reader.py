@@ -37,8 +37,8 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
 
     Args:
         stored: the files.
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a
-            note. Otherwise they are an error.
+        allow_unknown: whether to carry over parameters that no key rule knows under their own
+            names, with a note. Otherwise they are an error.
 
     Raises:
         ValueError: for keys that the format does not have, all at once.

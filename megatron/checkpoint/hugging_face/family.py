@@ -288,8 +288,8 @@ class Family:
         layer: rows of a layer.
         rules: settings.
         arguments: Megatron-LM's arguments that every model of the family has.
-        training: arguments that a model of the family trains with, if the config does not say
-            it. They are no part of the model.
+        training: arguments that a model of the family trains with, if the config does not say it.
+            They are no part of the model.
         base: beginning of all names but the output layer's. A file of the model without its head
             leaves it out.
         layers: beginning of the names in a layer, before its number.

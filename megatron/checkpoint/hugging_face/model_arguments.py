@@ -62,8 +62,8 @@ class Argument:
 
     Attributes:
         name: the destination.
-        default: of Megatron-LM.
-        flag: of the command line; default: its name. It is a switch if the default is True or
+        default: default of Megatron-LM.
+        flag: flag of the command line; default: its name. It is a switch if the default is True or
             False.
         counts: arguments -> True if this one means anything beside the others; else its value is no
             part of the model.

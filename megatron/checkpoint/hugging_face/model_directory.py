@@ -212,12 +212,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 def write_shard(
     path: Path, tensors: dict[str, LazyTensor], progress: Callable[[int], None]
 ) -> None:
-    """Write a file of tensors, one after another. Never more than one of them is in memory.
-
-    Args:
-        path: of the file, which is replaced.
-        tensors: name -> tensor, in the order in which values are written.
-        progress: called with the size of every tensor when it is written.
+    """Write, or replace, a file of tensors in this order, with one of them in memory at a time.
 
     Raises:
         ValueError: for a dtype that the format does not have.

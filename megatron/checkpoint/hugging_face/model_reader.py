@@ -30,10 +30,10 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     """Read the weights and the arguments of a model. Tensors are read later, when they are needed.
 
     Args:
-        directory: with config.json and one safetensors file, or several and an index.
-        vocabulary_multiple: pad the vocabulary with zeros to a multiple of this, as tensor
-            parallelism needs it: ``make_vocab_size_divisible_by`` times its size. Default: no
-            padding.
+        directory: directory with config.json and one safetensors file, or several and an index.
+        vocabulary_multiple: number to a multiple of which the vocabulary is padded with zeros, as
+            tensor parallelism needs it: ``make_vocab_size_divisible_by`` times its size. Default:
+            no padding.
 
     Returns:
         A state of ``weights``, ``buffers``, ``args`` and ``notes``. ``args`` has Megatron-LM's

@@ -45,8 +45,8 @@ class HuggingFaceTarget:
         state: what to write: ``weights`` and ``buffers`` of a model, and ``args``, which describe
             it.
         family: ``model_type``; default: the template's, else the one that fits the arguments.
-        dtype: of weights; default: that in which the run computes, ``args.params_dtype``, but for
-            weights that the template keeps in another dtype than its own. Buffers keep theirs.
+        dtype: dtype of weights; default: that in which the run computes, ``args.params_dtype``, but
+            for weights that the template keeps in another dtype than its own. Buffers keep theirs.
         template: a directory whose config.json completes the new one, and whose tokenizer is
             copied. It has to be of the same family. Settings of the model are those of the
             arguments. It may be without tensors.
@@ -94,12 +94,7 @@ class HuggingFaceTarget:
         ]
 
     def finish(self, staging: Path, results: Mapping[str, Any]) -> None:
-        """Write the files beside the tensors.
-
-        Args:
-            staging: the directory that the parts were written into.
-            results: name of each part -> the result of writing it.
-        """
+        """Write the files beside the tensors; ``results`` are those of the parts, by name."""
         if len(self.parts) > 1:
             file_of: dict[str, str] = {}
             for part in self.parts:

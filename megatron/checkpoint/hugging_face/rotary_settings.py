@@ -21,7 +21,7 @@ class Stretching(ABC):
 
     Attributes:
         name: its ``rope_type``.
-        arguments: of Megatron-LM.
+        arguments: arguments of Megatron-LM.
         fixed: values of the settings that Megatron-LM has no flags for.
         required: those of ``fixed`` that a config must state.
     """

@@ -25,10 +25,10 @@ class SettingRule:
     """Meaning of some keys of config.json in Megatron-LM's arguments.
 
     Attributes:
-        keys: that it reads or writes, or that follow from those it writes.
-        names: of arguments that it reads or writes.
-        read: from the config.
-        write: to the config.
+        keys: keys that it reads or writes, or that follow from those it writes.
+        names: names of arguments that it reads or writes.
+        read: function that reads from the config.
+        write: function that writes to the config.
     """
 
     keys: tuple[str, ...]
@@ -55,7 +55,7 @@ def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
 
     Args:
         keys: its spellings, separated by blanks; the first is written.
-        name: of the argument.
+        name: name of the argument.
         default: the meaning of a config without the key, or with null. Without a default such a
             config is a problem.
     """
@@ -81,10 +81,10 @@ def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> Sett
     """Make the rule of a key that must have one of the values which Megatron-Core can follow.
 
     Args:
-        key: of the config.
+        key: key of the config.
         *allowed: the values, besides null.
         because: the reason for people.
-        write: write the first of the values.
+        write: whether to write the first of the values.
     """
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
@@ -113,11 +113,7 @@ def in_words(value: Any) -> str:
 
 
 def tied_embeddings(default: bool) -> SettingRule:
-    """Make the rule of an output layer that may have the weight of the embedding.
-
-    Args:
-        default: the meaning of a config without the key.
-    """
+    """Make the rule of an output layer that may have the weight of the embedding."""
     key, name = "tie_word_embeddings", "untie_embeddings_and_output_weights"
     return SettingRule(
         (key,),
@@ -131,11 +127,7 @@ def tied_embeddings(default: bool) -> SettingRule:
 
 
 def grouped_queries(default: int | None) -> SettingRule:
-    """Make the rule of heads that share a key and a value.
-
-    Args:
-        default: the number of keys if the config does not state it; None: one for each head.
-    """
+    """Make the rule of heads that share a key and a value; ``default`` None: one for each head."""
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         heads = config.get("num_attention_heads") or 1
@@ -157,12 +149,7 @@ def grouped_queries(default: int | None) -> SettingRule:
 
 
 def head_width(default: int | None = None) -> SettingRule:
-    """Make the rule of the width of a head.
-
-    Args:
-        default: the width if the config does not state it; None: the hidden size over the number of
-            heads.
-    """
+    """Make the rule of a head's width; ``default`` None: hidden size over the number of heads."""
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         width = config.get("head_dim") or default

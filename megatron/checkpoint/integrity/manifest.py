@@ -41,7 +41,7 @@ class FileDigest(NamedTuple):
 
     Attributes:
         bytes: its size.
-        digest: of its content, in hexadecimal digits.
+        digest: digest of its content, in hexadecimal digits.
     """
 
     bytes: int
@@ -90,7 +90,7 @@ class Manifest:
     """The manifest of a checkpoint.
 
     Args:
-        directory: of the checkpoint.
+        directory: directory of the checkpoint.
         files: name -> size and digest.
     """
 
@@ -163,8 +163,9 @@ class FileIntegrity:
     """Comparison of the files of a DCP directory with what is known about them.
 
     Args:
-        directory: of the checkpoint.
-        verify: compare the content of files, by their digests; sizes are always compared.
+        directory: directory of the checkpoint.
+        verify: whether to compare the content of files, by their digests; sizes are always
+            compared.
 
     Attributes:
         manifest: None if the checkpoint has none, and if a damaged one is not to be verified.

@@ -78,8 +78,8 @@ def read(
         group_numbers: a map of param groups that the run has dumped
             (``--dump-param-to-param-group-map``). It is needed only for groups that a run has made
             by other rules than Megatron-Core's.
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a
-            note, instead of an error.
+        allow_unknown: whether to carry over parameters that no key rule knows under their own
+            names, with a note, instead of an error.
 
     Raises:
         ValueError: for keys or shapes that the key rules do not know, all at once, and where parts
@@ -211,7 +211,7 @@ def target(state: TrainingState, spelling: Spelling) -> DcpTarget:
 
     Args:
         state: the state to write. Values that the format cannot keep are added to its ``notes``.
-        spelling: of the model that will load the checkpoint.
+        spelling: spelling of the model that will load the checkpoint.
 
     Raises:
         ValueError: if some layers or experts have a parameter that others lack.

@@ -24,8 +24,8 @@ def add_optimizer_state(
     """Replace the model's weights by main weights, and add the moments, if both agree.
 
     Args:
-        state: of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes`` get a
-            line for each parameter that is read and does not agree.
+        state: state of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes``
+            get a line for each parameter that is read and does not agree.
         main: name -> main weight.
         moments: name -> slot -> tensor.
 

@@ -74,7 +74,7 @@ def decode(
         experts: buffers of the optimizer that has the experts, if they have one: expert tensor
             parallelism fastest, then expert parallelism, then pipeline stages.
         weights: canonical name -> the model's tensor.
-        args: of the run. All values are tried for the ones that they lack.
+        args: arguments of the run. All values are tried for the ones that they lack.
 
     Raises:
         ValueError: if no layout fits, or several do and ``args`` do not say which it was. While

@@ -39,7 +39,7 @@ class ParameterShard:
 
     Attributes:
         name: canonical name of the parameter.
-        shape: of the shard.
+        shape: shape of the shard.
         has_own_bucket: no other parameter is in its bucket. Word embeddings that two pipeline
             stages share are stored so.
     """
@@ -69,7 +69,7 @@ class OptimizerBuffer(Protocol):
     """All parameters of one dtype that a rank has in one model chunk.
 
     Attributes:
-        dtype: of the parameters in the model, as ``torch.bfloat16`` prints.
+        dtype: dtype of the parameters in the model, as ``torch.bfloat16`` prints.
         slots: slot of the optimizer, such as ``exp_avg``, -> dtype of its tensors.
         numel: number of stored elements.
         shows_order: the file shows where parameters begin, not only how many elements there are.
@@ -110,8 +110,8 @@ class ShardedBuffer:
 
     Args:
         stored: the checkpoint.
-        dtype: of the parameters in the model.
-        keys: of each bucket, slot -> key.
+        dtype: dtype of the parameters in the model.
+        keys: keys of each bucket, slot -> key.
 
     Attributes:
         lengths: number of elements of each bucket, without the padding at its end.
@@ -201,8 +201,9 @@ class GatheredBuffer:
     The tensors are in an object of the file, so that reading any of them reads all of it.
 
     Args:
-        load: reads the object: slot -> tensor, and ``numel_unpadded``, the number of elements.
-        dtype: of the parameters in the model.
+        load: function that reads the object: slot -> tensor, and ``numel_unpadded``, the number of
+            elements.
+        dtype: dtype of the parameters in the model.
         bucket_size: a bucket is closed when it has as many elements; None for one bucket.
 
     Raises:
@@ -304,8 +305,8 @@ def gathered_buffers(
 
     Args:
         stored: the checkpoint.
-        keys: of each rank's object ``param_state``.
-        args: of the run that wrote the file. They say where buckets end.
+        keys: keys of each rank's object ``param_state``.
+        args: arguments of the run that wrote the file. They say where buckets end.
 
     Raises:
         ValueError: for objects of early releases, which store buckets one by one.

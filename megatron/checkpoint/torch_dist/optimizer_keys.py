@@ -50,9 +50,9 @@ class BucketKey:
     Attributes:
         owner: number of the chained optimizer, and the rank.
         buffer: number of the buffer among those of the rank.
-        dtype: of the parameters in the model.
+        dtype: dtype of the parameters in the model.
         bucket: number of the bucket in the buffer.
-        slot: such as ``exp_avg``.
+        slot: slot, such as ``exp_avg``.
     """
 
     owner: OptimizerOfRank

@@ -62,13 +62,14 @@ class OptimizerTensors:
     """An optimizer's state in a file, by canonical name, with whole tensors.
 
     Attributes:
-        layout: of the file; None if it has no optimizer.
+        layout: layout of the file; None if it has no optimizer.
         main: name -> main weight, fp32.
         moments: name -> slot, such as ``exp_avg``, -> tensor shaped like the weight.
-        param_groups: of all optimizers one after another, those of experts last; without
-            ``params``, with ``step`` if the file has it.
+        param_groups: param groups of all optimizers one after another, those of experts last;
+            without ``params``, with ``step`` if the file has it.
         used_keys: all keys of the file that belong to the optimizer.
-        grad_scaler: of fp16 runs whose ranks stored it; others have it in the common state.
+        grad_scaler: state of the gradient scaler of fp16 runs whose ranks stored it; others have it in the common
+            state.
     """
 
     layout: str | None = None

@@ -77,12 +77,12 @@ def place_experts(
     """Add the experts, which expert parallelism divides among ranks in the order of their numbers.
 
     Args:
-        model: the model.
+        model: the model in a supposed layout.
         experts: buffers of each rank, with expert tensor parallelism fastest, then expert
             parallelism, then pipeline stages.
         chunks: all shards of each model chunk, in the order of the layers.
         num_stages: number of pipeline stages.
-        placement: gets the experts.
+        placement: mapping that gets the experts.
 
     Raises:
         LayoutMismatchError: if they do not fill the buffers.
@@ -163,7 +163,7 @@ def place_model(
     """Locate all parameters, giving each model chunk as many layers as fill its buffers.
 
     Args:
-        model: in a supposed layout.
+        model: the model in a supposed layout.
         dense: buffers of each rank, tensor-parallel ranks fastest, then pipeline stages.
         experts: buffers of each rank of the experts' own optimizer; empty if they have none.
 

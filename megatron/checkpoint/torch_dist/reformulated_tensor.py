@@ -42,12 +42,6 @@ def reformulated(
 
     Reading rows reads these rows of every block that has some of them, and nothing else.
 
-    Args:
-        stored: the checkpoint.
-        key: of the stored tensor.
-        shape: the original shape.
-        index: along the leading axes.
-
     Raises:
         ValueError: if the stored shape is not that of equal blocks of ``shape``.
     """
