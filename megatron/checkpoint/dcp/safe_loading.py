@@ -52,13 +52,6 @@ class SafeReader(FileSystemReader):
         return done
 
 
-class PartReader(SafeReader):
-    """A reader of a directory that one rank alone has written, and that it reads alone."""
-
-    def __str__(self) -> str:
-        return str(self.path)
-
-
 def _tensors(
     file: IO[bytes], items: Iterable[tuple[_StorageInfo, ReadItem]], planner: LoadPlanner
 ) -> Iterator[tuple[ReadItem, TensorPayload]]:

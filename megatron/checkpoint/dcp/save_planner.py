@@ -27,8 +27,6 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
@@ -46,15 +44,13 @@ class EvenPlanner(DefaultSavePlanner):
     rank.
 
     Args:
-        is_whole: the ranks that save have all chunks of all tensors. False for the part of one
-            rank: its metadata names tensors of which the rank has no chunk too.
         reuse: the plan of the save before, which is used again if it fits; None: none is kept.
         spreads: whether to share out what several ranks have. False: the first of them writes it.
     """
 
-    def __init__(self, is_whole: bool = True, reuse: PlanReuse | None = None, spreads: bool = True):
+    def __init__(self, reuse: PlanReuse | None = None, spreads: bool = True):
         super().__init__()
-        self._is_whole, self._reuse, self._spreads = is_whole, reuse, spreads
+        self._reuse, self._spreads = reuse, spreads
 
     def own_entries(self) -> tuple[list[WriteItem], dict[str, Any] | None]:
         """Return the items that this rank could write, and the paths of keys in a nested dict."""
@@ -104,20 +100,13 @@ class EvenPlanner(DefaultSavePlanner):
             for key, path in (plan.planner_data.paths or {}).items():
                 paths.setdefault(key, path)
         metadata = dataclasses.replace(metadata, planner_data=paths or None)
-        if not self._is_whole:
-            self._name_tensors_without_chunks(metadata)
-        elif problems := _validate_global_plan(plans, metadata):
+        problems = _validate_global_plan(plans, metadata)
+        if problems:
             raise ValueError(f"the ranks do not have each tensor once: {'; '.join(problems)[:500]}")
         self.global_plan, self.metadata = plans, metadata
         save = "" if self._reuse is None else self._reuse.keep_all(all_plans, metadata)
         answers = [ChosenItems(positions, save) for positions in chosen]
         return [SavePlan([], planner_data=answer) for answer in answers], metadata
-
-    def _name_tensors_without_chunks(self, metadata: Metadata) -> None:
-        for key, value in self.state_dict.items():
-            if isinstance(value, torch.Tensor):
-                entry = TensorStorageMetadata(TensorProperties(value.dtype), value.size(), [])
-                metadata.state_dict_metadata.setdefault(key, entry)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the items that this rank writes."""

@@ -68,8 +68,8 @@ class OptimizerTensors:
         param_groups: param groups of all optimizers one after another, those of experts last;
             without ``params``, with ``step`` if the file has it.
         used_keys: all keys of the file that belong to the optimizer.
-        grad_scaler: state of the gradient scaler of fp16 runs whose ranks stored it; others have it in the common
-            state.
+        grad_scaler: state of the gradient scaler of fp16 runs whose ranks stored it; others have it
+            in the common state.
     """
 
     layout: str | None = None
