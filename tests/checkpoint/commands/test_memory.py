@@ -72,8 +72,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     conversion.convert(
         torch_dist.target(state, choose_spelling(state)),
         directory.new_checkpoint(root, 1),
-        "made",
-        False,
+        show_progress=False,
     )
     return root
 
