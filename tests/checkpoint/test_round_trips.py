@@ -367,7 +367,6 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     conversion.convert(
         type(target)(target.entries, extra_files=target._extra_files),
         new_checkpoint(path, 3),
-        "x",
         show_progress=False,
     )
 
