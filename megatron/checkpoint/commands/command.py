@@ -70,8 +70,8 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, float) and math.isinf(value):
         return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _as_json(each) for key, each in value.items()}
-    return [_as_json(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

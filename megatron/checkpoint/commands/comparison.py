@@ -290,5 +290,5 @@ def _short(value: Any, limit: int = 80) -> str:
 
 def _sorted(found: Comparison) -> Comparison:
     """Put the largest differences first, and NaN before all others."""
-    found.values.sort(key=lambda each: -math.inf if math.isnan(each.absolute) else -each.absolute)
+    found.values.sort(key=lambda row: -math.inf if math.isnan(row.absolute) else -row.absolute)
     return found

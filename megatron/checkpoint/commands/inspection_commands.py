@@ -123,7 +123,7 @@ def print_tensor(checkpoint_dir: Path, key: str, verify_integrity: bool, printer
     elif key in keys:
         _print_object(key, stored.read_object(key), printer)
     else:
-        near = [each for each in keys if key in each][:6]
+        near = [other for other in keys if key in other][:6]
         hint = f"; did you mean one of {', '.join(near)}" if near else ""
         raise ValueError(f"there is no key {key!r}{hint}")
 
@@ -290,9 +290,9 @@ def diff(
     Exit code 1 if they differ.
     """
     opened = [open_checkpoint(path, verify_integrity) for path in (first, second)]
-    mine, theirs = (each.state(allow_unknown=allow_unknown_keys) for each in opened)
+    mine, theirs = (one.state(allow_unknown=allow_unknown_keys) for one in opened)
     # A Hugging Face model has weights only, and no padding.
-    with_model = any(each.format == HUGGING_FACE for each in opened)
+    with_model = any(one.format == HUGGING_FACE for one in opened)
     total = comparison.num_bytes(mine) + comparison.num_bytes(theirs)
     with printer.progress("comparing", total) as advance:
         found = comparison.compare_states(

@@ -154,13 +154,9 @@ def rule_of(name: str) -> ParameterRule | None:
 def registration_order(name: str, spelling: Spelling | None = None) -> tuple[Any, ...]:
     """Return a key that sorts canonical names in the order in which a GPTModel registers them.
 
-    Unknown names come last, by name.
-
-    Args:
-        name: canonical name.
-        spelling: spelling of the model; default: local layers. Transformer Engine's linear layers
-            register the norm inside before their own weight, and grouped experts the first linear
-            layer of all experts before the second of any.
+    Unknown names come last, by name. The default spelling is that of local layers. Transformer
+    Engine's linear layers register the norm inside before their own weight, and grouped experts the
+    first linear layer of all experts before the second of any.
     """
     module_name = spelling.module_name(name) if spelling is not None else name
     linear, fused, norm_leaf = module_name.rpartition(".layer_norm_")

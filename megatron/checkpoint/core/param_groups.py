@@ -107,7 +107,9 @@ def _has_own_rate(group: Mapping[str, Any], groups: list[dict[str, Any]]) -> boo
     From 0.16 on ``is_decoupled_lr`` is False in all groups.
     """
     usual = [
-        (each.get("max_lr"), each.get("min_lr")) for each in groups if each.get("default_config")
+        (other.get("max_lr"), other.get("min_lr"))
+        for other in groups
+        if other.get("default_config")
     ]
     is_other = (
         group.get("default_config") is False

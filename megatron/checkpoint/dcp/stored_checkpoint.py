@@ -77,7 +77,7 @@ class StoredCheckpoint:
         problems = list(self._integrity.problems_of_files(self.metadata))
         for key, entry in self.tensors.items():
             offsets = [tuple(chunk.offsets) for chunk in entry.chunks]
-            absent = [each for each in offsets if (key, each) not in self._storage]
+            absent = [offset for offset in offsets if (key, offset) not in self._storage]
             if absent and entry.size.numel():
                 problems.append(f"{key}: its chunks at {absent[:3]} are nowhere in {METADATA}")
         lost = [key for key in self.objects if (key, ()) not in self._storage]

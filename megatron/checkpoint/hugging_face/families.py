@@ -103,14 +103,14 @@ NORMS = (
 ATTENTION = (
     TensorRow(
         "self_attention.linear_qkv.weight",
-        " ".join(f"self_attn.{each}_proj.weight" for each in "qkv"),
+        " ".join(f"self_attn.{part}_proj.weight" for part in "qkv"),
         HEADS,
     ),
     TensorRow("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
 )
 QKV_BIAS = TensorRow(
     "self_attention.linear_qkv.bias",
-    " ".join(f"self_attn.{each}_proj.bias" for each in "qkv"),
+    " ".join(f"self_attn.{part}_proj.bias" for part in "qkv"),
     HEADS,
 )
 HEAD_NORMS = (

@@ -190,8 +190,8 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
         config, problems = family.write_config(args)
         refuse("has no models as that of the checkpoint", f"the family {name}", problems)
         return name, config
-    tried = {each: family.write_config(args) for each, family in FAMILIES.items()}
-    fitting = [each for each, (_, problems) in tried.items() if not problems]
+    tried = {kind: family.write_config(args) for kind, family in FAMILIES.items()}
+    fitting = [kind for kind, (_, problems) in tried.items() if not problems]
     if len(fitting) == 1:
         return fitting[0], tried[fitting[0]][0]
     if fitting:
@@ -199,7 +199,7 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
             f"the model of the checkpoint could be of the families {', '.join(fitting)}: name one"
             " of them"
         )
-    reasons = [f"{each}: {'; '.join(problems)}" for each, (_, problems) in tried.items()]
+    reasons = [f"{kind}: {'; '.join(problems)}" for kind, (_, problems) in tried.items()]
     raise ValueError(
         "the model of the checkpoint is of no family that is known here:\n  " + "\n  ".join(reasons)
     )

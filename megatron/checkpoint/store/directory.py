@@ -115,7 +115,7 @@ def locate(path: str | Path) -> Path:
         return path
     iteration = read_tracker(path)
     if iteration is None:
-        inside = sorted(each.name for each in path.iterdir() if is_checkpoint_name(each.name))
+        inside = sorted(found.name for found in path.iterdir() if is_checkpoint_name(found.name))
         hint = f"; name one of {', '.join(inside)}" if inside else ""
         raise ValueError(f"{path} is no checkpoint: it has neither {METADATA} nor {TRACKER}{hint}")
     found = find(path, iteration)
@@ -191,7 +191,7 @@ def new_directory(path: str | Path) -> OutputDirectory:
 
 def _refuse_existing(path: Path) -> None:
     content = path.iterdir() if path.is_dir() else []
-    has_content = any(not each.name.startswith(".writing_") for each in content)
+    has_content = any(not found.name.startswith(".writing_") for found in content)
     if path.is_file() or has_content:
         raise ValueError(
             f"{path} exists; nothing is overwritten: name a new directory, or remove it"

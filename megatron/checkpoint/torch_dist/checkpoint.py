@@ -290,7 +290,9 @@ def _zero_moments(
                 f"{name}: it has no optimizer state, but layers that it is stacked with have: zeros"
                 " are written"
             )
-            found[name] = {slot: zeros(weight.shape, each.dtype) for slot, each in slots.items()}
+            found[name] = {
+                slot: zeros(weight.shape, tensor.dtype) for slot, tensor in slots.items()
+            }
     return found
 
 
@@ -306,9 +308,9 @@ def _random_state_objects(state: TrainingState) -> Iterator[ObjectEntry]:
         if not are_apart:
             yield ObjectEntry(_object_key("rng_state", ranks, sizes), [states])
             continue
-        for data_rank, each in enumerate(states):
+        for data_rank, generators in enumerate(states):
             key = _object_key("rng_state", (*ranks, data_rank), (*sizes, len(states)))
-            yield ObjectEntry(key, [[each]])
+            yield ObjectEntry(key, [[generators]])
 
 
 def extra_state_objects(

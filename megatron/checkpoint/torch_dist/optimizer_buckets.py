@@ -163,7 +163,7 @@ def _possible_implementations(
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def joined_tensor(
