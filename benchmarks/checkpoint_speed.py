@@ -44,7 +44,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run directly, without installation
 
 from benchmarks.saved_run import SavedRun, quiet
-from megatron.checkpoint.dcp.dcp_saving import SigningWriter
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.store import directory
 from megatron.pretrain import ranks
 from megatron.pretrain.arguments.check import FrozenArguments

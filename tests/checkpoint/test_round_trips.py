@@ -17,10 +17,10 @@ from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.comparison import FORMAT_ARGUMENTS, compare_states, same
 from megatron.checkpoint.commands.formats import Opened, open_checkpoint
 from megatron.checkpoint.core.lazy_tensor import in_memory
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
 from megatron.checkpoint.store.directory import new_checkpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from tests.support.checkpoint import samples, small_models
@@ -33,9 +33,7 @@ def converted(source: Path, path: Path, form: str) -> Opened:
     """``source`` in the format ``form``."""
     state = open_checkpoint(source).state()
     output = new_checkpoint(path, state.iteration)
-    conversion.convert(
-        TARGETS[form](state, choose_spelling(state)), output, "test", show_progress=False
-    )
+    conversion.convert(TARGETS[form](state, choose_spelling(state)), output, show_progress=False)
     return open_checkpoint(path)
 
 
@@ -373,7 +371,6 @@ def with_shifted_state(path: Path, shifted: list[str]) -> None:
     conversion.convert(
         type(target)(target.entries, extra_files=target._extra_files),
         new_checkpoint(path, 3),
-        "x",
         show_progress=False,
     )
 
@@ -385,7 +382,6 @@ def test_weights_win_over_main_weights_that_contradict_them(tmp_path: Path) -> N
     notes = conversion.convert(
         fsdp_dtensor.target(state, choose_spelling(state)),
         new_checkpoint(tmp_path / "out", 3),
-        "test",
         show_progress=False,
     )
     assert [note.partition(":")[0] for note in notes] == sorted(shifted)

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.checkpoint.dcp.dcp_saving import without_others
+from megatron.checkpoint.dcp.signing_writer import without_others
 from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, digest_of
 from megatron.pretrain.checkpoints.checkpoint_format import collector_paused
 from megatron.pretrain.run_state import Progress

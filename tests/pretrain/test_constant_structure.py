@@ -17,9 +17,9 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
 
-from megatron.checkpoint.dcp import dcp_saving
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.plan_reuse import PlanReuse
+from megatron.checkpoint.dcp import save_planner as dcp_saving
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.pretrain.checkpoints.torch_dist_saving import SaveStrategies, structure_of
 from tests.support.pretrain.saved_runs import FSDP, GATED, SIX, assert_equal, keys, read
 from tests.support.pretrain.training_runs import pretrain, train

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
 from tests.support.checkpoint.changed_checkpoints import rewritten
 from tests.support.checkpoint.hugging_face_models import RUN, saved_model
@@ -99,15 +99,15 @@ def test_main_weights_that_contradict_the_model_are_found_on_all_ranks(
 def elements_read(line: str) -> tuple[int, int]:
     """Job: return how many elements this rank reads for a load, and how many the file has."""
     run = build(line)
-    read = StoredCheckpoint.read_region
+    read = StoredCheckpoint.read_chunk
     sizes: list[int] = []
 
     def counted(*args: Any) -> torch.Tensor:
-        region = read(*args)
-        sizes.append(region.numel())
-        return region
+        chunk = read(*args)
+        sizes.append(chunk.numel())
+        return chunk
 
-    with patch.object(StoredCheckpoint, "read_region", counted):
+    with patch.object(StoredCheckpoint, "read_chunk", counted):
         load_checkpoint(run)
     stored = StoredCheckpoint(Path(run.args.load) / "iter_0000002", verify=False)
     return sum(sizes), sum(torch.Size(stored.shape(key)).numel() for key in stored.tensors)

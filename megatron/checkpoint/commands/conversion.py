@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution of conversions: ranks share the parts, and the output appears when it is complete.
-
-An interrupted conversion is continued by the next conversion with the same arguments.
-"""
+"""Execution of conversions: ranks share the parts, and the output appears when it is complete."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,16 +14,17 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron.checkpoint.core.parts import Part, Target
-from megatron.checkpoint.core.progress import progress_of
-from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
-from megatron.checkpoint.store.stores import Store, store_of
+from megatron.checkpoint.core.parts import Part, Target, progress_of
+from megatron.checkpoint.store.directory import OutputDirectory
+from megatron.checkpoint.store.stores import store_of
 from megatron.checkpoint.store.url_staging import directory_token
 from megatron.fsdp.backends import rendezvous
 from megatron.fsdp.engine.collectives import agree
 
 Result = TypeVar("Result")
 
+_FAILED = ".failed"
+"""File in the staging directory by which a rank tells the others that it has failed."""
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
@@ -36,33 +32,19 @@ class ConversionError(RuntimeError):
     """A conversion that could not be finished; nothing of it is left."""
 
 
-def fingerprint(*facts: Any) -> str:
-    """Return a digest that identifies a conversion.
-
-    Args:
-        *facts: the files of the source, and all arguments of the conversion.
-    """
-    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
-
-
 def convert(
     target: Target,
     output: OutputDirectory,
-    identity: str,
     show_progress: bool = True,
     oom_traceback: bool = False,
 ) -> list[str]:
     """Write ``target`` and publish it as ``output``. Called on all ranks with equal arguments.
 
-    A conversion that was killed is continued by the next one with the same ``identity``, on any
-    number of ranks.
-
     Args:
         target: the output to write, the same on all ranks.
         output: the directory of the output.
-        identity: the :func:`fingerprint` of the conversion.
-        show_progress: show the progress of the first rank's share.
-        oom_traceback: print where memory ran out.
+        show_progress: whether to show the progress of the first rank's share.
+        oom_traceback: whether to print where memory ran out.
 
     Returns:
         On the first rank, the notes of all parts.
@@ -70,87 +52,65 @@ def convert(
     Raises:
         ConversionError: on every rank, with the errors of all ranks. The output is removed.
     """
-    journal = output.staging / CONVERSION_JOURNAL
-    # Another release of this program may cut the same output into parts of other sizes.
-    identity = fingerprint(identity, [(part.name, part.num_bytes) for part in target.parts])
-    # If this fails, the parts of an interrupted conversion are kept for the next attempt.
-    removed_on_error = None if output.staging.exists() else output.staging
-    _on_first_rank(lambda: _prepare(output.staging, identity), removed_on_error)
-    unfinished = _from_first_rank(
-        [part.name for part in target.parts if not (journal / part.name).exists()]
-    )
-    parts = _share([part for part in target.parts if part.name in unfinished])
+    _on_first_rank(lambda: _make_empty(output.staging), output.staging)
+    results: dict[str, Any] = {}
     problem = None
     try:
-        _write_parts(parts, output.staging, show_progress and _is_first())
+        results = _write_parts(_share(target.parts), output.staging, show_progress and _is_first())
     except Exception as error:  # a full disk, a damaged source: anything, on any rank
         if oom_traceback and is_out_of_memory(error):
             traceback.print_exception(error)
         problem = _message_of_rank(error)
         with suppress(OSError):
-            (journal / "failed").touch()
+            (output.staging / _FAILED).touch()
     _raise_together(problem, output.staging)
-    return _on_first_rank(lambda: _finish(target, output), output.staging) or []
+    for of_rank in _of_all_ranks(results):
+        results |= of_rank
+    return _on_first_rank(lambda: _finish(target, output, results), output.staging) or []
 
 
-def _prepare(staging: Path, identity: str) -> None:
-    """Make a staging directory for this conversion, or keep that of an interrupted one."""
-    journal = staging / CONVERSION_JOURNAL
-    known = journal / "identity"
-    if staging.exists() and not (known.is_file() and known.read_text() == identity):
-        shutil.rmtree(staging)
-    journal.mkdir(parents=True, exist_ok=True)
-    (journal / "failed").unlink(missing_ok=True)
-    known.write_text(identity)
+def _make_empty(staging: Path) -> None:
+    """Make a directory; what a conversion that was killed has left in it is removed."""
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
 
 
-def _write_parts(parts: list[Part], staging: Path, show_progress: bool) -> None:
-    """Write parts into the staging directory until all are done or another rank has failed."""
-    journal = staging / CONVERSION_JOURNAL
+def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> dict[str, Any]:
+    """Write parts until all are done or another rank has failed, and return results by name."""
+    results = {}
     total = sum(part.num_bytes for part in parts)
     with progress_of("converting", total, show=show_progress) as advance:
         for part in parts:
-            if (journal / "failed").exists():
+            if (staging / _FAILED).exists():
                 break
-            _note(journal / part.name, part.write(staging, advance))
+            results[part.name] = part.write(staging, advance)
+    return results
 
 
-def _finish(target: Target, output: OutputDirectory) -> list[str]:
+def _finish(target: Target, output: OutputDirectory, results: dict[str, Any]) -> list[str]:
     """Write the files that depend on all parts, publish the output, and return all notes."""
-    journal = output.staging / CONVERSION_JOURNAL
-    results = {part.name: json.loads((journal / part.name).read_text()) for part in target.parts}
     target.finish(output.staging, results)
-    shutil.rmtree(journal)
     output.publish()
     notes: set[str] = set()
     for result in results.values():
-        if isinstance(result, dict):
-            notes.update(result.get("notes", []))
+        notes.update(result.get("notes", []))
     return sorted(notes)
 
 
-def _share(parts: list[Part]) -> list[Part]:
+def _share(parts: Sequence[Part]) -> Sequence[Part]:
     """Return the parts of this rank. The largest go first, each to the rank with the least bytes.
 
     Parts of 5, 4, 3 and 1 bytes on two ranks: rank 0 gets 5 and 1, rank 1 gets 4 and 3.
     """
-    if not _distributed():
-        return list(parts)
-    loads = [0] * dist.get_world_size()
+    this_rank, world_size = rank_and_world_size()
+    loads = [0] * world_size
     mine = []
     for part in sorted(parts, key=lambda part: (-part.num_bytes, part.name)):
         rank = loads.index(min(loads))
         loads[rank] += part.num_bytes + 1
-        if rank == dist.get_rank():
+        if rank == this_rank:
             mine.append(part)
     return sorted(mine, key=lambda part: part.name)
-
-
-def _note(path: Path, result: Any) -> None:
-    """Record that a part is done. An interruption leaves the whole record or none."""
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(result))
-    os.replace(new, path)
 
 
 # ---- outputs at URLs
@@ -170,14 +130,8 @@ def check_output(output: OutputDirectory) -> None:
     if _distributed() and len(agree([here])) > 1:
         raise ConversionError(f"{store.url}: the ranks of a conversion to a URL are on one node")
     _on_first_rank(store.check_writable)
-    if output.final != store.staged:
-        _on_first_rank(lambda: _refuse_existing(store, output.final))
-
-
-def _refuse_existing(store: Store, final: Path) -> None:
-    """Raise ValueError if the store has the iteration already."""
-    name = final.relative_to(store.staged).as_posix()
-    if store.has(name):
+    name = output.final.relative_to(store.staged).as_posix()
+    if name != "." and _on_first_rank(lambda: store.has(name)):
         raise ValueError(f"{store.url}/{name} exists; nothing is overwritten: name a new one")
 
 
@@ -198,11 +152,10 @@ def upload(output: OutputDirectory) -> None:
             sizes[path.relative_to(final).as_posix()] = path.stat().st_size
     rank, world_size = rank_and_world_size()
     try:
-        begun = _on_first_rank(lambda: store.begin(name))
-        (into,) = _from_first_rank([begun or ""])
+        _on_first_rank(lambda: store.begin(name))
         problem = None
         try:
-            store.upload(final, into, list(sizes)[rank::world_size])
+            store.upload(final, name, list(sizes)[rank::world_size])
         except OSError as error:
             problem = _message_of_rank(error)
         _raise_together(problem, None)
@@ -257,20 +210,18 @@ def _on_first_rank(
     return result
 
 
-def _from_first_rank(names: list[str]) -> set[str]:
-    """Return the names that rank 0 has: nodes may see different states of a shared file system."""
-    shared = [names]
-    if _distributed():
-        dist.broadcast_object_list(shared)
-    return set(shared[0])
+def _of_all_ranks(value: Result) -> list[Result]:
+    """Return the values of all ranks on the first one, nothing on others."""
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return [value]
+    values: list[Any] = [None] * world_size if rank == 0 else []
+    dist.gather_object(value, values or None)
+    return values
 
 
 def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -> None:
     """Run ``action`` on every rank and raise the errors of any rank on all of them.
-
-    Args:
-        action: what every rank does.
-        message_of: the message of an error.
 
     Raises:
         ConversionError: with the messages, each once.

@@ -7,8 +7,7 @@ import argparse
 from pathlib import Path
 
 from megatron.checkpoint.hugging_face.model_arguments import ARGUMENTS, Argument, completed
-from megatron.checkpoint.store.stores import fetch, is_staged, store_of
-from megatron.checkpoint.store.urls import local_path
+from megatron.checkpoint.store.stores import fetch, is_staged, local_path, store_of
 from megatron.pretrain.arguments.check import Check
 from megatron.pretrain.checkpoints.checkpoint_arguments import (
     is_stored,

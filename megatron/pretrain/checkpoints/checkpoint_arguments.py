@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_arguments import (
     ARGUMENTS,
     Argument,
@@ -25,7 +25,7 @@ from megatron.checkpoint.hugging_face.model_arguments import (
     num_query_groups,
 )
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, COMMON_OBJECT, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, COMMON_OBJECT, read_common
 from megatron.pretrain.first_rank import on_first_rank
 
 if TYPE_CHECKING:

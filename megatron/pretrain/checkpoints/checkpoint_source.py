@@ -12,11 +12,11 @@ from megatron.checkpoint.commands.formats import TORCH_DIST, open_checkpoint
 from megatron.checkpoint.core.listing import listed
 from megatron.checkpoint.dcp.safe_pickle import RefusedPickleError
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import METADATA
 from megatron.checkpoint.hugging_face.model_directory import CONFIG, is_model_directory
 from megatron.checkpoint.store import directory, stores
+from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.pretrain.checkpoints.checkpoint_arguments import stored_arguments
 from megatron.pretrain.errors import RunError, is_of_machine
 

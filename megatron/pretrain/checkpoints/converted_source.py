@@ -20,14 +20,14 @@ from megatron.checkpoint.commands.formats import (
     TORCH_DIST,
     open_checkpoint,
 )
+from megatron.checkpoint.core.spelling import choose_spelling
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.dcp.entry_reader import EntryReader
+from megatron.checkpoint.dcp.dcp_target import EntryReader
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import METADATA
-from megatron.checkpoint.fsdp_dtensor import writer as fsdp_dtensor
-from megatron.checkpoint.fsdp_dtensor.spelling_choice import choose_spelling
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.fsdp_dtensor import dtensor_writer as fsdp_dtensor
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.model_directory import is_model_directory
+from megatron.checkpoint.store.directory import METADATA
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints.checkpoint_source import Say

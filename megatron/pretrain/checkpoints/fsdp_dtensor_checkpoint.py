@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from megatron.checkpoint.commands.formats import FSDP_DTENSOR
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import canonical_name, plain_name
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
-from megatron.checkpoint.dcp.plan_reuse import PlanReuse
 from megatron.checkpoint.dcp.safe_loading import SafePlanner, SafeReader
+from megatron.checkpoint.dcp.save_planner import EvenPlanner, PlanReuse
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import (
     MODEL_PREFIX,
     STATE_PREFIX,

@@ -34,8 +34,9 @@ from megatron.checkpoint.core.spelling import (
     plain_name,
 )
 from megatron.checkpoint.core.training_state import TrainingState
-from megatron.checkpoint.dcp.dcp_saving import EvenPlanner, SigningWriter
 from megatron.checkpoint.dcp.dcp_target import Entry, EntryPlanner, ObjectEntry, TensorEntry
+from megatron.checkpoint.dcp.save_planner import EvenPlanner
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
 from megatron.fsdp.dtensor.chunks import local_chunks

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.checkpoint.dcp.reading_threads import in_threads
+from megatron.checkpoint.core.reading_threads import in_threads
 from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
 from megatron.fsdp.engine.layout import Chunk
 

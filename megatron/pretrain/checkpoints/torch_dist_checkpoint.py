@@ -29,7 +29,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.dcp.stored_metadata import read_metadata
 from megatron.checkpoint.torch_dist.checkpoint import check_marker
-from megatron.checkpoint.torch_dist.common_state import COMMON_FILE, read_common
+from megatron.checkpoint.torch_dist.unsharded_state import COMMON_FILE, read_common
 from megatron.fsdp.engine.collectives import agree
 from megatron.mcore_adapter.releases.common_state import common_object_readable
 from megatron.pretrain.checkpoints.checkpoint_format import attempt, sign

@@ -25,8 +25,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
 )
 
-from megatron.checkpoint.core.parts import Progress
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import Progress, progress_of
 from megatron.checkpoint.store import durable
 from megatron.pretrain.data.tokenizer_record import record_path
 from megatron.pretrain.data.tokenizers import Tokenizer

@@ -11,7 +11,7 @@ import psutil
 import torch
 from tqdm import tqdm
 
-from megatron.checkpoint.core.progress import terminal_bar
+from megatron.checkpoint.core.parts import terminal_bar
 from megatron.checkpoint.hugging_face.model_directory import CONFIG
 from megatron.checkpoint.store.url_staging import with_urls
 from megatron.pretrain.model.router_losses import LAYERS

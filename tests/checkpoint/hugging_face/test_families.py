@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.core.key_rules import OUTPUT_LAYER, WORD_EMBEDDINGS
-from megatron.checkpoint.hugging_face import reader as hugging_face
+from megatron.checkpoint.hugging_face import model_reader as hugging_face
 from megatron.checkpoint.hugging_face.families import FAMILIES
 from megatron.checkpoint.hugging_face.model_directory import SINGLE_FILE
-from megatron.checkpoint.hugging_face.reader import read
+from megatron.checkpoint.hugging_face.model_reader import read
 from tests.support.checkpoint import hugging_face_models as models
 from tests.support.checkpoint.hugging_face.saved_models import edited_config, saved
 from tests.support.checkpoint.hugging_face_models import (

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.dcp import reading_threads
+from megatron.checkpoint.core import reading_threads
 from megatron.checkpoint.integrity import block_digest
 from megatron.checkpoint.integrity.block_digest import (
     BLOCK,
     BlockDigest,
     digest_of_blocks,
-    join_checksums,
 )
-from megatron.checkpoint.integrity.manifest import BLOCKS, SHA256, FileDigest, Manifest, digest_of
 
 CONTENT = random.Random(0).randbytes(10 * BLOCK + 12345)
 
@@ -73,13 +71,6 @@ def test_threads_that_read_a_file_find_the_same_digest(
             content[random.randrange(size)] ^= 1
 
 
-@pytest.mark.parametrize("length", [0, 1, 1000, BLOCK, 3 * BLOCK + 5])
-def test_checksums_of_joined_bytes(length: int) -> None:
-    first, second = CONTENT[:777], CONTENT[777 : 777 + length]
-    joined = join_checksums(zlib.crc32(first), zlib.crc32(second), length)
-    assert joined == zlib.crc32(first + second)
-
-
 def test_every_flipped_bit_changes_it() -> None:
     content = bytearray(CONTENT[: BLOCK + 9])
     sound = written_in([], bytes(content)).hexdigest()
@@ -94,18 +85,3 @@ def test_every_flipped_bit_changes_it() -> None:
 def test_exchanged_blocks_change_it() -> None:
     exchanged = CONTENT[BLOCK : 2 * BLOCK] + CONTENT[:BLOCK]
     assert written_in([], exchanged).hexdigest() != written_in([], CONTENT[: 2 * BLOCK]).hexdigest()
-
-
-def test_a_manifest_of_sha256_digests_is_read_and_compared(tmp_path: Path) -> None:
-    (tmp_path / "old").write_bytes(b"content")
-    old = FileDigest(7, hashlib.sha256(b"content").hexdigest(), SHA256)
-    Manifest(tmp_path, {"old": old, "new": digest_of(tmp_path / "old")}).write()
-    assert f'"{SHA256}": "{old.digest}"' in (tmp_path / "manifest.json").read_text()
-    (tmp_path / "new").write_bytes(b"content")
-    manifest = Manifest.read(tmp_path)
-    assert manifest is not None
-    assert [digest.algorithm for digest in manifest.files.values()] == [BLOCKS, SHA256]
-    for name in ("old", "new"):
-        assert not manifest.has_changed(name)
-        (tmp_path / name).write_bytes(b"Content")
-        assert manifest.has_changed(name)

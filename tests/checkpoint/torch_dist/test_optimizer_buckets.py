@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron.checkpoint.core import key_rules
 from megatron.checkpoint.core.spelling import canonical_name
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.pretrain.model.gpt_model import unwrap
 from tests.support.checkpoint.torch_dist.stored_optimizers import (
     DISTRIBUTED,
@@ -137,13 +138,13 @@ def test_sizes_that_ranks_stored_must_be_those_of_the_buckets(folders: dict[str,
 @pytest.mark.parametrize("slot", ["param", "exp_avg_sq"])
 def test_copies_of_tied_embeddings_must_agree(slot: str, folders: dict[str, Path]) -> None:
     file = File(folders["buckets"])
-    read_region = file.stored.read_region
+    read_chunk = file.stored.read_chunk
 
-    def with_another_copy(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
-        box = read_region(key, offsets, sizes)
-        return box + 1 if "dp_group_idx_1" in key and key.endswith(f".{slot}") else box
+    def with_another_copy(key: str, chunk: Chunk) -> torch.Tensor:
+        tensor = read_chunk(key, chunk)
+        return tensor + 1 if "dp_group_idx_1" in key and key.endswith(f".{slot}") else tensor
 
-    file.stored.read_region = with_another_copy
+    file.stored.read_chunk = with_another_copy
     found = file.read()
     name = "embedding.word_embeddings.weight"
     tensor = found.main[name] if slot == "param" else found.moments[name][slot]

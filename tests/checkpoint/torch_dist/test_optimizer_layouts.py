@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.torch_dist.optimizer_layouts import read_optimizer
 from megatron.checkpoint.torch_dist.reformulated_tensor import reformulated
 from tests.support.checkpoint import samples
@@ -150,12 +151,8 @@ def test_pieces_of_any_grid_are_put_together(data: st.DataObject) -> None:
         dtype = staticmethod(lambda key: pieces.dtype)
 
         @staticmethod
-        def read_region(key: str, offsets: list[int], sizes: list[int]) -> torch.Tensor:
-            return pieces[
-                tuple(
-                    slice(start, start + size) for start, size in zip(offsets, sizes, strict=True)
-                )
-            ]
+        def read_chunk(key: str, chunk: Chunk) -> torch.Tensor:
+            return pieces[chunk.slices([0] * len(pieces.shape))]
 
     tensor = reformulated(Stored, "key", shape, index)
     expected = whole[tuple(index)]

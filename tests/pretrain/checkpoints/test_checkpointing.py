@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.enums import AttnBackend
 
-from megatron.checkpoint.dcp.dcp_saving import SigningWriter
+from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.pretrain.checkpoints import checkpointing
 from tests.support.pretrain.saved_runs import (
     DROPOUT,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import progress_of
 from megatron.fsdp import MixedPrecisionPolicy
 from tests.support import rank_pool
 from tests.support.fsdp.meshes import Meshes

@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.commands.verification import find_problems
-from megatron.checkpoint.core.progress import progress_of
+from megatron.checkpoint.core.parts import progress_of
 from megatron.checkpoint.store import directory
 from megatron.pretrain.arguments import build_parser
 from megatron.pretrain.checkpoints import save_directory

@@ -3,7 +3,6 @@
 
 import argparse
 import copy
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from megatron.checkpoint.core import spelling
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
 from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 from megatron.checkpoint.torch_dist.optimizer_layouts import OptimizerTensors, read_optimizer
@@ -43,13 +43,13 @@ class File:
                     self.weights[name] = self.stored.lazy(key, index)
         self.boxes: list[int] = []
         """Elements of every read."""
-        read_region = self.stored.read_region
+        read_chunk = self.stored.read_chunk
 
-        def recording(key: str, offsets: Any, sizes: Any) -> torch.Tensor:
-            self.boxes.append(math.prod(sizes))
-            return read_region(key, offsets, sizes)
+        def recording(key: str, chunk: Chunk) -> torch.Tensor:
+            self.boxes.append(chunk.numel)
+            return read_chunk(key, chunk)
 
-        self.stored.read_region = recording
+        self.stored.read_chunk = recording
 
     def read(self) -> OptimizerTensors:
         return read_optimizer(self.stored, self.common, self.weights)

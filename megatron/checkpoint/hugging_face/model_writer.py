@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import FAMILIES, family_named
@@ -27,9 +26,9 @@ from megatron.checkpoint.hugging_face.model_directory import (
     read_tensors,
     refuse,
     write_json,
+    write_shard,
 )
-from megatron.checkpoint.hugging_face.safetensors_shard import write_shard
-from megatron.checkpoint.hugging_face.setting_rule import Config
+from megatron.checkpoint.hugging_face.setting_rules import Config
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -46,8 +45,8 @@ class HuggingFaceTarget:
         state: what to write: ``weights`` and ``buffers`` of a model, and ``args``, which describe
             it.
         family: ``model_type``; default: the template's, else the one that fits the arguments.
-        dtype: of weights; default: that in which the run computes, ``args.params_dtype``, but for
-            weights that the template keeps in another dtype than its own. Buffers keep theirs.
+        dtype: dtype of weights; default: that in which the run computes, ``args.params_dtype``, but
+            for weights that the template keeps in another dtype than its own. Buffers keep theirs.
         template: a directory whose config.json completes the new one, and whose tokenizer is
             copied. It has to be of the same family. Settings of the model are those of the
             arguments. It may be without tensors.
@@ -95,12 +94,7 @@ class HuggingFaceTarget:
         ]
 
     def finish(self, staging: Path, results: Mapping[str, Any]) -> None:
-        """Write the files beside the tensors.
-
-        Args:
-            staging: the directory that the parts were written into.
-            results: name of each part -> the result of writing it.
-        """
+        """Write the files beside the tensors; ``results`` are those of the parts, by name."""
         if len(self.parts) > 1:
             file_of: dict[str, str] = {}
             for part in self.parts:
@@ -181,12 +175,7 @@ def _arguments_to_write(
 
 
 def _vocabulary_of_tokenizer(tokenizer_type: str | None, vocab_size: int | None) -> int | None:
-    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it.
-
-    Args:
-        tokenizer_type: the run's --tokenizer-type, or None if it is not known.
-        vocab_size: the run's --vocab-size in tokens, or None.
-    """
+    """Return how many tokens the run's tokenizer has, or None if the arguments do not say it."""
     if tokenizer_type == "ByteTokenizer":
         return 257  # 256 bytes and the end of a document
     if tokenizer_type == "NullTokenizer" and vocab_size is not None:
@@ -201,8 +190,8 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
         config, problems = family.write_config(args)
         refuse("has no models as that of the checkpoint", f"the family {name}", problems)
         return name, config
-    tried = {each: family.write_config(args) for each, family in FAMILIES.items()}
-    fitting = [each for each, (_, problems) in tried.items() if not problems]
+    tried = {kind: family.write_config(args) for kind, family in FAMILIES.items()}
+    fitting = [kind for kind, (_, problems) in tried.items() if not problems]
     if len(fitting) == 1:
         return fitting[0], tried[fitting[0]][0]
     if fitting:
@@ -210,7 +199,7 @@ def _config_to_write(name: str | None, args: argparse.Namespace) -> tuple[str, C
             f"the model of the checkpoint could be of the families {', '.join(fitting)}: name one"
             " of them"
         )
-    reasons = [f"{each}: {'; '.join(problems)}" for each, (_, problems) in tried.items()]
+    reasons = [f"{kind}: {'; '.join(problems)}" for kind, (_, problems) in tried.items()]
     raise ValueError(
         "the model of the checkpoint is of no family that is known here:\n  " + "\n  ".join(reasons)
     )
@@ -242,14 +231,7 @@ def _their_tensors(
     dtype: torch.dtype | None,
     kept: Mapping[str, torch.dtype],
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of the new model by name.
-
-    Args:
-        family: of the model.
-        args: arguments that describe the model.
-        state: has the weights and buffers.
-        dtype: of weights; None: their own.
-        kept: name -> dtype of weights that have another one.
+    """Return the tensors of the new model by name; ``kept`` are weights of another dtype.
 
     Raises:
         ValueError: with all tensors of the state that are missing, of another shape, or not in the
@@ -260,7 +242,7 @@ def _their_tensors(
     names = dict.fromkeys(pairing.ours for pairing in pairings)  # copies share one of ours
     problems = [f"{name}: has no place in the model" for name in ours if name not in names]
     for name in names:
-        shape = expected_shape(name, Sizes(args))
+        shape = expected_shape(name, args)
         if name not in ours:
             problems.append(f"{name}: missing")
         elif ours[name].shape != shape:

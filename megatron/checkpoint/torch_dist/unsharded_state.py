@@ -2,21 +2,25 @@
 """The common state of a torch_dist checkpoint: everything that is not sharded over ranks.
 
 It is a dict in the file ``common.pt``, or from Megatron-Core 0.19 on in an object of the directory:
-the run's arguments, counters, the schedule of rates and the optimizer's param groups.
+the run's arguments, counters, the schedule of rates and the optimizer's param groups. In some
+layouts of the optimizer the param groups are in an object of each rank instead. A run has several
+chained optimizers where experts have one of their own.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.dcp import safe_pickle
 from megatron.checkpoint.dcp.stored_checkpoint import StoredCheckpoint
-from megatron.checkpoint.dcp.stored_metadata import DamagedCheckpointError
-from megatron.checkpoint.torch_dist.sharded_objects import read_sharded_object
+from megatron.checkpoint.integrity.manifest import DamagedCheckpointError
+from megatron.checkpoint.torch_dist.optimizer_keys import OptimizerOfRank
 
 COMMON_FILE = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -63,11 +67,7 @@ def read_common(stored: StoredCheckpoint) -> dict[str, Any]:
 
 def grad_scaler_in(common: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the state of the gradient scaler, which is in one of the optimizers; None without."""
-    optimizer = common.get("optimizer")
-    if not isinstance(optimizer, dict):
-        return None
-    chained = [inner for inner in optimizer.values() if isinstance(inner, dict)]
-    for state in [optimizer, *chained]:
+    for state in optimizers_in(common):
         scaler: dict[str, Any] | None = state.get("grad_scaler")
         if scaler:
             return scaler
@@ -149,3 +149,65 @@ def _steps(state: TrainingState) -> dict[str, float]:
             if step is not None:
                 steps[name] = step
     return steps
+
+
+def read_sharded_object(stored: StoredCheckpoint, key: str) -> Any:
+    """Read an object, without the list of one that some releases have put around it.
+
+    Raises:
+        DamagedCheckpointError: if it cannot be read.
+        RefusedPickleError: if it names a class that checkpoints do not hold.
+    """
+    value = stored.read_object(key)
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def optimizers_in(common: Mapping[str, Any]) -> list[Any]:
+    """Return the state of each chained optimizer in the common state."""
+    optimizer = common.get("optimizer")
+    if not isinstance(optimizer, dict):
+        return []
+    if optimizer and all(isinstance(number, int) for number in optimizer):
+        return [optimizer[number] for number in sorted(optimizer)]
+    return [optimizer]
+
+
+def optimizers_of_ranks(
+    stored: StoredCheckpoint, keys: Mapping[OptimizerOfRank, str]
+) -> dict[int, Any]:
+    """Return the state of each chained optimizer that ranks have stored.
+
+    A rank without parameters in a group lacks fields of it, which another rank has. ``keys`` are
+    those of each rank's object ``optimizer``.
+    """
+    groups_of_chain: dict[int, list[dict[str, Any]]] = {}
+    for (chain, _), key in sorted(keys.items()):
+        stored_groups = read_sharded_object(stored, key)["param_groups"]
+        groups = groups_of_chain.setdefault(chain, [{} for _ in stored_groups])
+        for group, fields in zip(groups, stored_groups):
+            for name, value in fields.items():
+                if group.get(name) is None:
+                    group[name] = value
+    return {
+        chain: {"optimizer": {"param_groups": groups}} for chain, groups in groups_of_chain.items()
+    }
+
+
+def param_groups_of(optimizers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the param groups of all optimizers, those of experts last.
+
+    They have ``is_expert_parallel`` and, if the file has it, ``step``, but no ``params``.
+    """
+    groups = []
+    for number, state in enumerate(optimizers):
+        inner = state.get("optimizer", state) if isinstance(state, dict) else {}
+        common_step = (inner.get("state") or {}).get("common_step")
+        is_last_of_several = 0 < number == len(optimizers) - 1
+        for fields in inner.get("param_groups", []):
+            group = {name: value for name, value in fields.items() if name != "params"}
+            group.setdefault("is_expert_parallel", is_last_of_several)
+            step = group.get("step", common_step)
+            if step is not None:
+                group["step"] = step.item() if isinstance(step, torch.Tensor) else step
+            groups.append(group)
+    return sorted(groups, key=lambda group: bool(group["is_expert_parallel"]))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.checkpoint.dcp.chunk import Chunk
 from megatron.checkpoint.torch_dist.optimizer_buffers import (
     BufferLocation,
     GatheredBuffer,
@@ -33,14 +34,14 @@ def sharded(*buckets: list[tuple[int, int]]) -> ShardedBuffer:
         key: max(chunk.offsets[0] + chunk.sizes[0] for chunk in chunks[key]) for key in chunks
     }
 
-    def read_region(key: str, offsets: list[int], sizes: list[int]) -> torch.Tensor:
-        return torch.arange(lengths[key])[offsets[0] : offsets[0] + sizes[0]]
+    def read_chunk(key: str, chunk: Chunk) -> torch.Tensor:
+        return torch.arange(lengths[key])[chunk.slices((0,))]
 
     stored = SimpleNamespace(
         tensors={key: SimpleNamespace(chunks=found) for key, found in chunks.items()},
         shape=lambda key: (lengths[key],),
         dtype=lambda key: torch.float32,
-        read_region=read_region,
+        read_chunk=read_chunk,
     )
     return ShardedBuffer(stored, "torch.bfloat16", [{"param": key} for key in chunks])
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megatron.checkpoint.hugging_face.model_arguments import model_flags
-from megatron.checkpoint.hugging_face.reader import read
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_reader import read
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from tests.support.checkpoint.hugging_face_models import (
     KINDS,
     LLAMA3,

@@ -10,19 +10,17 @@ from typing import cast
 
 import torch
 
-from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, is_buffer
+from megatron.checkpoint.core.key_rules import WORD_EMBEDDINGS, expected_shape, is_buffer
 from megatron.checkpoint.core.lazy_tensor import LazyTensor
-from megatron.checkpoint.core.parameter_shapes import Sizes, expected_shape
 from megatron.checkpoint.core.training_state import TrainingState
 from megatron.checkpoint.hugging_face.families import family_named
-from megatron.checkpoint.hugging_face.family import Family
+from megatron.checkpoint.hugging_face.family import Family, Pairing, Shape
 from megatron.checkpoint.hugging_face.model_directory import (
     CONFIG,
     read_json,
     read_tensors,
     refuse,
 )
-from megatron.checkpoint.hugging_face.tensors import Pairing, Shape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes that weights may have."""
@@ -32,10 +30,10 @@ def read(directory: Path, *, vocabulary_multiple: int | None = None) -> Training
     """Read the weights and the arguments of a model. Tensors are read later, when they are needed.
 
     Args:
-        directory: with config.json and one safetensors file, or several and an index.
-        vocabulary_multiple: pad the vocabulary with zeros to a multiple of this, as tensor
-            parallelism needs it: ``make_vocab_size_divisible_by`` times its size. Default: no
-            padding.
+        directory: directory with config.json and one safetensors file, or several and an index.
+        vocabulary_multiple: number to a multiple of which the vocabulary is padded with zeros, as
+            tensor parallelism needs it: ``make_vocab_size_divisible_by`` times its size. Default:
+            no padding.
 
     Returns:
         A state of ``weights``, ``buffers``, ``args`` and ``notes``. ``args`` has Megatron-LM's
@@ -86,11 +84,6 @@ def _num_predicting_layers(family: Family, num_layers: int, stored: Iterable[str
     """Count the layers beyond those of the config, which predict further tokens.
 
     The config cannot be asked: transformers leaves these layers out when it saves a model.
-
-    Args:
-        family: of the model.
-        num_layers: of the config.
-        stored: the names of all tensors.
     """
     if not family.predicts:
         return None
@@ -137,7 +130,7 @@ def _wrong_tensors(
 
 def _their_shapes(pairing: Pairing, args: argparse.Namespace) -> list[Shape]:
     # The key rules know every size of every tensor that a family has.
-    shape = cast(Shape, expected_shape(pairing.ours, Sizes(args)))
+    shape = cast(Shape, expected_shape(pairing.ours, args))
     return pairing.rearrangement.shapes(shape, args)
 
 

@@ -33,11 +33,11 @@ def target(
     Args:
         state: the state to write.
         spelling: the parameter names of the run that will load it.
-        model_prefix: of the model's keys.
+        model_prefix: prefix of the model's keys.
         optimizer_prefix: ``optimizer.state.<P>``, with one ``module`` for each wrapper of the run
             that will load it. This project's loaders derive the number from the keys; others
             require their own. Default: that of a run in the precision of ``state``.
-        must_be_gated: refuse a model without gated MLPs.
+        must_be_gated: whether to refuse a model without gated MLPs.
         gated_modules: ends of the paths of modules that must be gated.
 
     Raises:
@@ -112,12 +112,7 @@ def _check_gated(
 class _EntryList:
     """Entries of the file, and the path of each in the nested dict that a loader fills.
 
-    Args:
-        state: the state to write.
-        spelling: how the run that will load it names its parameters.
-        gated: parameters that are written as two halves.
-        model_prefix: ``model.module``.
-        optimizer_prefix: ``optimizer.state.<P>``.
+    The parameters in ``gated`` are written as two halves.
     """
 
     def __init__(

@@ -10,9 +10,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
-from megatron.checkpoint.hugging_face.model_directory import SINGLE_FILE
-from megatron.checkpoint.hugging_face.safetensors_shard import DTYPES, stored_tensors, write_shard
-from megatron.checkpoint.hugging_face.writer import HuggingFaceTarget
+from megatron.checkpoint.hugging_face.model_directory import (
+    DTYPES,
+    SINGLE_FILE,
+    stored_tensors,
+    write_shard,
+)
+from megatron.checkpoint.hugging_face.model_writer import HuggingFaceTarget
 from tests.support.checkpoint.hugging_face.saved_models import saved
 from tests.support.checkpoint.hugging_face_models import random_state, write
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from megatron.checkpoint.core.lazy_tensor import LazyTensor
+from megatron.checkpoint.core.lazy_tensor import LazyTensor, zeros
 from megatron.checkpoint.core.training_state import Freshness, TrainingState
 
 
@@ -24,8 +24,8 @@ def add_optimizer_state(
     """Replace the model's weights by main weights, and add the moments, if both agree.
 
     Args:
-        state: of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes`` get a
-            line for each parameter that is read and does not agree.
+        state: state of the model; ``weights``, ``moments`` and ``is_fresh`` change. Its ``notes``
+            get a line for each parameter that is read and does not agree.
         main: name -> main weight.
         moments: name -> slot -> tensor.
 
@@ -49,11 +49,7 @@ def add_optimizer_state(
 class _CheckedParameter:
     """A parameter whose main weight counts if, cast to the model's dtype, it is the model's weight.
 
-    Args:
-        name: of the parameter.
-        model: the weight in the model.
-        main: the main weight.
-        notes: gets a line if they do not agree.
+    ``notes`` get a line if they do not agree.
 
     Raises:
         ValueError: if the shapes differ.
@@ -98,9 +94,7 @@ class _CheckedParameter:
         """Return a moment: the stored one, or zeros if the main weight does not agree."""
 
         def read_rows(start: int, stop: int) -> torch.Tensor:
-            if self.contradicts():
-                shape = (stop - start, *stored.shape[1:]) if stored.shape else ()
-                return torch.zeros(shape, dtype=stored.dtype)
-            return stored.read_rows(start, stop)
+            source = zeros(stored.shape, stored.dtype) if self.contradicts() else stored
+            return source.read_rows(start, stop)
 
         return LazyTensor(stored.shape, stored.dtype, read_rows)

@@ -1,47 +1,133 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for attention, norms, embeddings and GPT-2's settings, from which the families choose."""
+"""Rules between settings of config.json and Megatron-LM's arguments, from which families choose."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.hugging_face.model_arguments import num_query_groups
-from megatron.checkpoint.hugging_face.setting_rule import (
-    Config,
-    SettingRule,
-    read_nothing,
-    write_nothing,
-)
+
+Config = dict[str, Any]
+"""The content of a config.json, or a part of it."""
+
+Read = Callable[[Config, list[str]], dict[str, Any]]
+"""A config -> arguments. Problems with the settings are appended to the list."""
+
+Write = Callable[[argparse.Namespace, list[str]], Config]
+"""Arguments -> keys of a config. Problems with the arguments are appended to the list."""
 
 
-def tied_embeddings(default: bool) -> SettingRule:
-    """Make the rule of an output layer that may have the weight of the embedding.
+@dataclass(frozen=True)
+class SettingRule:
+    """Meaning of some keys of config.json in Megatron-LM's arguments.
+
+    Attributes:
+        keys: keys that it reads or writes, or that follow from those it writes.
+        names: names of arguments that it reads or writes.
+        read: function that reads from the config.
+        write: function that writes to the config.
+    """
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    read: Read
+    write: Write
+
+
+def read_nothing(config: Config, problems: list[str]) -> dict[str, Any]:
+    """Stand for reading in a rule that only writes, or that allows any value."""
+    return {}
+
+
+def write_nothing(args: argparse.Namespace, problems: list[str]) -> Config:
+    """Stand for writing in a rule that only reads."""
+    return {}
+
+
+_REQUIRED = object()
+
+
+def same(keys: str, name: str, default: Any = _REQUIRED) -> SettingRule:
+    """Make the rule of a key and an argument that mean the same.
 
     Args:
-        default: the meaning of a config without the key.
+        keys: its spellings, separated by blanks; the first is written.
+        name: name of the argument.
+        default: the meaning of a config without the key, or with null. Without a default such a
+            config is a problem.
+    """
+    spellings = tuple(keys.split())
+
+    def read(config: Config, problems: list[str]) -> dict[str, Any]:
+        value = next((config[key] for key in spellings if config.get(key) is not None), default)
+        if value is _REQUIRED:
+            problems.append(f"{' or '.join(spellings)} is missing")
+            return {}
+        return {name: value}
+
+    def write(args: argparse.Namespace, problems: list[str]) -> Config:
+        value = getattr(args, name, None)
+        if value is None and default is _REQUIRED:
+            problems.append(f"{name} is not set")
+        return {spellings[0]: value}
+
+    return SettingRule(spellings, (name,), read, write)
+
+
+def only(key: str, *allowed: Any, because: str = "", write: bool = True) -> SettingRule:
+    """Make the rule of a key that must have one of the values which Megatron-Core can follow.
+
+    Args:
+        key: key of the config.
+        *allowed: the values, besides null.
+        because: the reason for people.
+        write: whether to write the first of the values.
     """
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
-        tied = config.get("tie_word_embeddings", default)
-        return {"untie_embeddings_and_output_weights": not tied}
+        if key in config and config[key] not in (*allowed, None):
+            reason = because or f"Megatron-Core's counterpart has {in_words(allowed[0])} only"
+            problems.append(f"{key} {in_words(config[key])}: {reason}")
+        return {}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"tie_word_embeddings": not args.untie_embeddings_and_output_weights}
+    def write_first(args: argparse.Namespace, problems: list[str]) -> Config:
+        return {key: allowed[0]}
 
-    names = ("untie_embeddings_and_output_weights",)
-    return SettingRule(("tie_word_embeddings",), names, read, write)
+    return SettingRule((key,), (), read, write_first if write else write_nothing)
+
+
+def without_meaning(*keys: str) -> SettingRule:
+    """Make the rule of keys that follow from others, or are for training by other programs.
+
+    They are not copied from a template.
+    """
+    return SettingRule(keys, (), read_nothing, write_nothing)
+
+
+def in_words(value: Any) -> str:
+    """Return a value as JSON spells it, for messages."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def tied_embeddings(default: bool) -> SettingRule:
+    """Make the rule of an output layer that may have the weight of the embedding."""
+    key, name = "tie_word_embeddings", "untie_embeddings_and_output_weights"
+    return SettingRule(
+        (key,),
+        (name,),
+        read=lambda config, problems: {name: not config.get(key, default)},
+        write=lambda args, problems: {key: not getattr(args, name)},
+    )
 
 
 # ---- attention
 
 
 def grouped_queries(default: int | None) -> SettingRule:
-    """Make the rule of heads that share a key and a value.
-
-    Args:
-        default: the number of keys if the config does not state it; None: one for each head.
-    """
+    """Make the rule of heads that share a key and a value; ``default`` None: one for each head."""
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         heads = config.get("num_attention_heads") or 1
@@ -54,20 +140,16 @@ def grouped_queries(default: int | None) -> SettingRule:
             return {"group_query_attention": False, "num_query_groups": 1}
         return {"group_query_attention": True, "num_query_groups": groups}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"num_key_value_heads": num_query_groups(args)}
-
-    names = ("group_query_attention", "num_query_groups")
-    return SettingRule(("num_key_value_heads",), names, read, write)
+    return SettingRule(
+        ("num_key_value_heads",),
+        ("group_query_attention", "num_query_groups"),
+        read,
+        write=lambda args, problems: {"num_key_value_heads": num_query_groups(args)},
+    )
 
 
 def head_width(default: int | None = None) -> SettingRule:
-    """Make the rule of the width of a head.
-
-    Args:
-        default: the width if the config does not state it; None: the hidden size over the number of
-            heads.
-    """
+    """Make the rule of a head's width; ``default`` None: hidden size over the number of heads."""
 
     def read(config: Config, problems: list[str]) -> dict[str, Any]:
         width = config.get("head_dim") or default
@@ -76,10 +158,12 @@ def head_width(default: int | None = None) -> SettingRule:
             width = (config.get("hidden_size") or 0) // heads
         return {"kv_channels": width}
 
-    def write(args: argparse.Namespace, problems: list[str]) -> Config:
-        return {"head_dim": args.kv_channels}
-
-    return SettingRule(("head_dim",), ("kv_channels",), read, write)
+    return SettingRule(
+        ("head_dim",),
+        ("kv_channels",),
+        read,
+        write=lambda args, problems: {"head_dim": args.kv_channels},
+    )
 
 
 def _read_layer_types(config: Config, problems: list[str]) -> dict[str, Any]:
@@ -105,23 +189,21 @@ def _read_latent_heads(config: Config, problems: list[str]) -> dict[str, Any]:
     return {}
 
 
-def _write_latent_heads(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"num_key_value_heads": args.num_attention_heads}
-
-
-LATENT_HEADS = SettingRule(("num_key_value_heads",), (), _read_latent_heads, _write_latent_heads)
+LATENT_HEADS = SettingRule(
+    ("num_key_value_heads",),
+    (),
+    _read_latent_heads,
+    write=lambda args, problems: {"num_key_value_heads": args.num_attention_heads},
+)
 """Latent attention has a key and a value for each head."""
 
 
-def _read_query_rank(config: Config, problems: list[str]) -> dict[str, Any]:
-    return {"q_lora_rank": config.get("q_lora_rank", 1536)}
-
-
-def _write_query_rank(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"q_lora_rank": args.q_lora_rank}
-
-
-QUERY_RANK = SettingRule(("q_lora_rank",), ("q_lora_rank",), _read_query_rank, _write_query_rank)
+QUERY_RANK = SettingRule(
+    ("q_lora_rank",),
+    ("q_lora_rank",),
+    read=lambda config, problems: {"q_lora_rank": config.get("q_lora_rank", 1536)},
+    write=lambda args, problems: {"q_lora_rank": args.q_lora_rank},
+)
 """The width of compressed queries in latent attention; null: they are not compressed."""
 
 # ---- norms and predicting layers
@@ -150,15 +232,11 @@ EPSILON_OF_LATENTS = SettingRule((), ("layernorm_epsilon",), _read_epsilon, _wri
 """Norms of latent attention have a fixed epsilon in transformers."""
 
 
-def _write_predictions(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"num_nextn_predict_layers": args.mtp_num_layers or 0}
-
-
 PREDICTIONS = SettingRule(
     ("num_nextn_predict_layers", "num_mtp_layers"),
     ("mtp_num_layers",),
     read_nothing,  # the tensors in the files show how many there are
-    _write_predictions,
+    write=lambda args, problems: {"num_nextn_predict_layers": args.mtp_num_layers or 0},
 )
 """The number of layers that predict further tokens."""
 
@@ -189,11 +267,12 @@ def _read_inner_width(config: Config, problems: list[str]) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * (config.get("n_embd") or 0)}
 
 
-def _write_inner_width(args: argparse.Namespace, problems: list[str]) -> Config:
-    return {"n_inner": args.ffn_hidden_size}
-
-
-INNER_WIDTH = SettingRule(("n_inner",), ("ffn_hidden_size",), _read_inner_width, _write_inner_width)
+INNER_WIDTH = SettingRule(
+    ("n_inner",),
+    ("ffn_hidden_size",),
+    _read_inner_width,
+    write=lambda args, problems: {"n_inner": args.ffn_hidden_size},
+)
 """The width of the MLP; null: four times the hidden size."""
 
 

@@ -37,8 +37,8 @@ def read(stored: StoredCheckpoint, allow_unknown: bool = False) -> TrainingState
 
     Args:
         stored: the files.
-        allow_unknown: carry over parameters that no key rule knows under their own names, with a
-            note. Otherwise they are an error.
+        allow_unknown: whether to carry over parameters that no key rule knows under their own
+            names, with a note. Otherwise they are an error.
 
     Raises:
         ValueError: for keys that the format does not have, all at once.
@@ -92,15 +92,11 @@ def _notes(state: TrainingState, unknown: list[str], unread: list[str]) -> list[
         )
     notes += [f"{name}: no rule knows it; carried over as it is" for name in unknown]
     notes += [f"{key}: not a part of training that is known here; left out" for key in unread]
-    return notes + _incomplete_random_states(state.random_states)
+    return notes
 
 
 def _canonical_names(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Map names in the file to canonical names.
-
-    Raises:
-        ValueError: if two names are those of one parameter.
-    """
+    """Map names in the file to canonical names, and refuse two names of one parameter."""
     names = {name: canonical_name(name) for name in parameters}
     last = {canonical: name for name, canonical in names.items()}
     twice = [
@@ -281,15 +277,7 @@ def _check_group_fields(
 
 
 class _OtherEntries:
-    """Entries of neither model nor optimizer.
-
-    Args:
-        stored: the files.
-        keys: of these entries.
-
-    Attributes:
-        unread: the keys that have not been read yet.
-    """
+    """Entries of neither model nor optimizer; ``unread`` are the keys of those not yet read."""
 
     def __init__(self, stored: StoredCheckpoint, keys: set[str]):
         self._stored = stored
@@ -329,22 +317,3 @@ def _random_states(others: _OtherEntries) -> dict[tuple[int, int], list[dict[str
         position: [generators for _, generators in sorted(ranks.items())]
         for position, ranks in by_rank.items()
     }
-
-
-def _incomplete_random_states(
-    states: Mapping[tuple[int, int], list[dict[str, Any]]],
-) -> list[str]:
-    """Report the ranks that lack generators which others have."""
-    ranks: dict[str, dict[str, Any]] = {}
-    for position, found in states.items():
-        for number, generators in enumerate(found):
-            ranks[f"rng_state.{position}.{number}"] = generators
-    all_names: set[str] = set()
-    for generators in ranks.values():
-        all_names.update(generators)
-    lacking = {rank: sorted(all_names - generators.keys()) for rank, generators in ranks.items()}
-    return [
-        f"{rank}: it has no {', '.join(missing)}, which other ranks have"
-        for rank, missing in lacking.items()
-        if missing
-    ]

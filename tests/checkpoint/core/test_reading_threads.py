@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from megatron.checkpoint.dcp import reading_threads
-from megatron.checkpoint.dcp.reading_threads import MOST, in_threads, number_of_threads
+from megatron.checkpoint.core import reading_threads
+from megatron.checkpoint.core.reading_threads import MOST, in_threads, number_of_threads
 
 
 @pytest.mark.parametrize(
