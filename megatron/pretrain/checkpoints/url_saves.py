@@ -24,7 +24,6 @@ from megatron.checkpoint.integrity.manifest import MANIFEST, Manifest, files_of_
 from megatron.checkpoint.store import directory, stores
 from megatron.checkpoint.store.stores import Store
 from megatron.checkpoint.store.url_staging import directory_token, staged_directory, url_of
-from megatron.fsdp.engine.collectives import agree
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.checkpoint_source import CheckpointSource
 from megatron.pretrain.errors import RunError
@@ -53,16 +52,13 @@ def upload(staging: Path) -> list[str]:
     """
     store, name = _store(staging), _final_name(staging)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    begun: list[str] = []
 
     def begin() -> None:
         if rank == 0:
-            begun.append(store.begin(name) or name)
+            store.begin(name)
 
-    problems = attempt(begin)
-    names = agree(begun)
-    return problems or attempt(
-        lambda: store.upload(staging, names[0], files_of_rank(staging, rank, world_size))
+    return attempt(begin) or attempt(
+        lambda: store.upload(staging, name, files_of_rank(staging, rank, world_size))
     )
 
 
