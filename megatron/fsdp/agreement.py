@@ -12,9 +12,9 @@ from torch import nn
 
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.trainability import Trainability
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.settings import ResolvedSettings
 
 _SEPARATOR = "\0"

@@ -252,8 +252,6 @@ class MegatronFSDP(ClientMembers):
             is_wanted = group.requires_grad or not only_trainable
             if is_wanted and (group.main_is_compute or not only_shared):
                 group.install_main_weights()
-            elif is_wanted:
-                group.edited.discard(group)  # the caller installs them later
 
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False

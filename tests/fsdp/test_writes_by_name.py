@@ -6,11 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from megatron.fsdp.engine.compute_writes import ComputeWrites
 from torch import Tensor, nn
 
 from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
-from megatron.fsdp.engine.compute_writes import ComputeWrites
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over

@@ -78,7 +78,10 @@ class WeightWrites:
 
     def _number_of_chunk(self, chunk: MegatronModule) -> int:
         if self._is_fully_sharded:
-            return sum(group.writes.number for group in chunk.module.groups)
+            # A forward writes to the parameters of the module inside.
+            groups = chunk.module.groups
+            parameters = itertools.chain.from_iterable(group.parameters for group in groups)
+            return sum(parameter._version for parameter in parameters)
         return sum(parameter._version for parameter in chunk.parameters())
 
     def _content_of(self, model: Sequence[MegatronModule]) -> list[int]:
