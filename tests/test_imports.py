@@ -15,7 +15,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 ROOMS = {
     "engine": [
-        *("policy", "microbatches", "states", "planner", "layout", "axes", "mesh_checks"),
+        *("policy", "states", "planner", "layout", "axes", "mesh_checks"),
         *("rendezvous", "mesh", "device", "observe", "collectives"),
         *(
             "memory_slots",
@@ -23,11 +23,8 @@ ROOMS = {
             "local_tensor",
             "tensor_parallel",
             "partition",
-            "local_gradients",
         ),
-        *("gradients", "compute_writes", "param_group"),
-        *("unit", "units"),
-        *("reductions", "prefetch", "schedule", "trainability", "shown_parameters", "hooks"),
+        *("gradients", "param_group", "unit", "unit_choice", "schedule", "hooks"),
     ],
     "dtensor": [
         *("chunked_tensor", "gathering", "random_draws", "refusals", "operations", "uneven"),
@@ -37,6 +34,7 @@ ROOMS = {
     ],
     "": [
         *("config", "problems", "trace_files", "divergence", "trace", "meta_init", "checks"),
+        *("trainability", "unit_access", "shown_parameters"),
         *("settings", "agreement", "sharding", "memory_estimate"),
         "memory_estimate",
         *("gradient_sync", "model_state", "module_loading", "warnings_once", "wrapped_attributes"),

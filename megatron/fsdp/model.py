@@ -246,7 +246,7 @@ class MegatronFSDP(ClientMembers):
             only_trainable: skip groups that no optimizer updates.
         """
         observe.begin_step()
-        self._schedule.weights_change()
+        self._schedule.prefetcher.weights_change()
         self._assign_memory_slots()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
@@ -268,12 +268,12 @@ class MegatronFSDP(ClientMembers):
             force_dispatch: gather all units at level 3 too.
         """
         if self.strategy.shards_parameters and not force_dispatch:
-            self._schedule.start_next_forward()
+            self._schedule.prefetcher.start_next_forward()
             if force_sync:
                 self.synchronize_param_gather()
             return
         for unit in self._units:
-            if not unit.is_blocked:  # otherwise it is gathered when its memory slot is free
+            if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                 unit.unshard()
         if force_sync or not self.ddp_config.overlap_param_gather:
             self.synchronize_param_gather()

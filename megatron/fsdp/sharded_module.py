@@ -116,7 +116,6 @@ class ShardedModule(WrappedAttributes):
             resolved.strategy,
             resolved.overlap,
             self._microbatches,
-            UnitAccess(self._units, self._trainability),
             reduces_late=resolved.find_unused,
         )
         self._gradients = GradientSync(
@@ -131,7 +130,8 @@ class ShardedModule(WrappedAttributes):
 
         # Hooks on modules and tensors, which report to the schedule, and what code sees of
         # parameters.
-        self._hooks = UnitHooks(self._schedule, self)
+        access = UnitAccess(self._units, self._trainability)
+        self._hooks = UnitHooks(self._schedule, self, access)
         ShownParameters(self._hooks, sharded, self._trainability, self.module)
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))

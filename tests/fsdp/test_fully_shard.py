@@ -36,7 +36,7 @@ def settings_that_arrive() -> None:
     other_group = dist.new_group(list(range(dist.get_world_size())))
     arrives: dict[str, tuple[Any, Callable[[MegatronFSDP], bool]]] = {
         "overlap_grad_reduce": (False, lambda model: not model._schedule._overlaps_reductions),
-        "overlap_param_gather": (False, lambda model: not model._schedule._prefetcher.is_enabled),
+        "overlap_param_gather": (False, lambda model: not model._schedule.prefetcher.is_enabled),
         "average_in_collective": (
             True,
             lambda model: model.groups[0].communicator.average_in_collective,

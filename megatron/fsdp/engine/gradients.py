@@ -18,8 +18,7 @@ large buffer of local gradients; below, it waits for the last microbatch. Withou
 result is added to the gradient shard. With one it is added to the inner sum, and the reduction over
 the outer axis, whose links are slower, waits for the last microbatch. If a rank's part of the inner
 axis is the whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait
-for the last microbatch and are then reduced over both axes. An axis of one rank has no collectives,
-and without collectives gradients remain in the main gradient dtype.
+for the last microbatch and are then reduced over both axes.
 
 [Note: where local gradients accumulate] They accumulate in a flat buffer of their own, which is
 freed when it is reduced. But a rank whose gradient shard is the whole gradient (level 0, or data
@@ -55,7 +54,6 @@ from megatron.fsdp.engine.buffer import (
     views_of,
 )
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.layout import Layout
 from megatron.fsdp.engine.local_tensor import local_grad
 from megatron.fsdp.engine.partition import Partition
@@ -139,8 +137,7 @@ class GroupGradients:
         self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
         self._optimizer_grad = RunningSum(layout.shard_size, precision.main_param, device, holds)
-        self._reduction: Iterator[Pending] = iter(())  # its collectives, one after the other
-        self._collective: Pending | None = None  # the one under way
+        self._reduction: Iterator[None] | None = None  # the one under way
 
     def __str__(self) -> str:
         return f"the gradients of unit {self._unit_name!r}"
@@ -272,7 +269,7 @@ class GroupGradients:
         parameter = self._parameters[index]
         dtype, gradient_sum = self._place(reduces_now=False)
         if (
-            self._collective is not None  # it may reduce the same tensor
+            self._reduction is not None  # it may reduce the same tensor
             or self._storage.is_assigned_ahead
             or parameter.grad is not None
             or parameter.dtype != (dtype if gradient_sum is None else gradient_sum.dtype)
@@ -327,28 +324,30 @@ class GroupGradients:
         """
         self.wait_for_reduce()
         self._move_back()
-        self._reduction = self._reduce(over_inner, over_outer)
         with observe.work(self._unit_name, "reduce"):
-            self._collective = next(self._reduction, None)
+            self._go_on(self._reduce(over_inner, over_outer))
 
     def advance_reduce(self) -> bool:
         """Wait for the collective under way and start the next; return False if there is none."""
-        if self._collective is not None:
+        if self._reduction is not None:
             with observe.work(self._unit_name, "wait for reduce"):
-                collective, self._collective = self._collective, None
-                collective.wait()  # a reduction that fails is over, and raises its error once
-                self._collective = next(self._reduction, None)
-        return self._collective is not None
+                self._go_on(self._reduction)
+        return self._reduction is not None
+
+    def _go_on(self, reduction: Iterator[None]) -> None:
+        self._reduction = None  # a reduction that fails is over, and raises its error once
+        if next(reduction, "over") is None:
+            self._reduction = reduction
 
     def wait_for_reduce(self) -> None:
         """Wait for all collectives of the reduction that has started."""
-        if self._collective is not None:
+        if self._reduction is not None:
             with torch.no_grad():
                 while self.advance_reduce():
                     pass
 
-    def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[Pending]:
-        """Yield each collective when it has started; the code after a yield needs its result."""
+    def _reduce(self, over_inner: bool, over_outer: bool) -> Iterator[None]:
+        """Yield whenever a collective has started, whose result the code after the yield needs."""
         is_hybrid = self._communicator.is_hybrid
         if self._has_whole:
             if over_inner and (over_outer or not is_hybrid):
@@ -365,17 +364,19 @@ class GroupGradients:
         self._change_state(GradientState.REDUCING)
         return local.flat
 
-    def _reduce_inner(self, target: RunningSum) -> Iterator[Pending]:
+    def _reduce_inner(self, target: RunningSum) -> Iterator[None]:
         """Add the local gradients, reduce-scattered over the inner axis, to ``target``."""
         full = self._take_local(reduces_now=False)
         if full.dtype != self.comm_dtype:
             full = full.to(self.comm_dtype)
         result = target.buffer_for(full.dtype)
-        yield self._communicator.reduce_scatter(full, result)
+        pending = self._communicator.reduce_scatter(full, result)
+        yield
+        pending.wait()
         target.add(result)
         self._drop_local()
 
-    def _reduce_whole(self) -> Iterator[Pending]:
+    def _reduce_whole(self) -> Iterator[None]:
         """Add the local gradients, reduced over both axes, to the gradient shard."""
         communicator = self._communicator
         local = self._take_local(reduces_now=True)
@@ -383,31 +384,35 @@ class GroupGradients:
         if is_in_sum:
             self._grad_sum.add(local)  # in place: from here on these are the reduced gradients
         result = full = local.to(self.comm_dtype) if communicator.has_collectives else local
-        inner = communicator.all_reduce(full)
+        pending = communicator.all_reduce(full)
         if communicator.inner_size > 1:
-            yield inner
-        else:
-            inner.wait()
-        if self._partition.num_outer > 1:
-            result = self._grad_sum.buffer_for(full.dtype)
-            yield communicator.reduce_scatter_outer(full, result)
-        elif communicator.is_hybrid:
-            yield communicator.all_reduce_outer(full)
+            yield
+        pending.wait()
+        if communicator.is_hybrid:
+            if self._partition.num_outer > 1:
+                result = self._grad_sum.buffer_for(full.dtype)
+                pending = communicator.reduce_scatter_outer(full, result)
+            else:
+                pending = communicator.all_reduce_outer(full)
+            yield
+            pending.wait()
         if not is_in_sum:
             self._grad_sum.add(result)
         elif result is not local:
             local.copy_(result)
         self._drop_local()
 
-    def _reduce_outer(self) -> Iterator[Pending]:
+    def _reduce_outer(self) -> Iterator[None]:
         """Add the inner sum, reduced over the outer axis, to the gradient shard."""
         partial = self._inner_sum.total.to(self.comm_dtype)
+        result = partial
         if self._partition.shards_outer:
             result = self._grad_sum.buffer_for(partial.dtype)
-            yield self._communicator.reduce_scatter_outer(partial, result)
+            pending = self._communicator.reduce_scatter_outer(partial, result)
         else:
-            result = partial
-            yield self._communicator.all_reduce_outer(partial)
+            pending = self._communicator.all_reduce_outer(partial)
+        yield
+        pending.wait()
         self._grad_sum.add(result)
         self._inner_sum.drop()
 

@@ -22,7 +22,7 @@ place or free them, and they may be of any type that contains tensors.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +33,7 @@ from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import in_backward
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import CallState
-from megatron.fsdp.engine.unit import Unit, UnitCall
+from megatron.fsdp.engine.unit import Unit, UnitCall, UnitCallbacks
 
 
 class PassCallbacks(Protocol):
@@ -51,7 +51,8 @@ class UnitHooks:
 
     Args:
         schedule: the schedule of the units.
-        gradients: gets the gradients of backward passes.
+        gradients: the client that gets the gradients of backward passes.
+        callbacks: what clients do when units are used.
 
     Attributes:
         handles: ids of the hooks on modules, which a copy of the module must not have.
@@ -59,10 +60,10 @@ class UnitHooks:
         unit_of: the unit of each compute parameter.
     """
 
-    def __init__(self, schedule: Schedule, gradients: PassCallbacks):
+    def __init__(self, schedule: Schedule, gradients: PassCallbacks, callbacks: UnitCallbacks):
         self._schedule = schedule
         self._gradients = gradients
-        self._callbacks = schedule.callbacks
+        self._callbacks = callbacks
         self._root = schedule.units[0]
         self.unit_of: dict[nn.Parameter, Unit] = {}
         self.calls: list[UnitCall] = []
@@ -125,9 +126,9 @@ class UnitHooks:
             call.inputs.clear()
             if in_backward():  # recomputation
                 return
-            self._end_use(call)
+            self._end_use(call, call.used_units)
             if module is self._root.module:
-                self._schedule.end_forward()
+                self._schedule.prefetcher.stop_recording()
 
         return post_forward
 
@@ -137,7 +138,7 @@ class UnitHooks:
             call = self.calls.pop()
             call.inputs.clear()
             observe.end_forward(call)
-            self._end_use(call)
+            self._end_use(call, call.used_units)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a module that is not its forward, and return its result.
@@ -158,7 +159,7 @@ class UnitHooks:
         self.calls.remove(call)
         if torch.is_grad_enabled() and call.borrowed:
             self._watch_outputs(call, output)
-        self._end_use(call)
+        self._end_use(call, call.borrowed)
         return output
 
     def borrow(self, unit: Unit) -> None:
@@ -177,10 +178,10 @@ class UnitHooks:
                         del vars(module)[name][number]
             vars(module).pop("_apply", None)
 
-    def _end_use(self, call: UnitCall) -> None:
-        for unit in call.used_units:
-            if unit is not self._outside:
-                self._schedule.end_use(unit, call)
+    def _end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._callbacks.after_use(unit)
+            self._schedule.end_use(unit, call)
 
     # ---- backward
 
@@ -288,8 +289,7 @@ class UnitHooks:
         if call.state is CallState.FORWARD:
             return
         if not call.has_leaf_inputs:
-            for borrowed in call.borrowed:
-                self._schedule.end_use(borrowed, call)
+            self._end_use(call, call.borrowed)
         self._schedule.inputs_arrived(call)
 
 

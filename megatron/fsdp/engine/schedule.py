@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import torch
@@ -19,7 +19,7 @@ from torch import nn
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
-from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall, UnitCallbacks
+from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
 class Microbatches:
@@ -68,11 +68,10 @@ class Schedule:
     """Turns the calls of units, forward and backward, into all-gathers and reductions.
 
     Args:
-        units: the root first, then in the order of registration.
+        units: the units of the model, the root first, then in the order of registration.
         strategy: the ZeRO level.
         overlap: how communication overlaps compute.
         microbatches: tells which backward passes are synchronised.
-        callbacks: what clients of the engine do when units are used.
         reduces_late: reduce gradients when the backward pass is over, where no level forbids that.
             The loss may then reach other units on other ranks, at levels 0 and 1. Levels 2 and 3
             reduce and gather unit by unit, so their ranks must reach the same ones.
@@ -84,16 +83,14 @@ class Schedule:
         strategy: ShardingStrategy,
         overlap: OverlapPolicy,
         microbatches: Microbatches,
-        callbacks: UnitCallbacks,
         reduces_late: bool,
     ):
         self.units = units
         self.microbatches = microbatches
-        self.callbacks = callbacks
         self._strategy = strategy
         self._overlaps_reductions = overlap.grad_reduce
         self._reduces_late = reduces_late
-        self._prefetcher = Prefetcher(units, overlap)
+        self.prefetcher = Prefetcher(units, overlap)
         self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
         self._is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
@@ -108,25 +105,13 @@ class Schedule:
             return
         if self._is_in_backward:
             self._abandon_backward()
-        self._prefetcher.start_recording()
+        self.prefetcher.start_recording()
         if not self._strategy.shards_parameters:
             # Their storage is allocated anyway: gather all that are stale.
             for unit in self.units:
                 unit.unshard()
-                if not self._prefetcher.is_enabled:
+                if not self.prefetcher.is_enabled:
                     unit.wait_for_unshard()
-
-    def end_forward(self) -> None:
-        """Finish a forward of the root."""
-        self._prefetcher.stop_recording()
-
-    def weights_change(self) -> None:
-        """Prepare for new values of the main weights."""
-        self._prefetcher.weights_change()
-
-    def start_next_forward(self) -> None:
-        """Start the all-gathers with which the next forward begins."""
-        self._prefetcher.start_next_forward()
 
     def begin_use(self, call: UnitCall) -> None:
         """Unshard the units that a call uses, and prefetch those that follow its own."""
@@ -139,14 +124,14 @@ class Schedule:
         is_recorded = call.module is unit.module or not unit.users
         self.borrow(unit, call)
         if is_recorded:
-            self._prefetcher.reached(unit)
+            self.prefetcher.reached(unit)
 
     def borrow(self, unit: Unit, user: Hashable) -> None:
         """Unshard a unit for a user; the use is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
-        self._prefetcher.used(unit)
+        self.prefetcher.used(unit)
         if not unit.is_unsharded:
-            self._prefetcher.make_room(unit)
+            self.prefetcher.make_room(unit)
             unit.unshard()
             unit.wait_for_unshard()
 
@@ -156,7 +141,6 @@ class Schedule:
         Units that are used again at once stay unsharded.
         """
         unit.users.pop(user, None)
-        self.callbacks.after_use(unit)
         if not unit.users:
             self._reshard(unit)
 
@@ -164,7 +148,7 @@ class Schedule:
         if self._keeps_graph:
             # The unit stays unsharded until the end of the next backward pass that is not recorded.
             unit.users[GRAPH] = max(current_pass(), 0)
-        elif not self._prefetcher.keep(unit):
+        elif not self.prefetcher.keep(unit):
             unit.reshard()
 
     # ---- gradients
@@ -189,7 +173,7 @@ class Schedule:
         unit.end_backward(call)
         if unit.awaits_inputs:
             return
-        if self._has_all_grads(unit) or not unit.has_calls_in_backward:
+        if self._has_all_grads(unit) or not unit.calls_in_backward:
             self._finish_unit(unit)
 
     def _has_all_grads(self, unit: Unit) -> bool:
@@ -199,7 +183,7 @@ class Schedule:
 
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
-        if unit.has_grads:
+        if unit.arrived:
             # Autograd records hooks only with create_graph=True, and a context has its price.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._reduce(unit)
@@ -207,7 +191,7 @@ class Schedule:
         if not unit.users:
             self._reshard(unit)
         if self._is_in_backward:
-            self._prefetcher.prefetch()
+            self.prefetcher.prefetch()
 
     def _reduce(self, unit: Unit) -> None:
         """Accumulate the gradients of a unit, and reduce them if it is time."""
@@ -259,7 +243,7 @@ class Schedule:
             for group in unit.trainable_groups:
                 group.gradients.forget_written()
         self._keeps_graph = False
-        self._prefetcher.reshard_unused()
+        self.prefetcher.reshard_unused()
 
     @torch.no_grad()
     def _abandon_backward(self) -> None:
@@ -285,12 +269,14 @@ class UseOrder:
             to it, since it is in use until the end.
         kept: the units that stay unsharded at the end of the forward, as backward begins with them.
         num_before: how many uses come before those of ``kept``.
+        num_updates: how many updates of the main weights came before the forward.
     """
 
     forward: list[Unit] = field(default_factory=list)
     backward: list[Unit] = field(default_factory=list)
     kept: list[Unit] = field(default_factory=list)
     num_before: int = 0
+    num_updates: int = 0
 
 
 class Prefetcher:
@@ -319,7 +305,6 @@ class Prefetcher:
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
         self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
         self._num_updates = 0  # of the main weights since the last forward began
-        self._usual_updates = 0  # as many came before that forward
 
     # ---- the order
 
@@ -328,7 +313,8 @@ class Prefetcher:
         self._recorded = []
         self._follow_from(-1)
         if self._num_updates:  # none between microbatches
-            self._usual_updates, self._num_updates = self._num_updates, 0
+            self._order = replace(self._order, num_updates=self._num_updates)
+            self._num_updates = 0
         # Those kept for a backward that has not come are resharded: weights may change till then.
         self._reshard_prefetched(self._prefetched - self._of_next_forward)
 
@@ -345,10 +331,11 @@ class Prefetcher:
                 break
             last.append(unit)
         self._order = UseOrder(
-            list(order),
-            order[:1] + order[:0:-1],
+            forward=list(order),
+            backward=order[:1] + order[:0:-1],
             kept=order[:1] + last,
             num_before=len(order) - max(1, len(last)),
+            num_updates=self._order.num_updates,
         )
         self._follow_from(-1)
 
@@ -381,7 +368,7 @@ class Prefetcher:
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
         for unit in units:
-            if not unit.users and not unit.is_blocked:
+            if not unit.users and not unit.blockers:
                 unit.unshard()
                 self._prefetched.add(unit)
 
@@ -422,7 +409,7 @@ class Prefetcher:
         Where several optimizers step parts of the model, this waits for the step of the last one.
         """
         root = self._units[0]
-        is_early = self._num_updates < self._usual_updates
+        is_early = self._num_updates < self._order.num_updates
         if not self.is_enabled or is_early or root.users or in_backward():
             return
         self._current = root

@@ -31,13 +31,13 @@ class UnitCallbacks:
     """What clients of the engine do when units are used; every method does nothing by default."""
 
     def before_call(self) -> None:
-        """Act before a forward, or another method, that is not inside of another one."""
+        """Act before the outermost forward or method."""
 
     def before_backward(self) -> None:
         """Act when a backward pass first reaches the model."""
 
     def after_use(self, unit: Unit) -> None:
-        """Act after a call has used the weights of ``unit``, which are still unsharded."""
+        """Act after a call has used the weights of ``unit``, before they are resharded."""
 
 
 class UnitCall:
@@ -147,8 +147,8 @@ class Unit:
         self.trained_groups: list[ParamGroup] = []
         self._num_trained = 0
         self._has_frozen = False
-        self._calls_in_backward: list[UnitCall] = []
-        self._arrived: set[int] = set()  # ids of the parameters that have their gradient
+        self.calls_in_backward: list[UnitCall] = []  # whose backward is not known to be over
+        self.arrived: set[int] = set()  # ids of parameters with gradients not yet accumulated
 
     def __str__(self) -> str:
         return f"unit {self.name!r}"
@@ -195,11 +195,6 @@ class Unit:
         return {group.blocker for group in self.groups if group.blocker is not None}
 
     @property
-    def is_blocked(self) -> bool:
-        """True if other units occupy the memory of this one's weights."""
-        return bool(self.blockers)
-
-    @property
     def is_unsharded(self) -> bool:
         """True if the compute parameters have the values of the main weights."""
         return set(map(_state, self.groups)) <= {WeightState.UNSHARDED}
@@ -209,11 +204,9 @@ class Unit:
     def begin_backward(self, call: UnitCall) -> None:
         """Note that the backward of ``call``, a call of this unit, has begun."""
         call.awaited_inputs = call.num_inputs
-        if call.awaited_inputs > 0:
-            call.change_state(CallState.AWAITING_INPUTS)
-        else:
-            call.change_state(CallState.AWAITING_PARAMETERS)
-        self._calls_in_backward.append(call)
+        awaits = CallState.AWAITING_INPUTS if call.num_inputs else CallState.AWAITING_PARAMETERS
+        call.change_state(awaits)
+        self.calls_in_backward.append(call)
         if self.state is BackwardState.IDLE:
             self._change_state(BackwardState.RUNNING)
 
@@ -223,11 +216,11 @@ class Unit:
             call.change_state(CallState.AWAITING_PARAMETERS)
         else:
             call.change_state(CallState.FORWARD)
-            self._calls_in_backward.remove(call)
+            self.calls_in_backward.remove(call)
 
     def add_grad(self, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter."""
-        self._arrived.add(id(parameter))
+        self.arrived.add(id(parameter))
         # Recomputation runs a nested backward inside the pass in which the unit was unsharded, and
         # the outer pass may use the same parameter again.
         number = current_pass()
@@ -239,31 +232,21 @@ class Unit:
             self._change_state(BackwardState.RUNNING)
 
     @property
-    def has_grads(self) -> bool:
-        """True if some compute parameters have gradients that are not accumulated yet."""
-        return bool(self._arrived)
-
-    @property
     def has_all_grads(self) -> bool:
         """True if every parameter that is trained has its gradient; never after recomputation.
 
         Never for a unit in which all are frozen: only its inputs tell when its backward is over.
         Nor while another unit's backward uses frozen parameters of this one.
         """
-        if not 0 < len(self._arrived) == self._num_trained:
+        if not 0 < len(self.arrived) == self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
         return self.state is not BackwardState.RECOMPUTED and not is_lent
 
     @property
-    def has_calls_in_backward(self) -> bool:
-        """True if the backward of some call has begun and is not known to be over."""
-        return bool(self._calls_in_backward)
-
-    @property
     def awaits_inputs(self) -> bool:
         """True if gradients of some call's inputs are outstanding."""
-        return CallState.AWAITING_INPUTS in map(_state, self._calls_in_backward)
+        return CallState.AWAITING_INPUTS in map(_state, self.calls_in_backward)
 
     @property
     def is_in_backward(self) -> bool:
@@ -280,10 +263,10 @@ class Unit:
                 this unit may lie, still use the unit unless all of its gradients are there.
         """
         keeps_borrowers = not (is_over or self.has_all_grads)
-        self._arrived.clear()
-        for call in self._calls_in_backward:
+        self.arrived.clear()
+        for call in self.calls_in_backward:
             call.change_state(CallState.FORWARD)
-        self._calls_in_backward.clear()
+        self.calls_in_backward.clear()
         # A forward that contains a backward continues to use the unit.
         self.users = {
             user: since
@@ -297,5 +280,5 @@ class Unit:
 
 
 def _borrows(user: Hashable, unit: Unit) -> bool:
-    """Return True if a user of a unit is a call of another one."""
+    # Other users are the graph of a backward, and calls of the unit itself.
     return isinstance(user, UnitCall) and user.unit is not unit

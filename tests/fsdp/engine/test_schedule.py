@@ -12,7 +12,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.fsdp.engine.schedule import Schedule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +22,7 @@ from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.schedule import Schedule
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
