@@ -20,9 +20,7 @@ ROOMS = {
         *(
             "memory_slots",
             "buffer",
-            "local_tensor",
             "tensor_parallel",
-            "partition",
         ),
         *("gradients", "param_group", "unit", "unit_choice", "schedule", "hooks"),
     ],

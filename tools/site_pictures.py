@@ -58,8 +58,10 @@ def draw_layout(path: Path, num_ranks: int = 4) -> None:
     layout = plan([tuple(parameter.shape) for parameter in parameters.values()], num_ranks)
     figure, panel = one_panel(width=11, height=2.6)
     colours = colormaps["tab20"].colors  # type: ignore[attr-defined]  # of a list of colours
-    for slot, name, colour in zip(layout.slots, parameters, colours):
-        panel.barh(0, slot.numel, left=slot.start, color=colour, edgecolor="black", label=name)
+    for position, name, colour in zip(layout.positions, parameters, colours):
+        panel.barh(
+            0, position.numel, left=position.start, color=colour, edgecolor="black", label=name
+        )
     for rank in range(num_ranks):
         begin = rank * layout.shard_size
         panel.axvline(begin, color="black", linewidth=2)

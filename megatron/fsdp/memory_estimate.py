@@ -14,8 +14,8 @@ from typing import TypeVar
 from torch import nn
 
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
+from megatron.fsdp.engine.tensor_parallel import local_tensor
 from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,

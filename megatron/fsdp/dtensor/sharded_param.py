@@ -26,9 +26,11 @@ from megatron.fsdp.dtensor.operations import LocalPart, part_of
 from megatron.fsdp.dtensor.uneven import AnyUneven, UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.engine.local_tensor import local_tensor
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.tensor_parallel import get_mcore_tensor_parallel_partition_dim
+from megatron.fsdp.engine.tensor_parallel import (
+    get_mcore_tensor_parallel_partition_dim,
+    local_tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class ShardedParam:
     def _local_part(self) -> LocalPart:
         """Return the part of tensors of this parameter that belongs to this rank."""
         layout = self.group.layout
-        start = layout.slots[self.index].start
+        start = layout.positions[self.index].start
         # With the mesh, these determine the part of every rank.
         key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
         chunks = self.chunks

@@ -234,18 +234,20 @@ class Places:
 
 def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the views of whole parameters in a flat tensor, in their logical shapes."""
-    return [flat[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+    return [
+        flat[position.start : position.stop].view(position.shape) for position in layout.positions
+    ]
 
 
 def padding_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
     """Return the slices of a flat tensor that belong to no parameter."""
     slices = []
     end = 0
-    for slot in sorted(layout.slots, key=lambda slot: slot.start):
-        if slot.numel:
-            if end < slot.start:
-                slices.append(flat[end : slot.start])
-            end = slot.stop
+    for position in sorted(layout.positions, key=lambda position: position.start):
+        if position.numel:
+            if end < position.start:
+                slices.append(flat[end : position.start])
+            end = position.stop
     if end < layout.numel:
         slices.append(flat[end:])
     return slices

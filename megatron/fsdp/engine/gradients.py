@@ -54,11 +54,10 @@ from megatron.fsdp.engine.buffer import (
     views_of,
 )
 from megatron.fsdp.engine.collectives import Communicator
-from megatron.fsdp.engine.layout import Layout
-from megatron.fsdp.engine.local_tensor import local_grad
-from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.layout import Layout, Partition
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import GradientState, change_state
+from megatron.fsdp.engine.tensor_parallel import local_grad
 
 # Loops over all parameters, which every step repeats, are left to `map`: they run in C.
 _grad = attrgetter("grad")

@@ -31,11 +31,10 @@ from megatron.fsdp.engine.buffer import FlatBuffer, Storage, shard_view
 from megatron.fsdp.engine.collectives import Communicator, Gather
 from megatron.fsdp.engine.device import Pending
 from megatron.fsdp.engine.gradients import GroupGradients
-from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
-from megatron.fsdp.engine.local_tensor import local_tensor, set_local_tensor
-from megatron.fsdp.engine.partition import Partition
+from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, Partition, plan
 from megatron.fsdp.engine.policy import Precision, ShardingStrategy
 from megatron.fsdp.engine.states import MainState, WeightState, change_state
+from megatron.fsdp.engine.tensor_parallel import local_tensor, set_local_tensor
 
 
 class ParamGroup:
@@ -77,7 +76,7 @@ class ParamGroup:
         self.unit_name = unit_name
         self.requires_grad = parameters[0].requires_grad
         self.communicator = communicator
-        self.partition = Partition.of(communicator, strategy, shards_outer)
+        self.partition = _partition(communicator, strategy, shards_outer)
         self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self.partition.num_owned, granularity)
@@ -142,12 +141,12 @@ class ParamGroup:
         values = local_tensor(parameter).detach().contiguous()
         with observe.work(self.unit_name, "shard"):
             self.communicator.broadcast(values)
-        slot = self.layout.slots[index]
+        position = self.layout.positions[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
         elif self._reshards_after_use:
             shard_start = self.partition.inner_rank * self.compute_shard.numel()
-            _copy_overlap(values.view(-1), slot.start, self.compute_shard, shard_start)
+            _copy_overlap(values.view(-1), position.start, self.compute_shard, shard_start)
         else:
             self.compute.view(index).copy_(values)
         owned = self.layout.owned(index, self.rank)
@@ -285,6 +284,20 @@ class ParamGroup:
 
     def _change_main_state(self, state: MainState) -> None:
         self.main_state = change_state(self, self.main_state, state)
+
+
+def _partition(
+    communicator: Communicator, strategy: ShardingStrategy, shards_outer: bool
+) -> Partition:
+    """Return the partition of a group whose ranks are those of ``communicator``."""
+    shards_inner = strategy.shards_optimizer
+    return Partition(
+        num_inner=communicator.inner_size if shards_inner else 1,
+        num_outer=communicator.outer_size if shards_outer else 1,
+        inner_rank=communicator.inner_rank if shards_inner else 0,
+        outer_rank=communicator.outer_rank if shards_outer else 0,
+        shards_outer=shards_outer,
+    )
 
 
 def unshard(groups: Sequence[ParamGroup]) -> None:

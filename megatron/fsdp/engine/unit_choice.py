@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from megatron.fsdp.engine.local_tensor import has_uneven_slices
+from megatron.fsdp.engine.tensor_parallel import has_uneven_slices
 from megatron.fsdp.engine.unit import Unit
 
 

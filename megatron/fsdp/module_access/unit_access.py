@@ -92,7 +92,7 @@ def _is_main(group: ParamGroup) -> bool:
 @torch.no_grad()
 def take_written(group: ParamGroup, index: int) -> None:
     """Copy the values of compute parameter ``index`` into what compute weights are made from."""
-    partition, slot = group.partition, group.layout.slots[index]
+    partition, slot = group.partition, group.layout.positions[index]
     size = group.compute_shard.numel()
     start = partition.inner_rank * size
     # Positions in this rank's shard: a parameter at [10, 18) and the shard [8, 16) have [2, 8).
