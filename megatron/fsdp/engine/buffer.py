@@ -90,6 +90,7 @@ class FlatBuffer:
         self.is_allocated = True
         self.num_moves = 0
         self._storage = storage
+        self.is_assigned_ahead = storage.is_assigned_ahead
         self._on_move = on_move
         storage.adopt(self)
 

@@ -9,28 +9,26 @@
     inner sum        hybrid sharding only: this rank's shard of the gradient, reduced over the inner
                      axis and not yet over the outer one, summed over microbatches
     gradient shard   the reduced gradient of the shard that this rank owns, summed over reductions
-                     until it is dropped
     final gradient   the gradient shard in the dtype that the optimizer wants. If that is another
                      one, the values move there, and back if a further backward adds to them
 
 At levels 2 and 3 the reduction over the inner axis follows every backward, because it frees the
-large buffer of local gradients; below, it waits for the last microbatch. Without an outer axis its
-result is added to the gradient shard. With one it is added to the inner sum, and the reduction over
-the outer axis, whose links are slower, waits for the last microbatch. If a rank's part of the inner
-axis is the whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait
-for the last microbatch and are then reduced over both axes.
+large buffer of local gradients; below, it waits for the last microbatch. The reduction over the
+outer axis, whose links are slower, always waits for it. If a rank's part of the inner axis is the
+whole gradient (level 0, or one inner rank), there is no inner sum: local gradients wait for the
+last microbatch and are then reduced over both axes.
 
-[Note: where local gradients accumulate] They accumulate in a flat buffer of their own, which is
-freed when it is reduced. But a rank whose gradient shard is the whole gradient (level 0, or data
-axes of one rank) needs no second buffer of that size, nor a copy between the two: as long as the
-shard has no reduced gradients, local ones accumulate in its tensor and are reduced in place.
+[Note: where local gradients accumulate] In a flat buffer of their own, which is freed when it is
+reduced. But a rank whose gradient shard is the whole gradient needs no second buffer of that size,
+nor a copy between the two: as long as the shard has no reduced gradients, local ones accumulate in
+its tensor and are reduced in place.
     level 0, 3 microbatches    copied into the shard's tensor, added, added, all-reduced there
     another step on top        the shard has reduced gradients, to which all ranks have added: local
                                ones accumulate in the buffer, are all-reduced there, and added
     data axes of one rank      a reduction neither sends nor divides, so gradients that are reduced
                                at once are added to the reduced ones
-A layer may also write its gradient into the flat tensor itself, which saves the copy too. Buffers
-at fixed addresses do not share memory with gradient shards, which have none.
+A layer may write its gradient into the flat tensor itself, which saves the copy too. Buffers at
+fixed addresses share no memory with gradient shards, which have none.
 """
 
 from __future__ import annotations
@@ -184,22 +182,16 @@ class GroupGradients:
                 local, has_values = self._open(reduces_now, covers_all)
                 if self._written:
                     arrived = self._take_written(arrived, local)
-                if arrived:
-                    self._add(list(map(grads.__getitem__, arrived)), arrived, local, has_values)
+                grads = list(map(grads.__getitem__, arrived))
+                if set(map(type, grads)) != {torch.Tensor} or any(map(_is_sparse, grads)):
+                    grads = [local_grad(self._parameters[index]) for index in arrived]
+                targets = list(map(local.views.__getitem__, arrived))
+                if arrived and has_values:
+                    torch._foreach_add_(targets, grads)
+                elif arrived:
+                    torch._foreach_copy_(targets, grads)
                 clear_grads(self._parameters)
         self.await_reduction()
-
-    def _add(
-        self, grads: list[torch.Tensor], arrived: list[int], local: FlatGradient, has_values: bool
-    ) -> None:
-        """Copy gradients into their views, or add them to what is there."""
-        targets = list(map(local.views.__getitem__, arrived))
-        if set(map(type, grads)) != {torch.Tensor} or any(map(_is_sparse, grads)):
-            grads = [local_grad(self._parameters[index]) for index in arrived]
-        if has_values:
-            torch._foreach_add_(targets, grads)
-        else:
-            torch._foreach_copy_(targets, grads)
 
     def await_reduction(self) -> None:
         """Note that a reduction is due, in which this rank takes part with what it has."""
@@ -231,13 +223,9 @@ class GroupGradients:
         return self._local, False
 
     def _place(self, reduces_now: bool) -> tuple[torch.dtype, RunningSum | None]:
-        """Return where local gradients accumulate if there are none yet.
-
-        Returns:
-            The dtype of their buffer, and the sum in whose tensor they accumulate instead, or None.
-            Between reductions they accumulate in the main dtype. If every backward is reduced,
-            nothing accumulates in the buffer, and it has the dtype of the reduction.
-        """
+        """Return the dtype of the buffer, and the sum whose tensor is used instead, or None."""
+        # If every backward is reduced, nothing accumulates in the buffer, and it has the dtype of
+        # the reduction.
         dtype = self.comm_dtype if self._frees_local else self._main_dtype
         if not self._may_share_sum:
             return dtype, None
@@ -262,8 +250,8 @@ class GroupGradients:
     def view_to_write(self, index: int) -> torch.Tensor | None:
         """Return zeros in the flat tensor, into which a layer may write a parameter's gradient.
 
-        The layer then leaves an alias of it on ``parameter.grad``, which :meth:`accumulate` does
-        not copy. None: there are gradients to add to, or another dtype is wanted.
+        It then leaves an alias of them on ``parameter.grad``, which :meth:`accumulate` does not
+        copy. None: there are gradients to add to, or another dtype is wanted.
         """
         parameter = self._parameters[index]
         dtype, gradient_sum = self._place(reduces_now=False)
@@ -418,9 +406,7 @@ class GroupGradients:
     # ---- for the optimizer and the training loop
 
     def final(self, in_main_dtype: bool = True) -> torch.Tensor:
-        """Return the gradient shard ``[shard_size]`` for the optimizer; zeros if there are none.
-
-        Call it under ``torch.no_grad()``.
+        """Return the gradient shard ``[shard_size]``, under ``torch.no_grad()``; zeros if empty.
 
         Args:
             in_main_dtype: return it in the dtype of the main weights, which torch's optimizers

@@ -131,7 +131,6 @@ class Schedule:
         unit.users[user] = current_pass()
         self.prefetcher.used(unit)
         if not unit.is_unsharded:
-            self.prefetcher.make_room(unit)
             unit.unshard()
             unit.wait_for_unshard()
 
@@ -296,12 +295,14 @@ class Prefetcher:
         self._units = units
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
+        # Several units may then have the same memory, which holds one of them at a time.
+        self._are_assigned_ahead = any(unit.is_assigned_ahead for unit in units)
         self._recorded: list[Unit] = []  # in the forward under way
         self._order = UseOrder()  # of the last forward
         self._current = units[0]  # the unit that was used last
         self._position = -1  # of that use in the order that is followed
         self._upcoming: list[Unit] = []  # the window after it
-        self._in_use: list[Unit] = []  # units that calls use, and some that were used just now
+        self._in_use: dict[Unit, None] = {}  # units that calls use, and some that were used
         self._prefetched: set[Unit] = set()  # unsharded, and no call uses them yet
         self._of_next_forward: set[Unit] = set()  # those that were unsharded before it began
         self._num_updates = 0  # of the main weights since the last forward began
@@ -368,7 +369,7 @@ class Prefetcher:
 
     def _unshard_ahead(self, units: list[Unit]) -> None:
         for unit in units:
-            if not unit.users and not unit.blockers:
+            if not unit.users and not (self._are_assigned_ahead and unit.blockers):
                 unit.unshard()
                 self._prefetched.add(unit)
 
@@ -380,7 +381,8 @@ class Prefetcher:
             order = self._order.backward
             # When a unit's backward begins, the unit above it is still unsharded: count it too.
             others = (self._current, self._units[0])
-            ahead = [unit for unit in self._in_use if unit.users and unit not in others]
+            self._in_use = {unit: None for unit in self._in_use if unit.users}
+            ahead = [unit for unit in self._in_use if unit not in others]
         window: list[Unit] = []
         for unit in islice(order, self._position + 1, None):
             if unit in window or not self._fits([*ahead, unit]):
@@ -438,15 +440,11 @@ class Prefetcher:
         return self._order.kept if is_end_of_forward and torch.is_grad_enabled() else []
 
     def used(self, unit: Unit) -> None:
-        """Note that a call uses ``unit`` now."""
-        self._in_use = [other for other in self._in_use if other.users and other is not unit]
-        self._in_use.append(unit)
+        """Prepare for a call that uses ``unit`` now: reshard unused units that are in its memory."""
+        self._in_use[unit] = None
         self._prefetched.discard(unit)
         self._of_next_forward.discard(unit)
-
-    def make_room(self, unit: Unit) -> None:
-        """Reshard the unused units that are in memory of ``unit``."""
-        blockers = unit.blockers
+        blockers = unit.blockers if self._are_assigned_ahead else ()
         for other in self._units if blockers else ():
             if not other.users and any(group.compute in blockers for group in other.groups):
                 self._prefetched.discard(other)

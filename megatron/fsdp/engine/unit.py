@@ -133,6 +133,7 @@ class Unit:
 
     def __init__(self, name: str, module: nn.Module | None, is_automatic: bool = False):
         self.name = name
+        self.shown_name = name or "root"  # in traces
         self.module = module
         # The modules whose calls use the unit: its own, and small ones inside that were merged.
         self.modules = [] if module is None else [module]
@@ -152,11 +153,6 @@ class Unit:
 
     def __str__(self) -> str:
         return f"unit {self.name!r}"
-
-    @property
-    def shown_name(self) -> str:
-        """The name in traces, where that of the root is not empty."""
-        return self.name or "root"
 
     @cached_property
     def trainable_groups(self) -> list[ParamGroup]:
@@ -188,6 +184,11 @@ class Unit:
         """Free the weights of the groups that are sharded at level 3."""
         for group in self.groups:
             group.reshard()
+
+    @property
+    def is_assigned_ahead(self) -> bool:
+        """True if weights get memory that is assigned ahead of their use."""
+        return any(group.compute.is_assigned_ahead for group in self.groups)
 
     @property
     def blockers(self) -> set[FlatBuffer]:
