@@ -30,7 +30,11 @@ from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.module_access.model_state import load_model_state
 from megatron.fsdp.module_access.module_loading import accept_full_tensors
-from megatron.fsdp.module_access.sharded_copy import copied_module, copy_main_weights
+from megatron.fsdp.module_access.sharded_copy import (
+    copied_module,
+    copy_main_weights,
+    remove_hooks,
+)
 from megatron.fsdp.module_access.shown_parameters import ShownParameters
 from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.module_access.unit_access import UnitAccess
@@ -317,7 +321,7 @@ class ShardedModule(WrappedAttributes):
             _refuse_copy()
         self._trainability.follow()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
-        self._hooks.remove_from_copy(module)
+        remove_hooks(self.module, module, self._hooks.handles)
         copied: ShardedModule = self.from_settings(
             module, replace(settings, dist_index=self._mesh, init_model_with_meta_device=False)
         )

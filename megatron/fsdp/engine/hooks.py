@@ -168,16 +168,6 @@ class UnitHooks:
             self.calls[-1].borrowed.append(unit)
             self._schedule.borrow(unit, self.calls[-1])
 
-    def remove_from_copy(self, copied: nn.Module) -> None:
-        """Remove the hooks from a deep copy of the root's module, which has copied them too."""
-        assert self._root.module is not None
-        for original, module in zip(self._root.module.modules(), copied.modules()):
-            for name, hooks in vars(original).items():
-                if name.endswith("_hooks") and isinstance(hooks, dict):
-                    for number in self.handles.intersection(hooks):
-                        del vars(module)[name][number]
-            vars(module).pop("_apply", None)
-
     def _end_use(self, call: UnitCall, units: Sequence[Unit]) -> None:
         for unit in units:
             self._callbacks.after_use(unit)

@@ -440,7 +440,7 @@ class Prefetcher:
         return self._order.kept if is_end_of_forward and torch.is_grad_enabled() else []
 
     def used(self, unit: Unit) -> None:
-        """Prepare for a call that uses ``unit`` now: reshard unused units that are in its memory."""
+        """Prepare for a call that uses ``unit`` now: reshard unused units in its memory."""
         self._in_use[unit] = None
         self._prefetched.discard(unit)
         self._of_next_forward.discard(unit)
