@@ -32,7 +32,7 @@ from megatron.fsdp.agreement import FreezingAgreement
 from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine import observe
-from megatron.fsdp.engine.buffer import Places, shard_view
+from megatron.fsdp.engine.buffer import RunningSum, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
@@ -74,15 +74,16 @@ class ShownGradients:
         self.had_passes: set[int] = set()
         self.used: list[bool] | None = None
         self._gradients: list[ShardedGradient] = []  # one for each parameter; made when first shown
+        self._no_values: list[torch.Tensor] = []  # their local tensors while there are none
         self._flat: torch.Tensor | None = None  # the gradient shard that they are views of
 
-    def attach(self, flat: torch.Tensor) -> None:
-        """Show the gradients in ``flat``, the gradient shard.
+    def attach(self, shard: RunningSum) -> None:
+        """Show the gradients in the gradient shard.
 
         Frozen parameters show none, unless they were trained earlier in the step.
         """
-        if flat is not self._flat:
-            self._set_values(flat)
+        if self._flat is not shard.tensor():
+            self._set_values(shard)
         shown: Sequence[ShardedGradient | None] = self._gradients
         with torch._C.DisableTorchFunctionSubclass():
             flags = list(map(_requires_grad, self.parameters))
@@ -97,14 +98,12 @@ class ShownGradients:
         if shown is not self._gradients:
             self.attached = [each for each in shown if each is not None]
 
-    def _set_values(self, flat: torch.Tensor) -> None:
-        self._flat = flat
+    def _set_values(self, shard: RunningSum) -> None:
+        self._flat = flat = shard.tensor()
         if not self._gradients:
             self._gradients = [each.gradient(flat, self._family) for each in self.sharded_params]
-            self._places = Places([each._local_tensor for each in self._gradients])
-            self._no_values = self._places.within(torch.empty_like(flat, device="meta"))
-        else:
-            _set_all(self._gradients, "_local_tensor", self._places.within(flat))
+            self._no_values = shard.places.within(torch.empty_like(flat, device="meta"))
+        _set_all(self._gradients, "_local_tensor", shard.views())
 
     def drop(self) -> None:
         """Show no gradients; see [Note: kept gradients]."""

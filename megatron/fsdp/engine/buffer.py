@@ -160,15 +160,25 @@ class RunningSum:
         dtype: dtype in which addends are summed.
         device: the device of the tensor.
         holds_address: keep the tensor for all sums, whose address captured graphs know.
+        places: the places of the parameters' gradients in the tensor.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, holds_address: bool):
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        holds_address: bool,
+        places: Places | None = None,
+    ):
         self.dtype = dtype
+        self.places = places or Places([])
         self.is_empty = True
         self._numel = numel
         self._device = device
         self._holds_address = holds_address
         self._total: torch.Tensor | None = None
+        self._views: list[torch.Tensor] | None = None
 
     @property
     def total(self) -> torch.Tensor:
@@ -185,6 +195,12 @@ class RunningSum:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
             observe.storage("allocate", self._total)
         return self._total
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the parameters' parts of :meth:`tensor`."""
+        if self._views is None:
+            self._views = self.places.within(self.tensor())
+        return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor ``[numel]`` for the next addend.
@@ -212,7 +228,7 @@ class RunningSum:
         self.is_empty = True
         if self._total is not None and not self._holds_address:
             observe.storage("release", self._total)
-            self._total = None
+            self._total = self._views = None
 
 
 class Places:

@@ -49,7 +49,7 @@ from megatron.fsdp.engine.buffer import (
     RunningSum,
     Storage,
     padding_of,
-    views_of,
+    shard_view,
 )
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.layout import Layout, Partition
@@ -66,8 +66,8 @@ class FlatGradient(NamedTuple):
     """The flat tensor of local gradients, the views of parameters in it, and the padding."""
 
     flat: torch.Tensor
-    views: Sequence[torch.Tensor]
-    padding: Sequence[torch.Tensor]
+    views: list[torch.Tensor]
+    padding: list[torch.Tensor]
 
 
 class GroupGradients:
@@ -119,9 +119,7 @@ class GroupGradients:
         self.users: set[int] = set()
         self.num_forgotten = 0
 
-        pattern = torch.empty(layout.numel, device="meta")
-        self._views = Places(views_of(pattern, layout))
-        self._gaps = Places(padding_of(pattern, layout))
+        self._gaps = Places(padding_of(torch.empty(layout.numel, device="meta"), layout))
         self.state = GradientState.EMPTY
         self._local: FlatGradient | None = None  # None also if this rank has none that wait
         self._buffer: FlatBuffer | None = None  # made when it is first needed
@@ -131,9 +129,14 @@ class GroupGradients:
         self.holds_addresses = holds = storage.holds_addresses
         shard_numel = layout.numel // partition.num_inner
         self._inner_sum = RunningSum(shard_numel, precision.main_grad, device, holds)
-        self._grad_sum = RunningSum(layout.shard_size, precision.main_grad, device, holds)
+        size = layout.shard_size
+        pattern = torch.empty(size, device="meta")
+        own = [
+            shard_view(pattern, layout, index, partition.rank) for index in range(len(parameters))
+        ]
+        self._grad_sum = RunningSum(size, precision.main_grad, device, holds, Places(own))
         # Empty, unless it has the values of the sum in the other dtype of the optimizer.
-        self._optimizer_grad = RunningSum(layout.shard_size, precision.main_param, device, holds)
+        self._optimizer_grad = RunningSum(size, precision.main_param, device, holds, Places(own))
         self._reduction: Iterator[None] | None = None  # the one under way
 
     def __str__(self) -> str:
@@ -210,7 +213,8 @@ class GroupGradients:
         dtype, gradient_sum = self._place(reduces_now)
         if gradient_sum is not None:
             total = gradient_sum.tensor()
-            self._local = FlatGradient(total, self._views.within(total), self._gaps.within(total))
+            # The rank owns whole parameters, so these are their views too.
+            self._local = FlatGradient(total, gradient_sum.views(), self._gaps.within(total))
             if not gradient_sum.is_empty:
                 return self._local, True
         else:
@@ -405,19 +409,20 @@ class GroupGradients:
 
     # ---- for the optimizer and the training loop
 
-    def final(self, in_main_dtype: bool = True) -> torch.Tensor:
-        """Return the gradient shard ``[shard_size]``, under ``torch.no_grad()``; zeros if empty.
+    def final(self, in_main_dtype: bool = True) -> RunningSum:
+        """Return the gradient shard, under ``torch.no_grad()``; zeros if there are none.
 
         Args:
             in_main_dtype: return it in the dtype of the main weights, which torch's optimizers
                 need; otherwise in the main gradient dtype, without a copy.
         """
         if self._grad_sum.dtype == self._optimizer_grad.dtype or not in_main_dtype:
-            return self._reduced()
+            self._reduced()
+            return self._grad_sum
         if self._optimizer_grad.is_empty:
             self._optimizer_grad.add(self._reduced())
             self._grad_sum.drop()
-        return self._optimizer_grad.total
+        return self._optimizer_grad
 
     def _reduced(self) -> torch.Tensor:
         """Return the sum; local gradients do not appear in it before they are reduced."""

@@ -80,8 +80,8 @@ class ParamGroup:
         self.rank = self.partition.rank
         shapes = [tuple(local_tensor(parameter).shape) for parameter in parameters]
         self.layout = plan(shapes, self.partition.num_owned, granularity)
-        self._reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
-        self._make_weights(device, weight_storage if self._reshards_after_use else Storage())
+        self.reshards_after_use = strategy.shards_parameters and self.partition.num_inner > 1
+        self._make_weights(device, weight_storage if self.reshards_after_use else Storage())
         self.gradients = GroupGradients(
             self.parameters,
             self.layout,
@@ -108,9 +108,9 @@ class ParamGroup:
         gathered_shard = self.compute.slice(partition.inner_rank, partition.num_inner)
         self.compute_shard = gathered_shard
         self._casts_at_unshard = (
-            self._reshards_after_use and not self.main_is_compute and partition.num_outer == 1
+            self.reshards_after_use and not self.main_is_compute and partition.num_outer == 1
         )
-        if self._reshards_after_use:
+        if self.reshards_after_use:
             if not self._casts_at_unshard:
                 self.compute_shard = torch.zeros_like(self.compute_shard)
             self.compute.discard()  # that was no use
@@ -144,7 +144,7 @@ class ParamGroup:
         position = self.layout.positions[index]
         if self._casts_at_unshard:
             pass  # the main shard has the values
-        elif self._reshards_after_use:
+        elif self.reshards_after_use:
             shard_start = self.partition.inner_rank * self.compute_shard.numel()
             _copy_overlap(values.view(-1), position.start, self.compute_shard, shard_start)
         else:
@@ -206,7 +206,7 @@ class ParamGroup:
         The error of an all-gather is raised here only if nobody has got it yet: hooks reshard units
         while it is under way, and torch warns of a second one.
         """
-        if self._reshards_after_use:
+        if self.reshards_after_use:
             if self._all_gather is not None and self._all_gather.has_failed:
                 self._all_gather = None
             else:
@@ -253,7 +253,7 @@ class ParamGroup:
         """
         self._kept = None
         self._make_due()
-        if self._reshards_after_use and self.state is WeightState.STALE:
+        if self.reshards_after_use and self.state is WeightState.STALE:
             unshard([self])  # a call is using the unit: gather the new values now
             self.wait_for_unshard()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import islice
 
 import torch
 from torch import nn
@@ -295,6 +294,8 @@ class Prefetcher:
         self._units = units
         self._max_units = overlap.prefetch_units
         self._max_bytes = overlap.prefetch_bytes
+        # Otherwise weights stay allocated, and each forward begins with all gathers that are due.
+        self._are_resharded = any(unit.is_resharded for unit in units)
         # Several units may then have the same memory, which holds one of them at a time.
         self._are_assigned_ahead = any(unit.is_assigned_ahead for unit in units)
         self._recorded: list[Unit] = []  # in the forward under way
@@ -359,7 +360,7 @@ class Prefetcher:
 
     def prefetch(self) -> None:
         """Unshard the units in the window, and reshard prefetched ones that have left it."""
-        if not self.is_enabled:
+        if not (self.is_enabled and self._are_resharded):
             return
         self._upcoming = self._window()
         if self._prefetched:
@@ -384,7 +385,8 @@ class Prefetcher:
             self._in_use = {unit: None for unit in self._in_use if unit.users}
             ahead = [unit for unit in self._in_use if unit not in others]
         window: list[Unit] = []
-        for unit in islice(order, self._position + 1, None):
+        for index in range(self._position + 1, len(order)):
+            unit = order[index]
             if unit in window or not self._fits([*ahead, unit]):
                 break
             ahead.append(unit)

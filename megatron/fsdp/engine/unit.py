@@ -186,6 +186,11 @@ class Unit:
             group.reshard()
 
     @property
+    def is_resharded(self) -> bool:
+        """True if weights are freed between uses."""
+        return any(group.reshards_after_use for group in self.groups)
+
+    @property
     def is_assigned_ahead(self) -> bool:
         """True if weights get memory that is assigned ahead of their use."""
         return any(group.compute.is_assigned_ahead for group in self.groups)
