@@ -155,10 +155,7 @@ class GroupGradients:
 
     @property
     def has_inner_sum(self) -> bool:
-        """True if there are gradients that were reduced over the inner axis only.
-
-        The reduction over the inner axis may be under way; this waits for it.
-        """
+        """True if there are gradients that were reduced over the inner axis only; waits for it."""
         if not self._communicator.is_hybrid or self._has_whole:
             return False
         self.wait_for_reduce()
@@ -455,8 +452,9 @@ class GroupGradients:
         """Drop the reduced gradients: the next reduction begins a new sum."""
         self.wait_for_reduce()
         self.users.clear()
-        self._grad_sum.drop()
-        self._optimizer_grad.drop()
+        with observe.work(self._unit_name, "free gradients"):
+            self._grad_sum.drop()
+            self._optimizer_grad.drop()
 
     def drop(self) -> None:
         """Drop all gradients: reduced, partly reduced, local, and those on compute parameters."""
@@ -467,10 +465,8 @@ class GroupGradients:
         clear_grads(self._parameters)
 
     def forget_written(self) -> None:
-        """Forget what layers have written and autograd has not brought, and will not bring.
-
-        The pass has failed, or it is over and wanted no gradients of these parameters.
-        """
+        """Forget what layers have written and autograd has not brought, and will not bring."""
+        # The pass has failed, or it is over and wanted no gradients of these parameters.
         self.num_forgotten += 1
         self._early.clear()
         if self.state is GradientState.WRITING:

@@ -141,11 +141,9 @@ class UnitHooks:
             self._end_use(call, call.used_units)
 
     def call_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a module that is not its forward, and return its result.
-
-        Like a forward, it computes with whole weights: those that it reads by name are gathered
-        when it does, and again for its backward. A method that reads none communicates nothing.
-        """
+        """Call a method of a module that is not its forward, and return its result."""
+        # Like a forward, it computes with whole weights: those that it reads by name are gathered
+        # when it does, and again for its backward. A method that reads none communicates nothing.
         if self.calls or in_backward():
             return method(*args, **kwargs)
         self._callbacks.before_call()
@@ -236,13 +234,11 @@ class UnitHooks:
             self._schedule.begin_use(call)
 
     def _end_later_calls(self, call: UnitCall) -> None:
-        """End the backward of calls that began after the forward of ``call`` had ended.
-
-        Autograd runs the nodes that were made last first, so those of later calls have run when it
-        reaches the node that computed an output of ``call``. The gradients of their inputs need not
-        be complete then: ``call`` and others may have the same inputs (the result of an encoder, a
-        bias of positions). In a second pass over a kept graph, no hooks tell of them any more.
-        """
+        """End the backward of calls that began after the forward of ``call`` had ended."""
+        # Autograd runs the nodes that were made last first, so those of later calls have run when
+        # it reaches the node that computed an output of `call`. The gradients of their inputs need
+        # not be complete then: `call` and others may have the same inputs (the result of an
+        # encoder, a bias of positions). In a second pass over a kept graph, no hooks tell of them.
         for later in list(self._awaiting):
             if later.began > call.ended and later.has_all_grads:
                 self._post_backward(later)

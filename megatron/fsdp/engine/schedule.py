@@ -24,13 +24,13 @@ from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 class Microbatches:
     """The caller's statements about the backward passes to come.
 
-    Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level keeps
-    whole gradients, otherwise in the gradient shards. What is not reduced then is reduced before
-    the optimizer's step.
-
     Args:
         sync_each: every pass ends with final gradients on the parameters.
     """
+
+    # Gradients of a pass that does not synchronise accumulate: on this rank where a ZeRO level
+    # keeps whole gradients, otherwise in the gradient shards. What is not reduced then is reduced
+    # before the optimizer's step.
 
     def __init__(self, sync_each: bool):
         self.sync_each = sync_each
@@ -134,10 +134,7 @@ class Schedule:
             unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
-        """Note that ``user`` no longer needs the unit, and reshard it after its last user.
-
-        Units that are used again at once stay unsharded.
-        """
+        """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
         unit.users.pop(user, None)
         if not unit.users:
             self._reshard(unit)
@@ -280,14 +277,14 @@ class UseOrder:
 class Prefetcher:
     """Unshards units before they are used, never more of them than the window allows.
 
-    The order is recorded in every forward of the root, so a model may change it from step to step.
-    All ranks prefetch the same units at the same points, because only calls of units, and of
-    ``start_param_sync``, trigger prefetching.
-
     Args:
         units: the units of the model, the root first.
         overlap: enables prefetching, and gives the size of the window in units or bytes.
     """
+
+    # The order is recorded in every forward of the root, so a model may change it from step to
+    # step. All ranks prefetch the same units at the same points, because only calls of units, and
+    # of `start_param_sync`, trigger prefetching.
 
     def __init__(self, units: list[Unit], overlap: OverlapPolicy):
         self.is_enabled = overlap.param_gather
@@ -408,11 +405,9 @@ class Prefetcher:
         self.reshard_unused()
 
     def start_next_forward(self) -> None:
-        """Unshard the units with which the last forward began, after an optimizer's step.
-
-        Where several optimizers step parts of the model, this waits for the step of the last one.
-        """
+        """Unshard the units with which the last forward began, after an optimizer's step."""
         root = self._units[0]
+        # Where several optimizers step parts of the model, the step of the last one begins this.
         is_early = self._num_updates < self._order.num_updates
         if not self.is_enabled or is_early or root.users or in_backward():
             return
@@ -425,12 +420,10 @@ class Prefetcher:
     # ---- resharding
 
     def keep(self, unit: Unit) -> bool:
-        """Keep a unit whose call ends unsharded if it is used again at once.
-
-        It may be called again, or its backward is among the first: that is so for the root, with
-        which backward begins, and for the units that would be prefetched then. They count as
-        prefetched, so nothing more than the window is unsharded.
-        """
+        """Keep a unit whose call ends unsharded if it is used again at once."""
+        # It may be called again, or its backward is among the first: that is so for the root, with
+        # which backward begins, and for the units that would be prefetched then. They count as
+        # prefetched, so nothing more than the window is unsharded.
         is_kept = unit in self._upcoming or unit in self._kept_for_backward()
         if is_kept:
             self._prefetched.add(unit)
@@ -459,10 +452,9 @@ class Prefetcher:
         self._reshard_prefetched(set(self._prefetched))
 
     def _reshard_prefetched(self, units: set[Unit]) -> None:
-        """Reshard ``units`` in the model's order: the order of a set differs between ranks."""
         if not units:
             return
-        for unit in self._units:
+        for unit in self._units:  # the order of a set differs between ranks
             if unit in units:
                 self._prefetched.discard(unit)
                 self._of_next_forward.discard(unit)
@@ -471,13 +463,10 @@ class Prefetcher:
 
 
 def _position_of(unit: Unit, order: list[Unit], start: int) -> int:
-    """Return where ``order`` has a use of ``unit``: the next one from ``start``, or the first one.
-
-    A unit that the order does not have is at its end: nothing is prefetched after it.
-    """
+    """Return where ``order`` uses ``unit``: next from ``start``, otherwise the first time."""
     for begin in (start, 0):
         try:
             return order.index(unit, begin)
         except ValueError:
             continue
-    return len(order)
+    return len(order)  # the order does not have it: nothing is prefetched after it

@@ -239,11 +239,9 @@ class Unit:
 
     @property
     def has_all_grads(self) -> bool:
-        """True if every parameter that is trained has its gradient; never after recomputation.
-
-        Never for a unit in which all are frozen: only its inputs tell when its backward is over.
-        Nor while another unit's backward uses frozen parameters of this one.
-        """
+        """True if every parameter that is trained has its gradient; never after recomputation."""
+        # Never for a unit in which all are frozen: only its inputs tell when its backward is over.
+        # Nor while another unit's backward uses frozen parameters of this one.
         if not 0 < len(self.arrived) == self._num_trained:
             return False
         is_lent = self._has_frozen and any(_borrows(user, self) for user in self.users)
