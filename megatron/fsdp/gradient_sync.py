@@ -37,7 +37,6 @@ from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.states import ShownState, change_state
-from megatron.fsdp.module_access.trainability import Trainability
 
 _requires_grad = attrgetter("requires_grad")
 _local_tensor = attrgetter("_local_tensor")
@@ -137,8 +136,7 @@ class GradientSync:
     Args:
         sharded_params: all parameters of the model.
         schedule: the schedule, which starts reductions and waits for them.
-        trainability: the parameters that are frozen.
-        agreement: the check that they are frozen on all ranks alike.
+        agreement: the check that all ranks freeze the same parameters.
         use_decoupled_grad: put gradients on ``param.decoupled_grad``, in the dtype in which they
             accumulate, instead of on ``param.grad``, in the dtype of the parameter.
         report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf on
@@ -147,26 +145,28 @@ class GradientSync:
         groups_of_use: groups that reach every rank of the model if they are used one after the
             other. A parameter shows no gradient if it got none on any of these ranks. None: it
             shows zeros.
+        after_pass: called when a backward pass has ended and its gradients are taken care of.
     """
 
     def __init__(
         self,
         sharded_params: Iterable[ShardedParam],
         schedule: Schedule,
-        trainability: Trainability,
         agreement: FreezingAgreement,
         *,
         use_decoupled_grad: bool,
         report_nonfinite: Callable[[list[ShardedParam]], None] | None,
-        groups_of_use: Sequence[dist.ProcessGroup] | None = None,
+        groups_of_use: Sequence[dist.ProcessGroup] | None,
+        after_pass: Callable[[], None],
     ):
         self._schedule = schedule
         self._microbatches = schedule.microbatches
-        self._trainability = trainability
         self._agreement = agreement
+        self._trainability = agreement.trainability
         self._use_decoupled_grad = use_decoupled_grad
         self._report_nonfinite = report_nonfinite
         self._groups_of_use = groups_of_use
+        self._after_pass = after_pass
         self.state = ShownState.NONE
         self._num_changes = -1  # of what is frozen, at the end of the last pass
         trainable: dict[ParamGroup, list[ShardedParam]] = {}
@@ -221,6 +221,7 @@ class GradientSync:
         self._microbatches.end_pass()
         if self._microbatches.sync_each and self._microbatches.is_last:
             self.finish()
+        self._after_pass()
 
     # ---- reductions
 

@@ -103,8 +103,7 @@ class ShardedModule(WrappedAttributes):
             merge_small_units(self._units, parameters_of, resolved.overlap.prefetch_bytes)
         check_agreement(resolved, parameters_of)
 
-        # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
-        # main weights) for every parameter in them.
+        # Groups with flat buffers, and a sharded parameter (a DTensor over main weights) for each.
         self._memory_slots = make_memory_slots(resolved)
         sharder = Sharder(resolved, self._memory_slots)
         self._sharded_params = sharder.shard(parameters_of)
@@ -125,17 +124,16 @@ class ShardedModule(WrappedAttributes):
         self._gradients = GradientSync(
             self._sharded_params.values(),
             self._schedule,
-            self._trainability,
             FreezingAgreement(self._trainability, self._mesh),
             use_decoupled_grad=resolved.use_decoupled_grad,
             report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
             groups_of_use=resolved.mesh.all_groups() if resolved.find_unused else None,
+            after_pass=self._advise,
         )
 
-        # Hooks on modules and tensors, which report to the schedule, and what code sees of
-        # parameters.
+        # Hooks on modules and tensors, which report to the schedule, and what code sees.
         access = UnitAccess(self._units, self._trainability)
-        self._hooks = UnitHooks(self._schedule, self, access)
+        self._hooks = UnitHooks(self._schedule, self._gradients, access)
         ShownParameters(self._hooks, sharded, self._trainability, self.module)
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
@@ -332,15 +330,9 @@ class ShardedModule(WrappedAttributes):
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         _refuse_copy()
 
-    # ---- backward passes
+    # ---- the end of a backward pass
 
-    def begin_backward(self) -> None:
-        """Prepare for the gradients of a backward pass; hooks call this."""
-        self._gradients.begin_backward()
-
-    def end_backward(self) -> None:
-        """Go on with the gradients of a backward pass that is over; hooks call this."""
-        self._gradients.end_backward()
+    def _advise(self) -> None:
         if self._gives_advice and not self._has_optimizer:
             self._gives_advice = False
             warn_of_no_optimizer()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code keeps of gradients when it clears those of the parameters does not change."""
+"""Values of gradients that code keeps past ``zero_grad`` do not change."""
 
 from typing import Any
 

@@ -77,7 +77,7 @@ class GradientState(EngineState):
 
 
 class ShownState(EngineState):
-    """What the sharded parameters of a model show as their gradients."""
+    """The gradients that the sharded parameters of a model show."""
 
     NONE = auto()
     """Nothing: no backward pass has ended since all gradients were dropped."""

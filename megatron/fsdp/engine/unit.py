@@ -28,7 +28,7 @@ _state = attrgetter("state")
 
 
 class UnitCallbacks:
-    """What clients of the engine do when units are used; every method does nothing by default."""
+    """Actions of clients when units are used; every method does nothing by default."""
 
     def before_call(self) -> None:
         """Act before the outermost forward or method."""

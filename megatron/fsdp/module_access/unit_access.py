@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What code changes on the compute parameters of units, followed when units are used.
+"""Changes that code makes to compute parameters, followed when units are used.
 
 Forwards and methods compute with compute parameters, and may write to them in place. Where compute
 weights are not the main weights, a write would last only until they are gathered or cast again, so

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -200,17 +201,17 @@ def test_the_last_work_of_the_engine_is_known() -> None:
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
 
 
-def waiting(wait: object) -> SimpleNamespace:
+def waiting(wait: Callable[[], object]) -> SimpleNamespace:
     """Return what an all-gather and a reduction of a unit need, with a wait of the test's own."""
-    work = SimpleNamespace(wait=wait)
-    return SimpleNamespace(
+    group = SimpleNamespace(
         unit_name="head",
         _unit_name="head",
-        _all_gather=work,
-        _collective=work,
-        _reduction=iter([]),
+        _all_gather=SimpleNamespace(wait=wait),
+        _reduction=(wait() for _ in range(1)),
         _become=lambda state: None,
     )
+    group._go_on = partial(GroupGradients._go_on, group)
+    return group
 
 
 METHODS: dict[str, Callable[[Any], object]] = {
