@@ -84,7 +84,8 @@ class UnitHooks:
             self.handles |= {before.id, after.id}
 
         def arrived(parameter: nn.Parameter) -> None:
-            self._enter_backward()
+            if not self._schedule.is_in_backward:
+                self._enter_backward()
             self._schedule.grad_arrived(unit, parameter)
 
         for group in unit.trainable_groups:
@@ -210,7 +211,8 @@ class UnitHooks:
                 base.grad_fn.register_prehook(pre_backward_of_node)
 
     def _enter_backward(self) -> None:
-        if self._schedule.enter_backward():
+        if not self._schedule.is_in_backward:
+            self._schedule.begin_backward()
             self._awaiting.clear()
             self._callbacks.before_backward()
             self._gradients.begin_backward()

@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
+from megatron.fsdp.engine.param_group import unshard
 from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
@@ -91,7 +92,7 @@ class Schedule:
         self._reduces_late = reduces_late
         self.prefetcher = Prefetcher(units, overlap)
         self._reducing: list[GroupGradients] = []  # whose reductions are under way, oldest first
-        self._is_in_backward = False
+        self.is_in_backward = False
         # True while autograd records the backward pass itself (create_graph=True). The recorded
         # graph needs the weights later.
         self._keeps_graph = False
@@ -102,7 +103,7 @@ class Schedule:
         """Prepare for a forward of the root."""
         if in_backward():
             return
-        if self._is_in_backward:
+        if self.is_in_backward:
             self._abandon_backward()
         self.prefetcher.start_recording()
         if not self._strategy.shards_parameters:
@@ -129,9 +130,8 @@ class Schedule:
         """Unshard a unit for a user; the use is neither recorded nor prefetched from."""
         unit.users[user] = current_pass()
         self.prefetcher.used(unit)
-        if not unit.is_unsharded:
-            unit.unshard()
-            unit.wait_for_unshard()
+        unshard(unit.groups)
+        unit.wait_for_unshard()
 
     def end_use(self, unit: Unit, user: Hashable) -> None:
         """Note that ``user`` no longer needs the unit, and reshard it after its last user."""
@@ -148,18 +148,15 @@ class Schedule:
 
     # ---- gradients
 
-    def enter_backward(self) -> bool:
-        """Note that a backward pass has reached the model; return True if it had not before."""
-        if self._is_in_backward:
-            return False
-        self._is_in_backward = True
+    def begin_backward(self) -> None:
+        """Note that a backward pass has reached the model."""
+        self.is_in_backward = True
         self._keeps_graph = torch.is_grad_enabled()
-        return True
 
     def grad_arrived(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Note that autograd has accumulated the gradient of a compute parameter of ``unit``."""
         unit.add_grad(parameter)
-        if self._has_all_grads(unit) and not unit.awaits_inputs:
+        if unit.has_all_grads and not (self._reduces_late or unit.awaits_inputs):
             self._finish_unit(unit)
 
     def inputs_arrived(self, call: UnitCall) -> None:
@@ -168,13 +165,11 @@ class Schedule:
         unit.end_backward(call)
         if unit.awaits_inputs:
             return
-        if self._has_all_grads(unit) or not unit.calls_in_backward:
-            self._finish_unit(unit)
-
-    def _has_all_grads(self, unit: Unit) -> bool:
         # Where the loss may reach other parameters on other ranks, counting them would finish units
         # in another order there.
-        return unit.has_all_grads and not self._reduces_late
+        has_all = unit.has_all_grads and not self._reduces_late
+        if has_all or not unit.calls_in_backward:
+            self._finish_unit(unit)
 
     def _finish_unit(self, unit: Unit) -> None:
         """End the backward of a unit: reduce its gradients if it is time, and reshard it."""
@@ -182,10 +177,10 @@ class Schedule:
             # Autograd records hooks only with create_graph=True, and a context has its price.
             with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                 self._reduce(unit)
-        unit.reset_backward(is_over=not self._is_in_backward)
+        unit.reset_backward(is_over=not self.is_in_backward)
         if not unit.users:
             self._reshard(unit)
-        if self._is_in_backward:
+        if self.is_in_backward:
             self.prefetcher.prefetch()
 
     def _reduce(self, unit: Unit) -> None:
@@ -231,7 +226,7 @@ class Schedule:
 
     def finish_backward(self) -> None:
         """End the backward pass: finish the units that have not been finished yet."""
-        self._is_in_backward = False
+        self.is_in_backward = False
         for unit in reversed(self.units):
             if unit.is_in_backward:
                 self._finish_unit(unit)
@@ -243,7 +238,7 @@ class Schedule:
     @torch.no_grad()
     def _abandon_backward(self) -> None:
         """Clean up after a backward pass that ended in an exception, and drop all gradients."""
-        self._is_in_backward = self._keeps_graph = False
+        self.is_in_backward = self._keeps_graph = False
         self.wait_for_reductions()
         for unit in self.units:
             for group in unit.trainable_groups:
