@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
@@ -203,14 +204,21 @@ def test_the_last_work_of_the_engine_is_known() -> None:
 
 def waiting(wait: Callable[[], object]) -> SimpleNamespace:
     """Return what an all-gather and a reduction of a unit need, with a wait of the test's own."""
+    work = SimpleNamespace(wait=wait)
+    local = torch.zeros(1)
     group = SimpleNamespace(
         unit_name="head",
         _unit_name="head",
-        _all_gather=SimpleNamespace(wait=wait),
-        _reduction=(wait() for _ in range(1)),
+        _all_gather=work,
         _become=lambda state: None,
+        comm_dtype=local.dtype,
+        _take_local=lambda reduces_now: local,
+        _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
+        _drop_local=lambda: None,
     )
+    target = SimpleNamespace(buffer_for=lambda dtype: local, add=lambda result: None)
     group._go_on = partial(GroupGradients._go_on, group)
+    group._go_on(GroupGradients._reduce_inner(group, target))
     return group
 
 
