@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
@@ -50,13 +50,11 @@ class ShownParameters:
         self._trainability = trainability
         for inner in _not_compiled(module):
             if next(inner.parameters(recurse=False), None) is not None:
-                inner._parameters = WatchedParameters(
-                    inner._parameters, self._read_by_name, self._look_at, self._to_store
-                )
+                inner._parameters = WatchedParameters(inner._parameters, self)
 
     # ---- reads and assignments
 
-    def _look_at(self, parameter: nn.Parameter) -> nn.Parameter:
+    def look_at(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it lists a module's parameters.
 
         Inside a forward it is the compute parameter, which is unsharded before it is used. Outside,
@@ -69,7 +67,7 @@ class ShownParameters:
             return parameter
         return self._outside(unit, parameter)
 
-    def _read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
+    def read_by_name(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the parameter that code sees when it reads one by name.
 
         Inside a forward, or a method called on the wrapper, it is the compute parameter, whose unit
@@ -99,7 +97,7 @@ class ShownParameters:
         self._trainability.follow_one(parameter)
         return self._sharded[parameter]
 
-    def _to_store(
+    def to_store(
         self, name: str, value: nn.Parameter | None, present: nn.Parameter | None
     ) -> nn.Parameter | None:
         """Return the parameter to store where code assigns one to a module: never a sharded one.
@@ -138,35 +136,24 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
     Args:
         parameters: the module's own ``_parameters``.
-        read_by_name: called with a parameter that is read by name; returns the one that code gets.
-        look_at: called with a parameter that is listed; returns the one that code gets.
-        to_store: called with a name, the parameter that code assigns to it, and the one that is
-            there; returns the one that is stored.
+        shown: chooses the parameters that code gets.
     """
 
-    def __init__(
-        self,
-        parameters: dict[str, nn.Parameter | None],
-        read_by_name: Callable[[nn.Parameter], nn.Parameter],
-        look_at: Callable[[nn.Parameter], nn.Parameter],
-        to_store: Callable[[str, nn.Parameter | None, nn.Parameter | None], nn.Parameter | None],
-    ):
+    def __init__(self, parameters: dict[str, nn.Parameter | None], shown: ShownParameters):
         super().__init__(parameters)
-        self._read_by_name = read_by_name
-        self._look_at = look_at
-        self._to_store = to_store
+        self._shown = shown
 
     def __setitem__(self, name: str, value: nn.Parameter | None) -> None:
-        super().__setitem__(name, self._to_store(name, value, super().get(name)))
+        super().__setitem__(name, self._shown.to_store(name, value, super().get(name)))
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        return None if parameter is None else self._read_by_name(parameter)
+        return None if parameter is None else self._shown.read_by_name(parameter)
 
     def items(self) -> list[tuple[str, nn.Parameter | None]]:  # type: ignore[override]  # no view
         """Return names and parameters; a list, not a view."""
         return [
-            (name, None if parameter is None else self._look_at(parameter))
+            (name, None if parameter is None else self._shown.look_at(parameter))
             for name, parameter in super().items()
         ]
 
