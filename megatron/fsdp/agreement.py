@@ -12,9 +12,9 @@ from torch import nn
 
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.trainability import Trainability
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
+from megatron.fsdp.module_access.trainability import Trainability
 from megatron.fsdp.settings import ResolvedSettings
 
 _SEPARATOR = "\0"
@@ -108,7 +108,7 @@ class FreezingAgreement:
     """
 
     def __init__(self, trainability: Trainability, mesh: FSDPDistributedIndex):
-        self._trainability = trainability
+        self.trainability = trainability
         self._is_compared = [
             mesh.expert is None or not is_expert_parameter(name, parameter)
             for name, parameter in zip(trainability.names, trainability.parameters)
@@ -131,9 +131,9 @@ class FreezingAgreement:
             RuntimeError: if it differs between ranks, on every rank that has changed it; if other
                 ranks have not, when the time of collectives is over.
         """
-        if self._num_seen == self._trainability.num_changes:
+        if self._num_seen == self.trainability.num_changes:
             return
-        self._num_seen = self._trainability.num_changes
+        self._num_seen = self.trainability.num_changes
         flags = self._flags()
         # A rank that trains nothing reduces nothing: it may be alone, with a gradient of inputs.
         if hash(flags) in self._agreed or not any(flags) or len(self._ranks) == 1:
@@ -147,7 +147,7 @@ class FreezingAgreement:
         self._agreed.add(hash(flags))
 
     def _flags(self) -> tuple[bool, ...]:
-        return tuple(compress(self._trainability.flags, self._is_compared))
+        return tuple(compress(self.trainability.flags, self._is_compared))
 
     def _exchange(self, flags: str) -> str:
         """Wait until all ranks have changed their flags, and return a difference; "" if none."""

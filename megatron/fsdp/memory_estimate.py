@@ -16,7 +16,7 @@ from torch import nn
 from megatron.fsdp.engine.layout import PREFER_ROWS, Granularity, plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Precision, ShardingStrategy
 from megatron.fsdp.engine.tensor_parallel import local_tensor
-from megatron.fsdp.engine.units import (
+from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,
     is_expert_parameter,

@@ -246,14 +246,12 @@ class MegatronFSDP(ClientMembers):
             only_trainable: skip groups that no optimizer updates.
         """
         observe.begin_step()
-        self._schedule.weights_change()
+        self._schedule.prefetcher.weights_change()
         self._assign_memory_slots()
         for group in self.groups:
             is_wanted = group.requires_grad or not only_trainable
             if is_wanted and (group.main_is_compute or not only_shared):
                 group.install_main_weights()
-            elif is_wanted:
-                group.edited.discard(group)  # the caller installs them later
 
     def start_param_sync(
         self, *unused: object, force_sync: bool = False, force_dispatch: bool = False
@@ -270,12 +268,12 @@ class MegatronFSDP(ClientMembers):
             force_dispatch: gather all units at level 3 too.
         """
         if self.strategy.shards_parameters and not force_dispatch:
-            self._schedule.start_next_forward()
+            self._schedule.prefetcher.start_next_forward()
             if force_sync:
                 self.synchronize_param_gather()
             return
         for unit in self._units:
-            if not unit.is_blocked:  # otherwise it is gathered when its memory slot is free
+            if not unit.blockers:  # otherwise it is gathered when its memory slot is free
                 unit.unshard()
         if force_sync or not self.ddp_config.overlap_param_gather:
             self.synchronize_param_gather()

@@ -32,7 +32,7 @@ from megatron.fsdp.engine.policy import (
     ShardingStrategy,
     SlotPolicy,
 )
-from megatron.fsdp.engine.units import resolve_unit_modules
+from megatron.fsdp.engine.unit_choice import resolve_unit_modules
 from megatron.fsdp.meta_init import GivenInitialiser, Initialiser
 from megatron.fsdp.problems import Problems
 

@@ -23,15 +23,21 @@ from megatron.fsdp.dtensor.sharded_param import (
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.engine.mesh import FSDPDistributedIndex
-from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.schedule import Schedule
-from megatron.fsdp.engine.units import assign_parameters, find_units, merge_small_units
+from megatron.fsdp.engine.schedule import Microbatches, Schedule
+from megatron.fsdp.engine.unit_choice import assign_parameters, find_units, merge_small_units
 from megatron.fsdp.gradient_sync import GradientError, GradientSync
 from megatron.fsdp.meta_init import Initialiser
 from megatron.fsdp.module_access.model_state import load_model_state
 from megatron.fsdp.module_access.module_loading import accept_full_tensors
-from megatron.fsdp.module_access.sharded_copy import copied_module, copy_main_weights
+from megatron.fsdp.module_access.sharded_copy import (
+    copied_module,
+    copy_main_weights,
+    remove_hooks,
+)
+from megatron.fsdp.module_access.shown_parameters import ShownParameters
+from megatron.fsdp.module_access.trainability import Trainability
+from megatron.fsdp.module_access.unit_access import UnitAccess
 from megatron.fsdp.module_access.wrapped_attributes import WrappedAttributes, prepare_wrapped_module
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import ShardingSettings
@@ -97,8 +103,7 @@ class ShardedModule(WrappedAttributes):
             merge_small_units(self._units, parameters_of, resolved.overlap.prefetch_bytes)
         check_agreement(resolved, parameters_of)
 
-        # Groups, each with flat buffers and a layout, and a sharded parameter (a DTensor over the
-        # main weights) for every parameter in them.
+        # Groups with flat buffers, and a sharded parameter (a DTensor over main weights) for each.
         self._memory_slots = make_memory_slots(resolved)
         sharder = Sharder(resolved, self._memory_slots)
         self._sharded_params = sharder.shard(parameters_of)
@@ -106,28 +111,30 @@ class ShardedModule(WrappedAttributes):
         self._by_name = self._name_parameters(self._sharded_params)
 
         # Gradients, and the schedule: when units are gathered, freed and reduced.
+        sharded = _parameters_of_optimizer(self._sharded_params)
+        self._trainability = Trainability(self._units, sharded)
         self._microbatches = Microbatches(resolved.sync_each_microbatch)
-        self._gradients = GradientSync(
-            self._sharded_params.values(),
-            microbatches=self._microbatches,
-            use_decoupled_grad=resolved.use_decoupled_grad,
-            report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
-            groups_of_use=resolved.mesh.all_groups() if resolved.find_unused else None,
-        )
         self._schedule = Schedule(
             self._units,
             resolved.strategy,
             resolved.overlap,
             self._microbatches,
-            self._gradients.begin_backward,
-            self._end_backward,
+            reduces_late=resolved.find_unused,
         )
-        self._gradients.connect(self._schedule)
+        self._gradients = GradientSync(
+            self._sharded_params.values(),
+            self._schedule,
+            FreezingAgreement(self._trainability, self._mesh),
+            use_decoupled_grad=resolved.use_decoupled_grad,
+            report_nonfinite=self._report_nonfinite if resolved.report_nan else None,
+            groups_of_use=resolved.mesh.all_groups() if resolved.find_unused else None,
+            after_pass=self._advise,
+        )
 
-        # Hooks on modules and tensors, which report to the schedule.
-        self._hooks = UnitHooks(self._schedule, _parameters_of_optimizer(self._sharded_params))
-        trainability = self._hooks.shown.trainability
-        self._gradients.follow(trainability, FreezingAgreement(trainability, self._mesh))
+        # Hooks on modules and tensors, which report to the schedule, and what code sees.
+        access = UnitAccess(self._units, self._trainability)
+        self._hooks = UnitHooks(self._schedule, self._gradients, access)
+        ShownParameters(self._hooks, sharded, self._trainability, self.module)
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = resolved.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
@@ -206,7 +213,7 @@ class ShardedModule(WrappedAttributes):
         They are the wrapper's own parameters, whatever ``recurse`` is, because torch's
         ``set_state_dict`` asks module by module.
         """
-        self._hooks.shown.follow_changes(goes_on=True)
+        self._trainability.follow()
         seen: set[ShardedParam] = set()
         prefix = f"{prefix}.module." if prefix else "module."
         for name, sharded_param in self._by_name.items():
@@ -310,9 +317,9 @@ class ShardedModule(WrappedAttributes):
         """
         if not hasattr(self, "from_settings") or self._mesh.dense.tensor is not None:
             _refuse_copy()
-        self._hooks.shown.follow_changes()
+        self._trainability.follow()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
-        self._hooks.remove_from_copy(module)
+        remove_hooks(self.module, module, self._hooks.handles)
         copied: ShardedModule = self.from_settings(
             module, replace(settings, dist_index=self._mesh, init_model_with_meta_device=False)
         )
@@ -325,8 +332,7 @@ class ShardedModule(WrappedAttributes):
 
     # ---- the end of a backward pass
 
-    def _end_backward(self) -> None:
-        self._gradients.end_backward()
+    def _advise(self) -> None:
         if self._gives_advice and not self._has_optimizer:
             self._gives_advice = False
             warn_of_no_optimizer()

@@ -22,7 +22,7 @@ from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import streams_for
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.meta_init import initialisation_parts, materialize
 from megatron.fsdp.settings import ResolvedSettings
 

@@ -50,8 +50,6 @@ class WeightAverage:
         self.num_updates = 0
         self._model = model
         self._is_applied = False
-        for group in model.groups:
-            group.writes.take(goes_on=True)
         self._averages = [group.main_shard.detach().clone() for group in model.groups]
 
     @torch.no_grad()
@@ -65,7 +63,6 @@ class WeightAverage:
             raise RuntimeError("update the average outside of applied(): the model has it there")
         self.num_updates += 1
         for average, group in zip(self._averages, self._model.groups):
-            group.writes.take(goes_on=True)
             average.lerp_(group.main_shard, 1 - self.decay)
 
     @contextmanager
@@ -86,7 +83,6 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         for average, group in zip(self._averages, self._model.groups):
-            group.writes.take()
             kept = group.main_shard.clone()
             group.main_shard.copy_(average)
             average.copy_(kept)

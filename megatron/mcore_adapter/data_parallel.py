@@ -21,7 +21,7 @@ from torch import nn
 
 from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.engine.units import is_expert_parameter
+from megatron.fsdp.engine.unit_choice import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
 from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.core_optimizers import (

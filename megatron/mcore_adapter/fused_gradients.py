@@ -34,7 +34,7 @@ class FusedGradient:
         # By backward pass: recomputation runs passes inside of others, and a pass may fail. None
         # stands for a product in the flat tensor.
         self._products: dict[int, list[torch.Tensor | None]] = {}
-        self._num_forgotten = 0  # see LocalGradients
+        self._num_forgotten = 0  # see GroupGradients
 
     def new_product(self) -> torch.Tensor:
         """Return zeros of the weight's shape and dtype: some kernels overwrite, others add."""
@@ -51,7 +51,7 @@ class FusedGradient:
 
     def _forget_old_passes(self) -> None:
         """Drop products of passes that have failed, or that wanted no gradient of the weight."""
-        num_forgotten = self._gradients.local.num_forgotten
+        num_forgotten = self._gradients.num_forgotten
         if num_forgotten != self._num_forgotten:
             self._num_forgotten = num_forgotten
             self._products.clear()
@@ -63,7 +63,7 @@ class FusedGradient:
             return gradient
         total, *others = products
         if total is None:
-            total = self._gradients.local.written(self._index)
+            total = self._gradients.written(self._index)
         if getattr(self._parameter, "zero_out_wgrad", False):
             # With this mark the layer's gradient is zeros, and others may have added theirs.
             # Without it the gradient is uninitialised memory.

@@ -35,8 +35,8 @@ def settings_that_arrive() -> None:
     """Check options that change no number, each where it acts."""
     other_group = dist.new_group(list(range(dist.get_world_size())))
     arrives: dict[str, tuple[Any, Callable[[MegatronFSDP], bool]]] = {
-        "overlap_grad_reduce": (False, lambda model: not model._schedule._reductions._overlap),
-        "overlap_param_gather": (False, lambda model: not model._schedule._prefetcher._is_enabled),
+        "overlap_grad_reduce": (False, lambda model: not model._schedule._overlaps_reductions),
+        "overlap_param_gather": (False, lambda model: not model._schedule.prefetcher.is_enabled),
         "average_in_collective": (
             True,
             lambda model: model.groups[0].communicator.average_in_collective,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -90,6 +90,7 @@ class FlatBuffer:
         self.is_allocated = True
         self.num_moves = 0
         self._storage = storage
+        self.is_assigned_ahead = storage.is_assigned_ahead
         self._on_move = on_move
         storage.adopt(self)
 
@@ -152,42 +153,54 @@ class FlatBuffer:
 
 
 class RunningSum:
-    """A flat tensor ``[numel]`` that the first addend fills and later ones add to.
+    """A flat tensor ``[numel]`` that the first addend fills and later ones are added to.
 
     Args:
         numel: number of elements.
-        dtype: in which addends are summed.
-        device: of the storage, which is allocated with the first addend.
-        holds_address: the storage is never freed.
-
-    While the sum is empty, its storage may be freed (:func:`~megatron.fsdp.engine.device.free`).
+        dtype: dtype in which addends are summed.
+        device: the device of the tensor.
+        holds_address: keep the tensor for all sums, whose address captured graphs know.
+        places: the places of the parameters' gradients in the tensor.
     """
 
     def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, holds_address: bool = False
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        holds_address: bool,
+        places: Places | None = None,
     ):
         self.dtype = dtype
+        self.places = places or Places([])
         self.is_empty = True
-        self._holds_address = holds_address
         self._numel = numel
         self._device = device
+        self._holds_address = holds_address
         self._total: torch.Tensor | None = None
+        self._views: list[torch.Tensor] | None = None
 
     @property
     def total(self) -> torch.Tensor:
-        """The sum, or zeros if nothing was added; always the same tensor."""
-        total = self.allocated()
-        return total.zero_() if self.is_empty else total
+        """The sum, or zeros if nothing was added."""
+        return self.tensor().zero_() if self.is_empty else self.tensor()
 
-    def allocated(self) -> torch.Tensor:
-        """Return the tensor of the sum, with storage; the values of an empty one are undefined."""
+    def is_in(self, tensor: torch.Tensor | None) -> bool:
+        """Return True if ``tensor`` is the tensor of the sum."""
+        return tensor is not None and tensor is self._total
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor of the sum; the values of an empty one are undefined."""
         if self._total is None:
             self._total = torch.empty(self._numel, dtype=self.dtype, device=self._device)
             observe.storage("allocate", self._total)
-        elif self.is_empty and not self._total.untyped_storage().nbytes():
-            memory.allocate(self._total)
-            observe.storage("allocate", self._total)
         return self._total
+
+    def views(self) -> list[torch.Tensor]:
+        """Return the parameters' parts of :meth:`tensor`."""
+        if self._views is None:
+            self._views = self.places.within(self.tensor())
+        return self._views
 
     def buffer_for(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor ``[numel]`` for the next addend.
@@ -195,7 +208,7 @@ class RunningSum:
         For the first addend it is the sum itself, if the dtypes are equal, which saves a copy.
         """
         if self.is_empty and dtype == self.dtype:
-            return self.allocated()
+            return self.tensor()
         return torch.empty(self._numel, dtype=dtype, device=self._device)
 
     def add(self, addend: torch.Tensor) -> None:
@@ -203,28 +216,37 @@ class RunningSum:
         if addend is self._total:
             pass  # it was computed in place
         elif self.is_empty:
-            self.allocated().copy_(addend)
+            self.tensor().copy_(addend)
         else:
-            self.allocated().add_(addend)
+            self.tensor().add_(addend)
         self.is_empty = False
 
-    def clear(self) -> None:
-        """Begin a new sum; its storage remains."""
+    def drop(self) -> None:
+        """Begin a new sum, in another tensor unless the address is held."""
+        # The tensor is left to whoever still has it, such as code that keeps a gradient: nothing
+        # writes to it any more. Otherwise its memory is free now.
         self.is_empty = True
-
-    def abandon(self) -> None:
-        """Begin a new sum in another tensor, where somebody goes on to use this one."""
-        self.is_empty = True
-        self._total = None
-
-    def free(self) -> None:
-        """Begin a new sum, and free the storage unless its address is held."""
-        self.is_empty = True
-        if self._total is None or self._holds_address:
-            return
-        if self._total.untyped_storage().nbytes():
+        if self._total is not None and not self._holds_address:
             observe.storage("release", self._total)
-            memory.free(self._total)
+            self._total = self._views = None
+
+
+class Places:
+    """The places of some tensors in a flat tensor, to make views of others like it.
+
+    Args:
+        views: views of one flat tensor.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor]):
+        self._shapes = [view.shape for view in views]
+        self._strides = [view.stride() for view in views]
+        self._offsets = [view.storage_offset() for view in views]
+
+    def within(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the views of ``flat``."""
+        # Every step does this for all parameters: `map` runs in C.
+        return list(map(flat.as_strided, self._shapes, self._strides, self._offsets))
 
 
 def views_of(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

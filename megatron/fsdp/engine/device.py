@@ -135,9 +135,7 @@ def in_backward() -> bool:
     return current_pass() != -1
 
 
-def current_pass() -> int:
-    """Return the number of the backward pass that autograd is running in this thread, or -1.
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Returns the number of the backward pass that autograd is running in this thread, or -1.
 
-    Activation recomputation runs nested passes, each with a number of its own.
-    """
-    return torch._C._current_graph_task_id()
+Activation recomputation runs nested passes, each with a number of its own."""

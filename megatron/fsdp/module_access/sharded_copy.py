@@ -45,6 +45,16 @@ def copied_module(
     return copied, replace(settings, fsdp_unit_modules=units)
 
 
+def remove_hooks(original: nn.Module, copied: nn.Module, handles: set[int]) -> None:
+    """Remove the hooks with these ids from a deep copy of a module, which has copied them too."""
+    for source, target in zip(original.modules(), copied.modules()):
+        for name, hooks in vars(source).items():
+            if name.endswith("_hooks") and isinstance(hooks, dict):
+                for number in handles.intersection(hooks):
+                    del vars(target)[name][number]
+        vars(target).pop("_apply", None)
+
+
 @torch.no_grad()
 def copy_main_weights(sources: Sequence[ShardedParam], targets: Sequence[ShardedParam]) -> None:
     """Copy main weights, which may have more bits than the module's, and which are frozen now."""

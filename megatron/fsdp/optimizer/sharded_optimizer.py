@@ -231,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             # An all-gather under way, for another optimizer's step or for an unused unit, would
             # overwrite the new weights with the old ones.
             model.synchronize_param_gather()
-            model._hooks.shown.follow_changes()
+            model._trainability.follow()
             if reduce:
                 model.finish_grad_sync()
 

@@ -214,7 +214,7 @@ def stored_gradients(model: MegatronFSDP) -> int:
     total = 0
     for group in model.groups:
         gradients = group.gradients
-        buffer = gradients.local._buffer
+        buffer = gradients._buffer
         tensors = (gradients._grad_sum._total, gradients._inner_sum._total)
         for each in (*tensors, gradients._optimizer_grad._total, buffer.flat if buffer else None):
             total += 0 if each is None else each.untyped_storage().nbytes()

@@ -19,9 +19,10 @@ from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer,
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
+from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.reductions import Reductions
+from megatron.fsdp.engine.schedule import Schedule
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack
@@ -176,20 +177,20 @@ def test_a_failed_forward_leaves_no_unit_unsharded(ranks: Ranks, interrupt: bool
 
 def order_of_communication(name: str) -> list[tuple[str, str]]:
     calls: list[tuple[str, str]] = []
-    unshard, start = ParamGroup.begin_unshard, Reductions.start
+    unshard, start = ParamGroup.begin_unshard, Schedule._start_reduction
 
     def watched_unshard(self: ParamGroup, all_gather: Pending) -> None:
         calls.append(("gather", self.names[0]))
         unshard(self, all_gather)
 
-    def watched_start(self: Reductions, group: ParamGroup, *arguments: bool) -> None:
-        calls.append(("reduce", group.names[0]))
-        start(self, group, *arguments)
+    def watched_start(self: Schedule, gradients: GroupGradients, *arguments: bool) -> None:
+        calls.append(("reduce", str(gradients)))
+        start(self, gradients, *arguments)
 
     module = models.build(name)
     with (
         patch.object(ParamGroup, "begin_unshard", watched_unshard),
-        patch.object(Reductions, "start", watched_start),
+        patch.object(Schedule, "_start_reduction", watched_start),
     ):
         model, optimizer = fully_shard(
             module, optimizer_over(module), shard_mesh(), fsdp_unit_modules=type(module).units

@@ -9,10 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.gradients import GroupGradients
@@ -200,17 +202,24 @@ def test_the_last_work_of_the_engine_is_known() -> None:
     assert found.work == "unshard of unit 'decoder.layers.0'" and found.collective == ""
 
 
-def waiting(wait: object) -> SimpleNamespace:
+def waiting(wait: Callable[[], object]) -> SimpleNamespace:
     """Return what an all-gather and a reduction of a unit need, with a wait of the test's own."""
     work = SimpleNamespace(wait=wait)
-    return SimpleNamespace(
+    local = torch.zeros(1)
+    group = SimpleNamespace(
         unit_name="head",
         _unit_name="head",
         _all_gather=work,
-        _collective=work,
-        _reduction=iter([]),
         _become=lambda state: None,
+        comm_dtype=local.dtype,
+        _take_local=lambda reduces_now: local,
+        _communicator=SimpleNamespace(reduce_scatter=lambda full, result: work),
+        _drop_local=lambda: None,
     )
+    target = SimpleNamespace(buffer_for=lambda dtype: local, add=lambda result: None)
+    group._go_on = partial(GroupGradients._go_on, group)
+    group._go_on(GroupGradients._reduce_inner(group, target))
+    return group
 
 
 METHODS: dict[str, Callable[[Any], object]] = {

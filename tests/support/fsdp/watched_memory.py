@@ -90,7 +90,7 @@ def look_at(model: MegatronFSDP) -> Sample:
 
 
 def local_gradients(group: Any) -> Tensor | None:
-    buffer = group.gradients.local._buffer
+    buffer = group.gradients._buffer
     return buffer.flat if buffer is not None else None
 
 

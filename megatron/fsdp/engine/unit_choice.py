@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Iterable, Sequence
 
 from torch import nn
@@ -30,13 +30,12 @@ def resolve_unit_modules(
     problems = []
     for entry in unit_modules or ():
         try:
-            value = _import(entry) if isinstance(entry, str) else entry
+            value = pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
         except (ImportError, AttributeError, ValueError) as error:
-            problems.append(f"{entry!r} cannot be imported ({error})")
+            problems.append(f"{entry!r} cannot be imported as package.module.Class ({error})")
             continue
-        if isinstance(value, nn.Module) or (
-            isinstance(value, type) and issubclass(value, nn.Module)
-        ):
+        is_class = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_class or isinstance(value, nn.Module):
             resolved.append(value)
         else:
             problems.append(f"{entry!r} is no torch.nn.Module class")
@@ -47,13 +46,6 @@ def resolve_unit_modules(
     return resolved
 
 
-def _import(path: str) -> object:
-    module, _, name = path.rpartition(".")
-    if not module:
-        raise ValueError("expects package.module.Class")
-    return getattr(importlib.import_module(module), name)
-
-
 def find_units(
     root: nn.Module,
     unit_modules: Sequence[type | nn.Module | str],
@@ -62,9 +54,8 @@ def find_units(
 ) -> list[Unit]:
     """Return the unit of the root and the units inside it, in module order.
 
-    The modules that the user names are units. Outside of them, every module that owns parameters
-    directly is an automatic unit (embedding, final norm, head). The root's unit has the parameters
-    that the root owns directly.
+    They are the modules that the user names and, outside of them, every module that owns parameters
+    directly (embedding, final norm, head).
 
     Args:
         root: the module that is sharded.
@@ -95,11 +86,11 @@ def find_units(
 def assign_parameters(units: list[Unit]) -> dict[Unit, dict[str, nn.Parameter]]:
     """Return the parameters of every unit, each under its first name.
 
-    A parameter belongs to the innermost unit around the module that owns it. If modules of several
-    units own it (tied weights), it belongs to the one of these units that contains the others. If
-    there is no such unit, the parameter gets a separate unit, which is appended to ``units`` and
-    used by the calls of all of them.
+    Units of parameters that several units share are appended to ``units``.
     """
+    # A parameter belongs to the innermost unit around the module that owns it. If modules of
+    # several units own it (tied weights), it belongs to the one of these units that contains the
+    # others. If there is no such unit, it gets a separate unit, which calls of all of them use.
     names, owners = _owners_of_parameters(units)
     parameters_of: dict[Unit, dict[str, nn.Parameter]] = {unit: {} for unit in units}
     units_of_shared: dict[tuple[Unit, ...], Unit] = {}
@@ -124,15 +115,14 @@ def merge_small_units(
 ) -> None:
     """Merge small automatic units into the root's unit, whose collectives then serve them too.
 
-    The smallest are merged first, as long as the root's unit does not exceed ``limit``. Their
-    weights stay unsharded while the root computes. A transformer's final norm is merged, and its
-    embedding and output layer if they are small beside a layer.
-
     Args:
         units: of the model, the root first; merged units are removed.
         parameters_of: the parameters of every unit; those of merged units move to the root.
         limit: bytes. None: the size of the largest unit that the user named; 0 if there is none.
     """
+    # The smallest are merged first. Their weights stay unsharded while the root computes. A
+    # transformer's final norm is merged, and its embedding and output layer if they are small
+    # beside a layer.
     root = units[0]
     sizes = {unit: num_bytes(parameters.values()) for unit, parameters in parameters_of.items()}
     if limit is None:
@@ -144,7 +134,7 @@ def merge_small_units(
         sharers = [sharer for sharer in units if unit in sharer.shared]
         is_automatic = all(sharer.is_automatic for sharer in sharers or [unit])
         # A tied weight comes before its sharers; those that need one that stays behind stay too.
-        is_alone = all(each is root for each in unit.shared)
+        is_alone = all(shared is root for shared in unit.shared)
         # Unequal slices would shift the other parameters of the root by different amounts on
         # different tensor-parallel ranks.
         is_even = not any(map(has_uneven_slices, parameters_of[unit].values()))
@@ -152,7 +142,7 @@ def merge_small_units(
             room -= sizes[unit]
             merged.append(unit)
             for sharer in sharers:
-                sharer.shared = [root if each is unit else each for each in sharer.shared]
+                sharer.shared = [root if other is unit else other for other in sharer.shared]
     for unit in [unit for unit in units if unit in merged]:
         units.remove(unit)
         parameters_of[root].update(parameters_of.pop(unit))
@@ -168,11 +158,9 @@ def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
 def _owners_of_parameters(
     units: list[Unit],
 ) -> tuple[dict[nn.Parameter, str], dict[nn.Parameter, dict[Unit, tuple[Unit, ...]]]]:
-    """Walk through the root once, in module order.
+    """Return the first name of each parameter, and the units around the modules that own it.
 
-    Returns:
-        The first name of each parameter; and for each parameter, the innermost unit around each
-        module that owns it, mapped to all units around that module, outermost first.
+    These are the innermost unit around each module, mapped to all units around it, outermost first.
     """
     unit_of = {unit.module: unit for unit in units}
     names: dict[nn.Parameter, str] = {}
@@ -194,7 +182,7 @@ def _owners_of_parameters(
 
 
 def _outermost(around: dict[Unit, tuple[Unit, ...]]) -> Unit | None:
-    """Return the unit of ``around`` that contains all the others; None if there is none."""
+    """Return the unit that contains all the others; None if there is none."""
     for unit in around:
         if all(unit in outer for outer in around.values()):
             return unit
@@ -202,10 +190,8 @@ def _outermost(around: dict[Unit, tuple[Unit, ...]]) -> Unit | None:
 
 
 def is_expert_parameter(name: str, parameter: nn.Parameter) -> bool:
-    """Return True if a parameter belongs to an expert of an expert-parallel layer.
-
-    Megatron-Core marks such parameters by ``allreduce=False``. Without that attribute, a parameter
-    belongs to an expert if it is inside a module called ``experts``.
-    """
+    """Return True if a parameter belongs to an expert of an expert-parallel layer."""
+    # Megatron-Core marks such parameters by `allreduce=False`. Without that attribute, a parameter
+    # belongs to an expert if it is inside a module called `experts`.
     allreduce = getattr(parameter, "allreduce", None)
     return "experts" in name.split(".")[:-1] if allreduce is None else not allreduce

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 from torch import nn
 
-from megatron.fsdp.engine.units import (
+from megatron.fsdp.engine.unit_choice import (
     assign_parameters,
     find_units,
     merge_small_units,

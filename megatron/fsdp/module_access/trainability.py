@@ -8,7 +8,7 @@ one, so both are set alike before the next forward or backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 
 import torch
@@ -23,25 +23,22 @@ class Trainability:
     """The flags ``requires_grad`` of the parameters of a model.
 
     Args:
-        units: of the model.
+        units: the units of the model.
         sharded: the sharded parameter of each compute parameter.
 
     Attributes:
         parameters: the compute parameters.
-        names: of them.
+        names: their names.
         flags: whether each parameter is trained.
         num_changes: how often flags have changed.
-        on_change: called with the new flags of the sharded parameters whose flag has changed.
     """
-
-    on_change: Callable[[dict[torch.Tensor, bool]], None] | None = None
 
     def __init__(self, units: Sequence[Unit], sharded: dict[nn.Parameter, nn.Parameter]):
         self._units = units
-        self._pairs = sharded
+        self._sharded_of = sharded
         self.parameters = list(sharded)
         self._sharded = list(sharded.values())
-        self.flags = self._read(self.parameters)
+        self.flags = _read(self.parameters)
         self.num_changes = 0
         self._name_of_frozen: dict[nn.Parameter, str] = {}
         name_of: dict[nn.Parameter, str] = {}
@@ -51,26 +48,22 @@ class Trainability:
                 name_of.update(zip(group.parameters, group.names))
                 if not group.requires_grad:
                     self._name_of_frozen.update(zip(group.parameters, group.names))
-        self.names = [name_of[each] for each in self.parameters]
+        self.names = [name_of[parameter] for parameter in self.parameters]
 
     def follow(self) -> None:
         """Set a flag that code has changed on one of the two parameters on the other one too."""
         # These are equal in every step but the first after a change.
-        compute, sharded = self._read(self.parameters), self._read(self._sharded)
+        compute, sharded = _read(self.parameters), _read(self._sharded)
         if compute == self.flags == sharded:
             return
-        changed: dict[torch.Tensor, bool] = {}
         for index, known in enumerate(self.flags):
             if compute[index] != known or sharded[index] != known:
                 self.parameters[index].requires_grad_(not known)
                 self._sharded[index].requires_grad_(not known)
                 self.flags[index] = not known
-                changed[self._sharded[index]] = not known
         self.num_changes += 1
         for unit in self._units:
             unit.find_trained()
-        if self.on_change is not None:
-            self.on_change(changed)
 
     def follow_one(self, compute: nn.Parameter) -> None:
         """Follow what code has set on one of the two, before it gets one of them again.
@@ -78,7 +71,7 @@ class Trainability:
         In ``module.requires_grad_(False)`` and then ``module.head.weight.requires_grad_(True)``,
         the first sets the sharded parameter, the second may set the compute parameter.
         """
-        first, second = self._read([compute, self._pairs[compute]])
+        first, second = _read([compute, self._sharded_of[compute]])
         if first != second:
             self.follow()
 
@@ -90,7 +83,7 @@ class Trainability:
         """
         if not self._name_of_frozen or not torch.is_grad_enabled():
             return
-        thawed = [name for each, name in self._name_of_frozen.items() if each.requires_grad]
+        thawed = [name for frozen, name in self._name_of_frozen.items() if frozen.requires_grad]
         if thawed:
             raise RuntimeError(
                 f"{', '.join(thawed[:5])}: frozen when the model was sharded, so there are no"
@@ -98,6 +91,7 @@ class Trainability:
                 " and freeze afterwards"
             )
 
-    def _read(self, parameters: Sequence[nn.Parameter]) -> list[bool]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return list(map(_requires_grad, parameters))
+
+def _read(parameters: Sequence[nn.Parameter]) -> list[bool]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return list(map(_requires_grad, parameters))
