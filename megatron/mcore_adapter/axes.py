@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import FSDPDistributedIndex
 from megatron.mcore_adapter.releases.process_groups import all_gather_group
+from megatron_fsdp import FSDPDistributedIndex
 
 SHARD_AXIS = "dp_cp"
 OUTER_AXIS = "dp_outer"

@@ -19,7 +19,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import nn
 
-from megatron.fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
@@ -32,6 +31,7 @@ from megatron.mcore_adapter.other_optimizers import follow_torch_optimizers, ref
 from megatron.mcore_adapter.parameter_attributes import set_attributes
 from megatron.mcore_adapter.releases import precision_fields
 from megatron.mcore_adapter.releases.main_weights import keep_main_weights
+from megatron_fsdp import FSDPDistributedIndex, MegatronFSDP, MixedPrecisionPolicy, ShardingStrategy
 
 
 class CoreEngine(MegatronFSDP):
@@ -50,6 +50,7 @@ class CoreEngine(MegatronFSDP):
     """
 
     _gives_advice = False  # units have defaults, and Megatron-Core's optimizers step the weights
+    _is_copyable = False  # its names and initialisation are those of this module
     _shows_attributes = False  # Megatron-Core unwraps models until one has the attribute
 
     def __init__(
@@ -167,7 +168,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
             mixed_precision_policy=precision_policy(ddp_config),
             fsdp_unit_modules=units,
             disable_bucketing=disable_bucketing,
-            device=device,
+            device=None if index.device.type == "meta" else device,
             pipeline=groups["pp_group"],
             calculate_per_token_loss=config.calculate_per_token_loss,
             init_model_with_meta_device=config.init_model_with_meta_device,
@@ -189,6 +190,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         if not ddp_config.use_distributed_optimizer:
             follow_torch_optimizers(self)
         self.ddp_config = ddp_config
+        self.megatron_fsdp_dist_index = index  # the published name of the mesh in use
         self.force_all_reduce = False  # the training loop assigns it at every step
         self.param_and_grad_buffer = MainWeights(engine)
         self._tied_across_stages = [
@@ -290,7 +292,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
 
 
 class MainWeights:
-    """The object that Megatron-Core's optimizer calls ``param_and_grad_buffer``."""
+    """The object that Megatron-Core's programs call ``param_and_grad_buffer``."""
 
     def __init__(self, engine: MegatronFSDP):
         self._engine = engine
@@ -300,10 +302,8 @@ class MainWeights:
         self._engine.install_optimized_model_weights(only_trainable=True)
 
     def manual_buffer_registration(self) -> None:
-        """Do nothing: ``nccl_ub`` registers memory slots when the first step has assigned them.
-
-        Megatron-LM's loop calls this after the first iteration, with ``fsdp_manual_registration``.
-        """
+        """Register memory slots; Megatron-LM's loop calls this after the first iteration."""
+        self._engine.manual_buffer_registration()
 
 
 def default_unit_modules(module: nn.Module) -> list[type | nn.Module]:

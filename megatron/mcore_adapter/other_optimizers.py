@@ -20,8 +20,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.model import is_owned, owner_of
+from megatron.fsdp.sharded_module import is_owned, owner_of
+from megatron_fsdp import MegatronFSDP
 
 _refusing = False
 

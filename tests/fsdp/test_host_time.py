@@ -14,8 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from megatron.fsdp import clip_grad_norm_
 from megatron.fsdp.dtensor.uneven import UnevenDTensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.reference import Ranks
 
 Optimizer = torch.optim.Optimizer

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.engine.compute_writes import ComputeWrites
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over

@@ -9,7 +9,7 @@ from itertools import islice
 import torch
 
 from megatron.fsdp.engine.device import in_backward
-from megatron.fsdp.engine.policy import OverlapPolicy
+from megatron.fsdp.engine.policy import Overlap
 from megatron.fsdp.engine.unit import Unit
 
 
@@ -26,7 +26,7 @@ class Prefetcher:
         overlap: enables prefetching, and gives the size of the window in units or bytes.
     """
 
-    def __init__(self, units: list[Unit], overlap: OverlapPolicy):
+    def __init__(self, units: list[Unit], overlap: Overlap):
         self._units = units
         self._is_enabled = overlap.param_gather
         self._max_units = overlap.prefetch_units

@@ -17,7 +17,7 @@ from torch import nn
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
+from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
 from megatron.fsdp.engine.prefetch import Prefetcher
 from megatron.fsdp.engine.reductions import Reductions
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
@@ -39,7 +39,7 @@ class Schedule:
         self,
         units: list[Unit],
         strategy: ShardingStrategy,
-        overlap: OverlapPolicy,
+        overlap: Overlap,
         microbatches: Microbatches,
         on_backward_begin: Callable[[], None],
         on_backward_end: Callable[[], None],

@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer import DistributedOptimizer
 
-from megatron.fsdp.model import is_owned
+from megatron.fsdp.sharded_module import is_owned
 
 METHOD = "_copy_model_params_to_main_params"
 _KEEPS = "keeps_main_weights"

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
@@ -23,6 +22,7 @@ from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.reductions import Reductions
 from megatron.fsdp.trace import record as trace
 from megatron.fsdp.trace.recorder import GATHER
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import nan
 
 import torch
@@ -17,6 +18,29 @@ from torch import nn
 
 WEIGHTS_METHOD = "_init_weights"
 """Method by which a model of transformers initialises a module in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaInitialisation:
+    """First values of parameters on the meta device, which are made and sharded unit by unit.
+
+    Args:
+        function: called with every module that owns parameters or buffers on the meta device,
+            children first, when they have storage; gives them their first values. None:
+            ``reset_parameters()``, or in models of transformers their own ``_init_weights``.
+
+    Raises:
+        ValueError: for anything but None and a callable.
+    """
+
+    function: Callable[[nn.Module], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise ValueError(
+                "MetaInitialisation.function expects a function of a module, or None, but got"
+                f" {self.function!r}"
+            )
 
 
 class Initialiser:
@@ -35,9 +59,18 @@ class Initialiser:
     source: str | None = None
     visits_parents = False
 
-    def for_model(self, model: nn.Module) -> Initialiser:
-        """Return the initialiser of a model: transformers' own, if the model has such parts."""
-        models = [each for each in model.modules() if _is_of_transformers(each)]
+    def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
+        """Return the initialiser of a model; None: the setting says that nothing is on meta.
+
+        It is the function in the setting, or transformers' own if the model has such parts.
+        """
+        if setting is None:
+            return None
+        if setting.function is not None:
+            return GivenInitialiser(setting.function)
+        if not isinstance(model, nn.Module):  # the check of the module reports it
+            return self
+        models = [module for module in model.modules() if _is_of_transformers(module)]
         return TransformersInitialiser(models, self) if models else self
 
     def kept_together(self) -> set[nn.Module]:
@@ -67,7 +100,7 @@ class GivenInitialiser(Initialiser):
         function: called with the module.
     """
 
-    source = "param_init_fn"
+    source = "MetaInitialisation.function"
 
     def __init__(self, function: Callable[[nn.Module], object]):
         self._function = function
@@ -135,9 +168,9 @@ def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> l
     if not unknown:
         return []
     return [
-        "init_model_with_meta_device needs a method reset_parameters() in every module that owns"
-        " parameters or buffers on the meta device, or a function param_init_fn that initialises"
-        f" modules; the method is missing in {'; '.join(unknown)}"
+        "Settings.initialisation needs a method reset_parameters() in every module that owns"
+        " parameters or buffers on the meta device, or a MetaInitialisation.function that"
+        f" initialises modules; the method is missing in {'; '.join(unknown)}"
     ]
 
 
@@ -241,8 +274,8 @@ def _refuse_without_values(names_of: dict[nn.Module, set[str]], source: str) -> 
                 left.append(f"{type(module).__name__}.{name}")
     if left:
         raise ValueError(
-            f"{source} gives no values to {', '.join(left)}: pass a param_init_fn that initialises"
-            " every module"
+            f"{source} gives no values to {', '.join(left)}: pass a MetaInitialisation.function"
+            " that initialises every module"
         )
 
 

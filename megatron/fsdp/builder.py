@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The construction of groups with flat buffers, and of sharded parameters, for all units."""
+"""The construction of a sharded model: its parts, in the order in which they need each other."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -11,20 +13,114 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.fsdp.agreement import FreezingAgreement, check_agreement
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.dtensor.gradient import NormGroup
 from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
-from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import NcclMemory, allocate_slots, streams_for
+from megatron.fsdp.engine.hooks import UnitHooks
+from megatron.fsdp.engine.layout import PREFER_ROWS, ROWS
+from megatron.fsdp.engine.mesh import Axes
+from megatron.fsdp.engine.microbatches import Microbatches
 from megatron.fsdp.engine.param_group import ParamGroup
+from megatron.fsdp.engine.schedule import Schedule
 from megatron.fsdp.engine.unit import Unit
-from megatron.fsdp.engine.units import is_expert_parameter
-from megatron.fsdp.meta_init import initialisation_parts, materialize
-from megatron.fsdp.settings import ResolvedSettings
+from megatron.fsdp.engine.units import (
+    assign_parameters,
+    find_units,
+    is_expert_parameter,
+    merge_small_units,
+)
+from megatron.fsdp.gradient_sync import GradientSync
+from megatron.fsdp.meta_initialisation import Initialiser, initialisation_parts, materialize
+from megatron.fsdp.module_access.casts import cast_at_units
+from megatron.fsdp.settings import ComputePrecision, Settings
 
 ShardedParams = dict[nn.Parameter, ShardedParam]
 """Sharded parameters by the module's own parameters."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a sharded model.
+
+    Args:
+        units: modules whose parameters are all-gathered and freed together, the root first.
+        slots: memory slots; None: buffers have storage of their own.
+        sharded_params: a DTensor over the main weights for every parameter of the module.
+        microbatches: what the user says about backward passes.
+        gradients: of all parameters, between backward and the optimizer.
+        schedule: when units are gathered, freed and reduced.
+        hooks: on modules and tensors, which report to the schedule.
+    """
+
+    units: list[Unit]
+    slots: EngineSlots | None
+    sharded_params: ShardedParams
+    microbatches: Microbatches
+    gradients: GradientSync
+    schedule: Schedule
+    hooks: UnitHooks
+
+
+def build(
+    module: nn.Module,
+    settings: Settings,
+    initialiser: Initialiser | None,
+    report_nonfinite: Callable[[list[ShardedParam]], None],
+    after_backward: Callable[[], None],
+) -> Parts:
+    """Shard the parameters of a module, and make everything that drives them; a collective.
+
+    Args:
+        module: on the device of the settings; its parameters become views of flat buffers.
+        settings: valid ones.
+        initialiser: initialises parameters on the meta device; None: there are none.
+        report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf
+            there, if the settings ask for it.
+        after_backward: called when a backward pass has ended.
+
+    Raises:
+        ValueError: if ranks have different parameters or settings, on every rank.
+    """
+    strategy, overlap, mesh = settings.strategy, settings.overlap, settings.own_mesh
+    units = find_units(module, settings.units or (), strategy.one_unit, strategy.fine_grained)
+    parameters_of = assign_parameters(units)
+    if not strategy.fine_grained:
+        merge_small_units(units, parameters_of, overlap.prefetch_bytes)
+    check_agreement(settings, parameters_of)
+
+    slots = make_memory_slots(settings)
+    sharder = Sharder(settings, slots)
+    sharded_params = sharder.shard(parameters_of)
+    if initialiser is not None:
+        sharder.initialise(units, sharded_params, initialiser)
+
+    microbatches = Microbatches(settings.gradients.sync_each_microbatch)
+    gradients = GradientSync(
+        sharded_params.values(),
+        microbatches=microbatches,
+        use_decoupled_grad=settings.gradients.are_decoupled,
+        report_nonfinite=report_nonfinite if settings.gradients.report_nonfinite else None,
+        groups_of_use=mesh.all_groups() if settings.gradients.find_unused else None,
+    )
+
+    def end_backward() -> None:
+        gradients.end_backward()
+        after_backward()
+
+    schedule = Schedule(
+        units, settings.level, overlap, microbatches, gradients.begin_backward, end_backward
+    )
+    gradients.connect(schedule)
+    hooks = UnitHooks(schedule, _parameters_of_optimizer(sharded_params))
+    trainability = hooks.shown.trainability
+    gradients.follow(trainability, FreezingAgreement(trainability, mesh))
+    precision = settings.precision
+    if isinstance(precision, ComputePrecision):
+        hooks.handles |= cast_at_units(units, precision.input_dtype, precision.output_dtype)
+    return Parts(units, slots, sharded_params, microbatches, gradients, schedule, hooks)
 
 
 class GroupKey(NamedTuple):
@@ -67,7 +163,7 @@ class Sharder:
         slots: the memory slots of all units; None: buffers have storage of their own.
     """
 
-    def __init__(self, settings: ResolvedSettings, slots: EngineSlots | None = None):
+    def __init__(self, settings: Settings, slots: EngineSlots | None = None):
         self._settings = settings
         self._slots = slots
         self._streams = streams_for(settings.device)
@@ -89,7 +185,7 @@ class Sharder:
             A sharded parameter for each of them.
         """
         sharded_params: ShardedParams = {}
-        has_expert_mesh = self._settings.mesh.expert is not None
+        has_expert_mesh = self._settings.own_mesh.expert is not None
         for unit, parameters in parameters_of.items():
             for key, names in names_of_groups(parameters, has_expert_mesh).items():
                 members = {name: parameters[name] for name in names}
@@ -102,16 +198,18 @@ class Sharder:
                         group.shard_parameter(index)
         return sharded_params
 
-    def initialise(self, units: list[Unit], sharded_params: ShardedParams) -> None:
+    def initialise(
+        self, units: list[Unit], sharded_params: ShardedParams, initialiser: Initialiser
+    ) -> None:
         """Initialise the parameters on the meta device, and shard them.
 
         Args:
             units: all units, the root first.
             sharded_params: the sharded parameters of all parameters.
+            initialiser: gives them their first values.
         """
-        initialiser, root = self._settings.initialiser, units[0].module
-        if initialiser is None or root is None:
-            return
+        root = units[0].module
+        assert root is not None  # only units of shared parameters have none
         modules = [unit.module for unit in units if not unit.is_automatic]
         unit_modules = [each for each in modules if each is not None]
         for part in initialisation_parts(root, unit_modules, initialiser.kept_together()):
@@ -128,28 +226,30 @@ class Sharder:
         return ParamGroup(
             list(parameters),
             list(parameters.values()),
-            settings.strategy,
-            settings.outer_strategy.shards_optimizer,
+            settings.level,
+            settings.shards_outer,
             settings.precision.resolve(key.dtype, key.trainable),
             self._communicator(key.is_expert),
             settings.device,
             unit_name,
             self._slots.weights if self._slots else None,
             self._slots.gradients if self._slots else None,
-            settings.granularity,
+            ROWS if settings.strategy.boundaries == "rows" else PREFER_ROWS,
         )
 
     def _communicator(self, is_expert: bool) -> Communicator:
         if is_expert not in self._communicators:
             settings = self._settings
-            axes = settings.mesh.axes(is_expert)
+            axes = settings.own_mesh.axes(is_expert)
             self._communicators[is_expert] = Communicator(
                 inner=axes.inner.get_group(),
                 outer=axes.outer.get_group() if axes.outer is not None else None,
                 all_gather_group=axes.all_gather_group,
                 # Expert gradients are summed over fewer ranks, but the loss is the mean over all
                 # data ranks.
-                divisor=1 if settings.gradients.sum_only else settings.mesh.dense.num_data_ranks,
+                divisor=1
+                if settings.gradients.sum_only
+                else settings.own_mesh.dense.num_data_ranks,
                 average_in_collective=settings.gradients.average_in_collective,
                 streams=self._streams,
             )
@@ -157,15 +257,15 @@ class Sharder:
 
     def _parameter_mesh(self, is_expert: bool) -> ParameterMesh:
         if is_expert not in self._parameter_meshes:
-            axes = self._settings.mesh.axes(is_expert)
-            mesh = axes.dtensor_mesh(self._settings.outer_strategy.shards_optimizer)
+            axes = self._settings.own_mesh.axes(is_expert)
+            mesh = axes.dtensor_mesh(self._settings.shards_outer)
             norm_groups = self._expert_norm_groups(axes) if is_expert else self._norm_groups(axes)
             self._parameter_meshes[is_expert] = ParameterMesh(axes, mesh, *norm_groups)
         return self._parameter_meshes[is_expert]
 
     def _norm_groups(self, axes: Axes) -> tuple[NormGroup, NormGroup]:
         """Return the norm groups of dense parameters: tensor-parallel slices, and copies."""
-        groups = self._data_groups() if self._settings.strategy.shards_optimizer else []
+        groups = self._data_groups() if self._settings.level.shards_optimizer else []
         tensor = [axes.tensor.get_group()] if axes.tensor is not None else []
         return NormGroup((*groups, *tensor)), NormGroup(tuple(groups))
 
@@ -174,11 +274,11 @@ class Sharder:
 
         Other ranks own other experts of the same name; the norm is over all of them.
         """
-        dense = self._settings.mesh.dense
+        dense = self._settings.own_mesh.dense
         groups = self._data_groups()
         if dense.tensor is not None:
             groups.append(dense.tensor.get_group())
-        copies = 1 if self._settings.strategy.shards_optimizer else axes.inner.size()
+        copies = 1 if self._settings.level.shards_optimizer else axes.inner.size()
         tensor_copies = axes.tensor.size() if axes.tensor is not None else 1
         return NormGroup(tuple(groups), copies), NormGroup(tuple(groups), copies * tensor_copies)
 
@@ -187,26 +287,27 @@ class Sharder:
 
         It is one group if the mesh can provide it, so that norms cost one collective.
         """
-        dense = self._settings.mesh.dense
-        if not self._settings.outer_strategy.shards_optimizer or dense.outer is None:
+        dense = self._settings.own_mesh.dense
+        if not self._settings.shards_outer or dense.outer is None:
             return [dense.inner.get_group()]
         if dense.data_group is not None:
             return [dense.data_group]
         return [dense.inner.get_group(), dense.outer.get_group()]
 
 
-def make_memory_slots(settings: ResolvedSettings) -> EngineSlots | None:
+def make_memory_slots(settings: Settings) -> EngineSlots | None:
     """Return the memory slots of a model; None if the settings do not ask for them."""
-    policy, device = settings.slots, settings.device
-    if policy is None:
+    memory, device = settings.memory, settings.device
+    if not memory.uses_slots:
         return None
-    if not policy.registers:
+    if not memory.registers:
         allocate = partial(allocate_slots, device)
-        return EngineSlots(policy, allocate, allocate)
-    meshes = (settings.mesh.dense, settings.mesh.expert or settings.mesh.dense)
-    gathering = NcclMemory([axes.all_gather_group for axes in meshes], device, policy.is_symmetric)
-    reducing = NcclMemory([axes.inner.get_group() for axes in meshes], device, policy.is_symmetric)
-    return EngineSlots(policy, gathering.allocate, reducing.allocate)
+        return EngineSlots(memory, allocate, allocate)
+    meshes = (settings.own_mesh.dense, settings.own_mesh.expert or settings.own_mesh.dense)
+    is_symmetric = not memory.registers_locally
+    gathering = NcclMemory([axes.all_gather_group for axes in meshes], device, is_symmetric)
+    reducing = NcclMemory([axes.inner.get_group() for axes in meshes], device, is_symmetric)
+    return EngineSlots(memory, gathering.allocate, reducing.allocate)
 
 
 def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
@@ -217,3 +318,13 @@ def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
             if parameter.is_meta:
                 found[parameter] = None
     return list(found)
+
+
+def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:
+    """Return the parameter that the optimizer steps for each of the module's own parameters."""
+    parameters: dict[nn.Parameter, nn.Parameter] = {}
+    for compute, sharded_param in sharded_params.items():
+        parameter = sharded_param.parameter
+        assert isinstance(parameter, nn.Parameter)
+        parameters[compute] = parameter
+    return parameters
