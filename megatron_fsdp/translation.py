@@ -75,8 +75,7 @@ KEYWORDS: dict[type, dict[str, str]] = {
 }
 """The keyword of each setting."""
 
-ALL_KEYWORDS = {keyword for names in KEYWORDS.values() for keyword in names.values()}
-ALL_KEYWORDS |= {"keep_fp8_transpose_cache"}
+ALL_KEYWORDS = {"keep_fp8_transpose_cache"}.union(*[names.values() for names in KEYWORDS.values()])
 
 FIELDS = {
     "zero_dp_strategy": "data_parallel_sharding_strategy",
@@ -231,11 +230,9 @@ def renamed(text: str, names: Mapping[str, str]) -> str:
     return text
 
 
-_PUBLISHED = {
-    f"{setting.__name__}.{field}": keyword
-    for setting, names in KEYWORDS.items()
-    for field, keyword in names.items()
-} | {"Settings.initialisation=MetaInitialisation()": "init_model_with_meta_device=True"}
+_PUBLISHED = {"Settings.initialisation=MetaInitialisation()": "init_model_with_meta_device=True"}
+for _setting, _names in KEYWORDS.items():
+    _PUBLISHED |= {f"{_setting.__name__}.{field}": keyword for field, keyword in _names.items()}
 
 
 @contextmanager

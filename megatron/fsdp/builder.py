@@ -12,11 +12,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.agreement import FreezingAgreement, check_agreement
 from megatron.fsdp.backends.memory_slots import EngineSlots
 from megatron.fsdp.dtensor.gradient import NormGroup
-from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam
+from megatron.fsdp.dtensor.sharded_param import ParameterMesh, ShardedParam, link
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import NcclMemory, allocate_slots, streams_for
 from megatron.fsdp.engine.hooks import UnitHooks
@@ -49,6 +50,7 @@ class Parts:
         units: modules whose parameters are all-gathered and freed together, the root first.
         slots: memory slots; None: buffers have storage of their own.
         sharded_params: a DTensor over the main weights for every parameter of the module.
+        by_name: sharded parameters in the module's order, with all names of tied ones.
         microbatches: what the user says about backward passes.
         gradients: of all parameters, between backward and the optimizer.
         schedule: when units are gathered, freed and reduced.
@@ -58,6 +60,7 @@ class Parts:
     units: list[Unit]
     slots: EngineSlots | None
     sharded_params: ShardedParams
+    by_name: dict[str, ShardedParam]
     microbatches: Microbatches
     gradients: GradientSync
     schedule: Schedule
@@ -74,7 +77,7 @@ def build(
     """Shard the parameters of a module, and make everything that drives them; a collective.
 
     Args:
-        module: on the device of the settings; its parameters become views of flat buffers.
+        module: its parameters become views of flat buffers.
         settings: valid ones.
         initialiser: initialises parameters on the meta device; None: there are none.
         report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf
@@ -84,11 +87,9 @@ def build(
     Raises:
         ValueError: if ranks have different parameters or settings, on every rank.
     """
-    strategy, overlap, mesh = settings.strategy, settings.overlap, settings.own_mesh
-    units = find_units(module, settings.units or (), strategy.one_unit, strategy.fine_grained)
-    parameters_of = assign_parameters(units)
-    if not strategy.fine_grained:
-        merge_small_units(units, parameters_of, overlap.prefetch_bytes)
+    _move(module, settings.device)
+    named = list(module.named_parameters(remove_duplicate=False))
+    units, parameters_of = _choose_units(module, settings)
     check_agreement(settings, parameters_of)
 
     slots = make_memory_slots(settings)
@@ -96,6 +97,9 @@ def build(
     sharded_params = sharder.shard(parameters_of)
     if initialiser is not None:
         sharder.initialise(units, sharded_params, initialiser)
+    by_name = {name: sharded_params[parameter] for name, parameter in named}
+    for sharded_param in sharded_params.values():
+        _give_attributes(sharded_param)
 
     microbatches = Microbatches(settings.gradients.sync_each_microbatch)
     gradients = GradientSync(
@@ -103,7 +107,7 @@ def build(
         microbatches=microbatches,
         use_decoupled_grad=settings.gradients.are_decoupled,
         report_nonfinite=report_nonfinite if settings.gradients.report_nonfinite else None,
-        groups_of_use=mesh.all_groups() if settings.gradients.find_unused else None,
+        groups_of_use=settings.own_mesh.all_groups() if settings.gradients.find_unused else None,
     )
 
     def end_backward() -> None:
@@ -111,16 +115,33 @@ def build(
         after_backward()
 
     schedule = Schedule(
-        units, settings.level, overlap, microbatches, gradients.begin_backward, end_backward
+        units,
+        settings.level,
+        settings.overlap,
+        microbatches,
+        gradients.begin_backward,
+        end_backward,
     )
     gradients.connect(schedule)
     hooks = UnitHooks(schedule, _parameters_of_optimizer(sharded_params))
     trainability = hooks.shown.trainability
-    gradients.follow(trainability, FreezingAgreement(trainability, mesh))
+    gradients.follow(trainability, FreezingAgreement(trainability, settings.own_mesh))
     precision = settings.precision
     if isinstance(precision, ComputePrecision):
         hooks.handles |= cast_at_units(units, precision.input_dtype, precision.output_dtype)
-    return Parts(units, slots, sharded_params, microbatches, gradients, schedule, hooks)
+    return Parts(units, slots, sharded_params, by_name, microbatches, gradients, schedule, hooks)
+
+
+def _choose_units(
+    module: nn.Module, settings: Settings
+) -> tuple[list[Unit], dict[Unit, dict[str, nn.Parameter]]]:
+    """Return the units of a module, the root first, and the parameters of each by name."""
+    strategy = settings.strategy
+    units = find_units(module, settings.units or (), strategy.one_unit, strategy.fine_grained)
+    parameters_of = assign_parameters(units)
+    if not strategy.fine_grained:
+        merge_small_units(units, parameters_of, settings.overlap.prefetch_bytes)
+    return units, parameters_of
 
 
 class GroupKey(NamedTuple):
@@ -318,6 +339,24 @@ def _meta_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
             if parameter.is_meta:
                 found[parameter] = None
     return list(found)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Move a module to ``device`` in place; tensors on meta are allocated there later."""
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if tensor.is_meta else tensor.to(device)
+
+    module._apply(move)
+
+
+def _give_attributes(sharded_param: ShardedParam) -> None:
+    """Give a sharded parameter what user code has set on the module's parameter."""
+    compute = sharded_param.compute
+    for name, value in vars(compute).items():
+        if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
+            setattr(sharded_param.parameter, name, value)
+    link(sharded_param.parameter, sharded_param)
 
 
 def _parameters_of_optimizer(sharded_params: ShardedParams) -> dict[nn.Parameter, nn.Parameter]:

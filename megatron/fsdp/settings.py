@@ -32,7 +32,7 @@ Units = Sequence[type | nn.Module | str]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """What is sharded, and in which parts.
+    """The state that is sharded, and the parts in which it is.
 
     Args:
         level: the ZeRO level: 0 to 3, or "no_shard", "optim", "optim_grads", "optim_grads_params".

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, SupportsIndex
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from megatron.fsdp.builder import build
@@ -20,7 +19,6 @@ from megatron.fsdp.checks import check_all
 from megatron.fsdp.dtensor.sharded_param import (
     ShardedParam,
     is_linked,
-    link,
     sharded_param_of,
 )
 from megatron.fsdp.engine.collectives import agree
@@ -43,6 +41,12 @@ from megatron.fsdp.warnings_once import (
 
 OWNER = "_fsdp_model"
 """Attribute of the parameters that an optimizer steps: the wrapper that they belong to."""
+
+
+REFUSED_COPY = (
+    "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
+    " process. Copy or save model.state_dict(), which works"
+)
 
 
 class ShardedModule(nn.Module):
@@ -90,11 +94,8 @@ class ShardedModule(nn.Module):
         self.strategy = settings.level
         self._settings = settings
         self._mesh = settings.own_mesh
-        self.module = _move(module, settings.device)
-        named = list(module.named_parameters(remove_duplicate=False))  # with all tied names
-        parts = build(
-            self.module, settings, initialiser, self._report_nonfinite, self._after_backward
-        )
+        self.module = module
+        parts = build(module, settings, initialiser, self._report_nonfinite, self._after_backward)
         self._units = parts.units
         self._memory_slots = parts.slots
         self._sharded_params = parts.sharded_params
@@ -102,22 +103,13 @@ class ShardedModule(nn.Module):
         self._gradients = parts.gradients
         self._schedule = parts.schedule
         self._hooks = parts.hooks
-        self._by_name = {name: parts.sharded_params[parameter] for name, parameter in named}
-        self._own_parameters()
+        self._by_name = parts.by_name
+        for sharded_param in parts.sharded_params.values():
+            setattr(sharded_param.parameter, OWNER, self)
         self._hooks.handles |= accept_full_tensors(self.module)
         watch_optimizers(list(self._sharded_params))
         gathers_layers = self.strategy.shards_parameters and self._mesh.dense.inner.size() > 1
         prepare_wrapped_module(self.module, gathers_layers, self.state_dict, self._apply)
-
-    def _own_parameters(self) -> None:
-        """Mark the sharded parameters, and give them what user code has set on the module's."""
-        for compute, sharded_param in self._sharded_params.items():
-            parameter = sharded_param.parameter
-            for name, value in vars(compute).items():
-                if not (isinstance(compute, DTensor) and name in ("_local_tensor", "_spec")):
-                    setattr(parameter, name, value)
-            setattr(parameter, OWNER, self)
-            link(parameter, sharded_param)
 
     # ---- the parts
 
@@ -140,11 +132,7 @@ class ShardedModule(nn.Module):
 
     @property
     def memory_slots(self) -> dict[str, list[int]]:
-        """Bytes of each memory slot, by contents; there are none before the first step has ended.
-
-        They are fixed parts of memory in which gathered weights and local gradients take turns,
-        with ``fsdp_double_buffer``.
-        """
+        """Bytes of each memory slot, by contents; none before the first step has ended."""
         return {} if self._memory_slots is None else self._memory_slots.sizes
 
     # ---- torch.nn.Module
@@ -213,14 +201,11 @@ class ShardedModule(nn.Module):
     ) -> _IncompatibleKeys:
         """Load DTensors of the same layout, or full tensors; the next forward uses them.
 
-        Args:
-            state_dict: values under the wrapper's names or the module's own.
-            strict: treat missing and unexpected keys as errors.
-            assign: copies too: the weights remain views of flat buffers, in their own dtype.
+        Names are the wrapper's or the module's own. ``assign`` copies too: the weights remain views
+        of flat buffers, in their own dtype.
 
         Raises:
             RuntimeError: lists everything that does not fit, like any module.
-            TypeError: for anything but a mapping.
         """
         return load_model_state(self.module, self._sharded_param_of, state_dict, strict)
 
@@ -260,14 +245,10 @@ class ShardedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         """Return another sharded model with the same weights; gradients are left out.
 
-        This is a collective, and gathers all weights on every rank for a moment: the copy is
-        sharded anew.
-
-        Raises:
-            NotImplementedError: for models with tensor parallelism or of Megatron-Core.
+        This is a collective, and gathers all weights on every rank for a moment.
         """
         if not self._is_copyable or self._mesh.dense.tensor is not None:
-            _refuse_copy()
+            raise NotImplementedError(REFUSED_COPY)
         self._hooks.shown.follow_changes()
         module, settings = copied_module(self.module, self._sharded_params, self._settings, memo)
         self._hooks.remove_from_copy(module)
@@ -280,7 +261,7 @@ class ShardedModule(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        _refuse_copy()
+        raise NotImplementedError(REFUSED_COPY)
 
     # ---- microbatches
 
@@ -346,10 +327,8 @@ class ShardedModule(nn.Module):
     def attach_grad_to_optimizer_state(self) -> None:
         """Put the gradients whose reduction has started on the parameters.
 
-        The local tensor is empty if this rank owns nothing of a parameter.
-
-        Raises:
-            GradientError: for a NaN or Inf gradient, if they are reported.
+        The local tensor is empty if this rank owns nothing of a parameter. Raise
+        :class:`GradientError` for a NaN or Inf gradient, if they are reported.
         """
         self._gradients.attach()
 
@@ -365,11 +344,7 @@ class ShardedModule(nn.Module):
             self._gradients.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients, like :meth:`zero_grad_buffer`.
-
-        Args:
-            set_to_none: False leaves gradients of zeros on the parameters.
-        """
+        """Drop all gradients; without ``set_to_none`` leave zeros on the parameters."""
         self.zero_grad_buffer()
         if not set_to_none:
             self.attach_grad_to_optimizer_state()
@@ -409,7 +384,7 @@ class ShardedModule(nn.Module):
         step. Edits afterwards need :meth:`install_optimized_model_weights`.
 
         Args:
-            *unused: accepted for Megatron-Core's schedules, which pass modules or nothing.
+            *unused: modules, which Megatron-Core's schedules may pass.
             force_sync: wait for the all-gathers.
             force_dispatch: gather all units at level 3 too.
         """
@@ -443,11 +418,7 @@ class ShardedModule(nn.Module):
 
     @contextmanager
     def mixed_precision_context(self, policy: Any) -> Iterator[None]:
-        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; main dtypes do not change.
-
-        Raises:
-            ValueError: for anything but a policy of this package or FSDP2's.
-        """
+        """Reduce gradients in the policy's ``grad_comm_dtype`` inside; keep main dtypes."""
         before = [group.gradients.comm_dtype for group in self.groups]
         self.reset_mixed_precision_policy(policy)
         try:
@@ -471,15 +442,14 @@ class ShardedModule(nn.Module):
     def manual_buffer_registration(self) -> None:
         """Assign memory slots and register them with NCCL, after the first step; a collective.
 
+        It does nothing unless that was left to it: otherwise the end of the first step registers.
+
         Raises:
-            RuntimeError: if slots are not registered manually, or there was no step yet.
+            RuntimeError: before a step, which shows what is used.
         """
         slots = self._memory_slots
         if slots is None or not self._settings.memory.registers_manually:
-            raise RuntimeError(
-                "manual_buffer_registration needs Memory.registers_manually"
-                " (fsdp_manual_registration)"
-            )
+            return
         if slots.is_complete and not any(slots.sizes.values()):
             raise RuntimeError(
                 "manual_buffer_registration needs a step first: it shows what is used"
@@ -489,8 +459,7 @@ class ShardedModule(nn.Module):
     def _assign_memory_slots(self) -> None:
         """Give a memory slot to every buffer that was first used in this step.
 
-        Raises:
-            RuntimeError: on every rank, with the bytes needed, if some rank has too little memory.
+        Raise ``RuntimeError`` on every rank, with the bytes, if some rank has too little memory.
         """
         if self._memory_slots is None or self._memory_slots.is_complete:
             return
@@ -513,7 +482,6 @@ class ShardedModule(nn.Module):
             raise GradientError("\n".join(everywhere))
 
     def _shown_name(self, sharded_param: ShardedParam) -> str:
-        """Return the name of a parameter in messages."""
         return sharded_param.name
 
     def _groups_that_end_together(self) -> list[dist.ProcessGroup]:
@@ -522,11 +490,7 @@ class ShardedModule(nn.Module):
 
 
 def owner_of(parameter: torch.Tensor) -> ShardedModule:
-    """Return the model that a sharded parameter belongs to.
-
-    Raises:
-        AttributeError: for any other tensor; see :func:`is_owned`.
-    """
+    """Return the model that a parameter belongs to for which :func:`is_owned` is True."""
     model: ShardedModule = getattr(parameter, OWNER)
     return model
 
@@ -534,20 +498,3 @@ def owner_of(parameter: torch.Tensor) -> ShardedModule:
 def is_owned(parameter: torch.Tensor) -> bool:
     """Return True if a parameter belongs to a sharded model."""
     return hasattr(parameter, OWNER)
-
-
-def _move(module: nn.Module, device: torch.device) -> nn.Module:
-    """Move a module to ``device`` in place; tensors on meta are allocated there later."""
-
-    def move(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if tensor.is_meta else tensor.to(device)
-
-    moved: nn.Module = module._apply(move)
-    return moved
-
-
-def _refuse_copy() -> NoReturn:
-    raise NotImplementedError(
-        "a sharded model cannot be copied or pickled: its hooks and communicators belong to this"
-        " process. Copy or save model.state_dict(), which works"
-    )

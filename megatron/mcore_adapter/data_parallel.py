@@ -22,7 +22,7 @@ from torch import nn
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
 from megatron.fsdp.engine.units import is_expert_parameter
 from megatron.fsdp.module_access.shown_parameters import PASSED_ON
-from megatron.mcore_adapter.axes import expert_tensor_group, mesh_axes
+from megatron.mcore_adapter.axes import complete, expert_tensor_group, mesh_axes
 from megatron.mcore_adapter.fused_gradients import accept_fused_gradients
 from megatron.mcore_adapter.global_names import GlobalNames
 from megatron.mcore_adapter.gradient_statistics import count_over_all_instances, count_over_instance
@@ -133,7 +133,8 @@ class FullyShardedDataParallel(_BaseDataParallel):
         disable_bucketing: make the whole model one unit, with one group per dtype.
         device: the device to move the model to. None: the accelerator if there is one, otherwise
             the CPU.
-        pg_collection: process groups. None: those of ``parallel_state``.
+        pg_collection: process groups; those of axes of size one may be missing. None: those of
+            ``parallel_state``.
 
     Raises:
         ValueError: for configurations with which Megatron-Core would train wrongly, and silently.
@@ -150,6 +151,7 @@ class FullyShardedDataParallel(_BaseDataParallel):
         device: torch.device | str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
     ):
+        pg_collection = complete(pg_collection, config)
         _check_configs(ddp_config, pg_collection)
         groups = ProcessGroupCollection.setup_process_groups_for_ddp(
             pg_collection, config, ddp_config

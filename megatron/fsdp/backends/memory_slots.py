@@ -37,7 +37,7 @@ AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Where buffers are. See [Note: memory slots].
+    """The memory of buffers. See [Note: memory slots].
 
     Args:
         device: device that the module is moved to; None: the mesh's. Ignored with meta

@@ -68,16 +68,19 @@ def load_model_state(
             "the state dict does not fit the sharded model:\n  " + "\n  ".join(problems)
         )
 
-    with torch.no_grad():
-        for name, shard in shards.items():
-            sharded_param = sharded_params[name]
-            sharded_param.group.main_view(sharded_param.index).copy_(shard)
-    for group in {sharded_param.group: None for sharded_param in sharded_params.values()}:
-        group.install_main_weights()
+    _write({sharded_params[name]: shard for name, shard in shards.items()})
     module.load_state_dict(
         {name: value for name, value in own.items() if name in expected}, strict=False
     )
     return _IncompatibleKeys(missing, unexpected)
+
+
+@torch.no_grad()
+def _write(shards: dict[ShardedParam, torch.Tensor]) -> None:
+    for sharded_param, shard in shards.items():
+        sharded_param.group.main_view(sharded_param.index).copy_(shard)
+    for group in {sharded_param.group: None for sharded_param in shards}:
+        group.install_main_weights()
 
 
 def _without_wrapper_prefix(names: set[str], state: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,8 +155,7 @@ def shows_manual_registration(make: Make) -> None:
                 model.manual_buffer_registration()
                 assert len(model.memory_slots["weights"]) == 3
             backward(model)
-    message = message_of(RuntimeError, fully_shard_model(build_stack()).manual_buffer_registration)
-    assert "fsdp_manual_registration" in message
+    fully_shard_model(build_stack()).manual_buffer_registration()  # nothing was left to it
     refused = {"fsdp_manual_registration": True}
     assert "needs nccl_ub" in message_of(ValueError, fully_shard_model, build_stack(), **refused)
 
