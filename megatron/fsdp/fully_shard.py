@@ -17,6 +17,7 @@ from megatron.fsdp.backends.memory_slots import Memory
 from megatron.fsdp.backends.rendezvous import default_mesh
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap
+from megatron.fsdp.meta_initialisation import MetaInitialisation
 from megatron.fsdp.optimizer.sharded_optimizer import (
     check_optimizer,
     shard_optimizer,
@@ -25,7 +26,6 @@ from megatron.fsdp.optimizer.sharded_optimizer import (
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.settings import (
     Gradients,
-    MetaInitialisation,
     Settings,
     Strategy,
     Units,

@@ -55,30 +55,27 @@ class Strategy:
 
     def __post_init__(self) -> None:
         problems = problems_of_flags(self)
+        parsed: dict[str, ShardingStrategy] = {}
         for name in ("level", "outer"):
             try:
-                value = ShardingStrategy.parse(getattr(self, name), f"Strategy.{name}")
-                object.__setattr__(self, name, value)
+                parsed[name] = ShardingStrategy.parse(getattr(self, name), f"Strategy.{name}")
             except ValueError as error:
                 problems.append(str(error))
-        if isinstance(self.outer, ShardingStrategy):
-            problems += self._problems_of_outer()
+        level, outer = parsed.get("level"), parsed.get("outer")
+        if outer is not None and outer > ShardingStrategy.OPTIM:
+            problems.append(f"Strategy.outer expects no_shard/0 or optim/1 but got {self.outer!r}")
+        elif outer and level is not None and not level.shards_parameters:
+            problems.append(
+                "Strategy.outer='optim' needs Strategy.level='optim_grads_params' but got"
+                f" {str(level)!r}"
+            )
         if self.boundaries not in ("prefer_rows", "rows"):
             problems.append(
                 f"Strategy.boundaries expects 'prefer_rows' or 'rows' but got {self.boundaries!r}"
             )
         raise_problems(problems)
-
-    def _problems_of_outer(self) -> list[str]:
-        if self.outer > ShardingStrategy.OPTIM:
-            return [f"Strategy.outer expects no_shard/0 or optim/1 but got {self.outer!r}"]
-        level = self.level
-        if self.outer and isinstance(level, ShardingStrategy) and not level.shards_parameters:
-            return [
-                "Strategy.outer='optim' needs Strategy.level='optim_grads_params' but got"
-                f" {level.name.lower()!r}"
-            ]
-        return []
+        object.__setattr__(self, "level", level)
+        object.__setattr__(self, "outer", outer)
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ class ShardedModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = vars(self).get("_modules", {}).get("module")
+            module: nn.Module | None = vars(self).get("_modules", {}).get("module")
             if module is None or name.startswith("_") or not self._shows_attributes:
                 raise
         value = getattr(module, name)

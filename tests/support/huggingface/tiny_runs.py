@@ -129,7 +129,7 @@ def values(trainer: Any, name: str) -> list[float]:
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the weights of a plain or sharded model, under the names of the innermost module."""
-    from megatron.fsdp import MegatronFSDP
+    from megatron_fsdp import MegatronFSDP
     from megatron.huggingface.states import whole_state_dict
 
     if isinstance(model, MegatronFSDP):
