@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from megatron.fsdp.engine.unit import Unit
 
@@ -49,8 +49,7 @@ def cast_at_units(
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
-    def cast(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if is_float else value
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return tree_map(cast, values)
+    return tree_map_only(torch.Tensor, cast, values)
