@@ -13,7 +13,7 @@ from megatron.fsdp.engine.policy import ShardingStrategy
 from megatron.fsdp.engine.units import resolve_unit_modules
 from megatron.fsdp.meta_initialisation import Initialiser, problems_of_initialisation
 from megatron.fsdp.problems import Problems
-from megatron.fsdp.settings import Settings, Units
+from megatron.fsdp.settings import ComputePrecision, Settings, Units
 
 IS_SHARDED = "_fsdp_is_sharded"
 """Attribute of a wrapper whose parameters are sharded."""
@@ -45,6 +45,7 @@ def check_all(
     if has_wrapper or any(map(is_linked, module.parameters())):
         problems.add("the module is sharded already")
         return
+    problems.check(_refuse_casts_of_dtensors, module, settings)
     found = [*_problems_of_units(module, units or ()), *_problems_of_dtypes(module)]
     if mesh is not None:
         found += _problems_of_axes(module, mesh)
@@ -59,6 +60,20 @@ def check_all(
         found += _problems_of_meta_tensors(module)
     for problem in found:
         problems.add(problem)
+
+
+def _refuse_casts_of_dtensors(module: nn.Module, settings: Settings) -> None:
+    """Raise ``NotImplementedError`` for DTensors whose dtype would have to change in place."""
+    precision = settings.precision
+    dtype = precision.param_dtype if isinstance(precision, ComputePrecision) else None
+    if dtype is None:
+        return
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.dtype != dtype:
+            raise NotImplementedError(
+                f"{name} is a DTensor, which is not cast to param_dtype={dtype}: convert the module"
+                " first, and pass a policy with main_params_dtype"
+            )
 
 
 def _problems_of_units(module: nn.Module, units: Units) -> list[str]:

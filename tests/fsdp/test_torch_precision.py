@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPrecision
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from megatron.fsdp import Mesh, Strategy
 from megatron.fsdp import fully_shard as shard_by_settings
-from megatron_fsdp import fully_shard
+from megatron_fsdp import fully_shard, fully_shard_model
 from megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
-from tests.support.fsdp.meshes import shard_mesh
+from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks
 from tests.support.fsdp.watched_communication import watching_dtypes
@@ -148,6 +148,21 @@ def by_settings() -> tuple[list[Any], set[torch.dtype], set[torch.dtype]]:
 def test_frozen_weights_keep_their_dtype_in_checkpoints(ranks: Ranks) -> None:
     for dtypes, of_state, _ in ranks(2, by_settings):
         assert dtypes == [BF16, torch.int64, BF16, BF16] and of_state == {FP32}
+
+
+def with_tensor_parallelism() -> str:
+    mesh = mesh_of("dp", "tp", sizes=(1, 2))
+    module = nn.Linear(4, 4)
+    weight = distribute_tensor(module.weight.detach(), mesh["tp"], [Shard(0)])
+    module.weight = nn.Parameter(weight)
+    policy = TorchPrecision(param_dtype=BF16)
+    arguments = {"tp_dim": "tp", "mixed_precision_policy": policy}
+    return message_of(NotImplementedError, fully_shard_model, module, mesh, "dp", **arguments)
+
+
+def test_dtensors_of_tensor_parallelism_are_not_cast(ranks: Ranks) -> None:
+    for message in ranks(2, with_tensor_parallelism):
+        assert "weight is a DTensor" in message and "main_params_dtype" in message
 
 
 def contradicting() -> str:
