@@ -126,7 +126,7 @@ class TransformersInitialiser(Initialiser):
         self._method_for: dict[nn.Module, InitialiseModule] = {}
         self._layers: set[nn.Module] = set()
         for model in models:
-            method: InitialiseModule = model._init_weights
+            method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
             self._method_for.update(dict.fromkeys(model.modules(), method))
             # Layers scale weights of the modules inside them.
             names = set(getattr(model, "_no_split_modules", None) or ())
