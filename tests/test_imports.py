@@ -43,8 +43,13 @@ OURS = (
 MAY_IMPORT = {
     "megatron/fsdp": ("megatron.fsdp",),
     "megatron/checkpoint": ("megatron.checkpoint", "megatron.fsdp"),
-    "megatron/huggingface": ("megatron.huggingface", "megatron.fsdp"),
-    "megatron/mcore_adapter": ("megatron.mcore_adapter", "megatron.checkpoint", "megatron.fsdp"),
+    "megatron/huggingface": ("megatron.huggingface", "megatron_fsdp", "megatron.fsdp"),
+    "megatron/mcore_adapter": (
+        "megatron.mcore_adapter",
+        "megatron.checkpoint",
+        "megatron_fsdp",
+        "megatron.fsdp",
+    ),
     "megatron/pretrain": (
         "megatron.pretrain",
         "megatron.mcore_adapter",

@@ -29,8 +29,8 @@ from benchmarks.trace_picture import draw
 from megatron.fsdp import trace
 from megatron.fsdp.engine.layout import plan
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, ShardingStrategy
-from megatron.fsdp.fully_shard import fully_shard
 from megatron.fsdp.memory_estimate import AxisSizes, MemoryPlan, estimate_memory
+from megatron_fsdp import fully_shard
 
 PARTS = ("weights", "gradients", "optimizer_state", "gathered", "local_gradients")
 """Parts of a memory estimate, from the bottom of a bar to its top."""

@@ -11,7 +11,7 @@ import torch
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
 from megatron.fsdp.engine.buffer import shard_view
-from megatron.fsdp.model import MegatronFSDP
+from megatron.fsdp.sharded_module import ShardedModule
 
 
 class WeightAverage:
@@ -38,8 +38,8 @@ class WeightAverage:
         ValueError: for a decay outside that range, or a model that is not sharded.
     """
 
-    def __init__(self, model: MegatronFSDP, decay: float = 0.999):
-        if not isinstance(model, MegatronFSDP):
+    def __init__(self, model: ShardedModule, decay: float = 0.999):
+        if not isinstance(model, ShardedModule):
             raise ValueError(
                 f"model expects the result of fully_shard or fully_shard_model but got"
                 f" {type(model).__name__}"
@@ -66,7 +66,7 @@ class WeightAverage:
             average.lerp_(group.main_shard, 1 - self.decay)
 
     @contextmanager
-    def applied(self) -> Iterator[MegatronFSDP]:
+    def applied(self) -> Iterator[ShardedModule]:
         """Give the model the averages inside the context, and its own weights back after it.
 
         All ranks enter and leave it together. Its state dict, ``save_pretrained`` and forward use

@@ -38,9 +38,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from megatron.fsdp import MegatronFSDP
-from megatron.fsdp.model import is_owned, owner_of
 from megatron.fsdp.optimizer.optimizer_state import initial_state
+from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
 
 # ---- state before the first step
 
@@ -152,7 +151,7 @@ def follow_torch_optimizers(wrapper: nn.Module) -> None:
         weakref.finalize(wrapper, handle.remove)
 
 
-def _engine_of(wrapper: Any, optimizer: torch.optim.Optimizer) -> MegatronFSDP | None:
+def _engine_of(wrapper: Any, optimizer: torch.optim.Optimizer) -> ShardedModule | None:
     """Return the engine of a wrapper if the optimizer steps its parameters."""
     for group in optimizer.param_groups if wrapper is not None else ():
         for parameter in group["params"]:

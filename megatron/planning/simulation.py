@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron.fsdp import MegatronFSDP
+from megatron.fsdp import ShardedModule
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.device import Collective, Pending
 from megatron.fsdp.engine.observe import OTHER
@@ -207,7 +207,7 @@ def simulating(collective_seconds: CollectiveSeconds | None = None) -> Iterator[
         observe.remove(simulator)
 
 
-def attach(simulator: Simulator, model: MegatronFSDP) -> None:
+def attach(simulator: Simulator, model: ShardedModule) -> None:
     """Let the streams of a sharded model be those of a simulator, and count its weights.
 
     The recorder was started before the model was sharded, so flat buffers are counted already.

@@ -67,7 +67,7 @@ def test_the_table_of_arguments_is_that_of_the_docstring() -> None:
 def test_the_other_ways_in_of_an_argument_exist() -> None:
     from megatron.core.distributed import DistributedDataParallelConfig
 
-    from megatron.fsdp.config import DistributedDataParallelConfig as OwnConfig
+    from megatron_fsdp import DistributedDataParallelConfig as OwnConfig
 
     fields = {ways.field for ways in WAYS.values() if ways.field}
     known = set(DistributedDataParallelConfig.__dataclass_fields__)

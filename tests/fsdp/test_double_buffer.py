@@ -14,9 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model, fully_shard_optimizer
 from megatron.fsdp.dtensor.uneven import full_tensor
-from megatron_fsdp import MixedPrecisionPolicy
+from megatron_fsdp import (
+    MegatronFSDP,
+    MixedPrecisionPolicy,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from tests.support.fsdp.models import MODELS, TanhLayer
 from tests.support.fsdp.random_models import Drawn, DrawnLayer
 from tests.support.fsdp.reference import Case, Ranks, compare_all

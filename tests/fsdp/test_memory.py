@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from megatron.fsdp import fully_shard_model
+from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_gradients import gradients_of
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock

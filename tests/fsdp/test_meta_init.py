@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH

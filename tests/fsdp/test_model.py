@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import (
+from megatron.fsdp.gradient_sync import GradientError
+from megatron_fsdp import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -21,7 +22,6 @@ from megatron.fsdp import (
     fully_shard,
     fully_shard_model,
 )
-from megatron.fsdp.gradient_sync import GradientError
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import mesh_of, shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, build_stack

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import sharded_pair, sharding, unsharded_step, weights

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.module_access import unit_access
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import Meshes
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, optimizer_over

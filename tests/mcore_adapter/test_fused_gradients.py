@@ -16,11 +16,11 @@ from torch.nn.functional import embedding, linear
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.comparison.measures import StepCounter
-from megatron.fsdp import MegatronFSDP, fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.states import GradientState
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients
+from megatron_fsdp import MegatronFSDP, fully_shard_model
 from tests.support.pretrain import training_runs
 from tests.support.pretrain.parity import BF16, GPT2, LLAMA, MTP, SHORT, TIED, Combination
 from tests.support.pretrain.training_runs import Record, assert_same_run, pretrain, train

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
-from megatron.fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.mcore_adapter.data_parallel import (
     CoreEngine,
@@ -28,6 +27,7 @@ from megatron.mcore_adapter.data_parallel import (
 from megatron.mcore_adapter.meta_init import MegatronCoreInitialiser
 from megatron.pretrain.arguments.configs import ddp_config, transformer_config
 from megatron.pretrain.model.layer_specs import layer_spec
+from megatron_fsdp import FSDPDistributedIndex, MixedPrecisionPolicy
 from tests.support.pretrain.parity import DEEPSEEK, LLAMA, MTP, TIED, Combination
 from tests.support.pretrain.training_runs import NO_DROPOUT, SMALL, prepare, refuse, train
 from tests.support.rank_pool import run_ranks

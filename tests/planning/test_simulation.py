@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from megatron.fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard, trace
+from megatron.fsdp import trace
 from megatron.fsdp.trace.recorder import STORAGE, TraceEntry
 from megatron.planning.simulation import attach, simulating
 from megatron.planning.skeleton import make_skeleton
 from megatron.pretrain.dry_run import pretended_ranks
+from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.live_bytes import LiveBytes
 from tests.support.rank_pool import run_ranks
 

@@ -317,7 +317,7 @@ BROKEN_LINES = [
     ),
     BrokenLine(
         "module loading: loaded weights are not installed",
-        "megatron/fsdp/module_access/module_loading.py",
+        "megatron/fsdp/module_access/model_state.py",
         "            group.install_main_weights()\n",
         "            pass\n",
         "tests/fsdp/test_public_clients.py",

@@ -18,19 +18,100 @@ first time in a later step has storage of its own until the end of that step.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import FlatBuffer, Storage
-from megatron.fsdp.engine.policy import SlotPolicy
+from megatron.fsdp.engine.policy import problems_of_flags, raise_problems
 
 _logger = logging.getLogger(__name__)
 
 AllocateSlots = Callable[[Sequence[int]], list[torch.Tensor]]
 """Allocates memory: from numbers of bytes to ``uint8`` tensors of these sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory of buffers. See [Note: memory slots].
+
+    Args:
+        device: device that the module is moved to; None: the mesh's. Ignored with meta
+            initialisation.
+        uses_slots: gather weights and collect gradients in a fixed set of memory slots. The first
+            step finds out what is needed at the same time. The settings below, but for those that
+            say how, imply it.
+        equal_sizes: give every slot the size of the largest buffer.
+        allows_own_storage: train without the memory of slots if it cannot be allocated.
+        holds_addresses: a buffer that has a slot never leaves it, as CUDA graphs need; that would
+            be an error. So is memory that runs out, whatever ``allows_own_storage`` says.
+        registers: register the slots with NCCL.
+        registers_locally: register them locally, not as symmetric windows.
+        registers_manually: slots are assigned and registered by ``manual_buffer_registration()`` of
+            the wrapper, not when the first step ends.
+
+    Raises:
+        ValueError: lists every wrong value.
+    """
+
+    device: torch.device | str | None = None
+    uses_slots: bool = False
+    equal_sizes: bool = False
+    allows_own_storage: bool = False
+    holds_addresses: bool = False
+    registers: bool = False
+    registers_locally: bool = False
+    registers_manually: bool = False
+
+    def __post_init__(self) -> None:
+        problems = problems_of_flags(self)
+        device = None
+        try:
+            device = None if self.device is None else torch.device(self.device)
+        except (RuntimeError, TypeError):
+            problems.append(
+                f"Memory.device expects a torch.device, its name or None but got {self.device!r}"
+            )
+        if device is not None and device.type == "meta":
+            problems.append(
+                "Memory.device expects one that holds values, not meta; Settings.initialisation is"
+                " for modules built there"
+            )
+        if self.registers_manually and not self.registers:
+            problems.append(
+                "Memory.registers_manually needs Memory.registers: it says when to register"
+            )
+        raise_problems(problems + (problems_of_nccl(device) if self.registers else []))
+        object.__setattr__(self, "device", device)
+        if self.equal_sizes or self.holds_addresses or self.registers:
+            object.__setattr__(self, "uses_slots", True)
+
+
+def problems_of_nccl(device: torch.device | None) -> list[str]:
+    """Return why memory cannot be registered with NCCL: no NCCL, or an allocator of other memory.
+
+    Args:
+        device: of the buffers; None: the accelerator if there is one, otherwise the CPU.
+    """
+    # A build of torch for GPUs has an accelerator wherever it runs.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = (device or accelerator or torch.device("cpu")).type
+    if kind != "cuda":
+        return [
+            f"Memory.registers registers memory with NCCL, which there is none of on {kind}: use"
+            " Memory.uses_slots alone"
+        ]
+    options = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    if "expandable_segments:true" in options.lower().replace(" ", ""):
+        return [
+            "Memory.registers needs memory whose segments do not grow: remove expandable_segments"
+            " from PYTORCH_CUDA_ALLOC_CONF"
+        ]
+    return []
 
 
 class MemorySlot:
@@ -61,7 +142,7 @@ class MemorySlots(Storage):
 
     is_assigned_ahead = True
 
-    def __init__(self, contents: str, can_move: bool, policy: SlotPolicy, allocate: AllocateSlots):
+    def __init__(self, contents: str, can_move: bool, policy: Memory, allocate: AllocateSlots):
         self.holds_addresses = policy.holds_addresses
         self._contents = contents
         self._can_move = can_move
@@ -260,7 +341,7 @@ class EngineSlots:
     """
 
     def __init__(
-        self, policy: SlotPolicy, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
+        self, policy: Memory, allocate_weights: AllocateSlots, allocate_gradients: AllocateSlots
     ):
         self.weights = MemorySlots("gathered weights", False, policy, allocate_weights)
         self.gradients = MemorySlots("local gradients", True, policy, allocate_gradients)

@@ -14,7 +14,7 @@ from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of, ten
 from megatron.fsdp.dtensor.uneven import UnevenDTensor, dtensor_over
 from megatron.fsdp.dtensor.uneven_dtensor import update_uneven_dtensor_chunk_metadata
 from megatron.fsdp.dtensor.validation import validate_uneven_dtensor
-from megatron.fsdp.engine.mesh import FSDPDistributedIndex
+from megatron.fsdp.engine.mesh import Mesh
 
 
 def make_uneven_dtensor(
@@ -46,7 +46,7 @@ def make_uneven_dtensor(
 def make_fsdp_dtensor(
     local_tensor: torch.Tensor,
     param: nn.Parameter,
-    dist_index: FSDPDistributedIndex,
+    dist_index: Mesh,
     is_sharded_param: bool = True,
     is_expert_param: bool = False,
     run_check: bool = False,
@@ -77,7 +77,7 @@ def make_fsdp_dtensor(
             " tensor-parallel group before"
         )
     axes = dist_index.axes(is_expert_param)
-    mesh = axes.dtensor_mesh(dist_index.hsdp_outer_dp_shard)
+    mesh = axes.dtensor_mesh(getattr(dist_index, "hsdp_outer_dp_shard", False))
     is_of_model = is_linked(param)
     slice_ = sharded_param_of(param).slice if is_of_model else tensor_slice(param, axes.tensor)
     placements: list[Placement] = []

@@ -24,8 +24,8 @@ from megatron.fsdp.dtensor.gathering import wrap_local
 from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
 from megatron.fsdp.dtensor.operations import LocalPart, part_of
 from megatron.fsdp.dtensor.uneven import AnyUneven, UnevenDTensor, dtensor_over
-from megatron.fsdp.engine.axes import Axes
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.tensor_parallel import (
     get_mcore_tensor_parallel_partition_dim,

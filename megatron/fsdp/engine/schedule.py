@@ -18,7 +18,7 @@ from torch import nn
 from megatron.fsdp.engine.device import current_pass, in_backward
 from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.param_group import unshard
-from megatron.fsdp.engine.policy import OverlapPolicy, ShardingStrategy
+from megatron.fsdp.engine.policy import Overlap, ShardingStrategy
 from megatron.fsdp.engine.unit import GRAPH, Unit, UnitCall
 
 
@@ -81,7 +81,7 @@ class Schedule:
         self,
         units: list[Unit],
         strategy: ShardingStrategy,
-        overlap: OverlapPolicy,
+        overlap: Overlap,
         microbatches: Microbatches,
         reduces_late: bool,
     ):
@@ -281,7 +281,7 @@ class Prefetcher:
     # step. All ranks prefetch the same units at the same points, because only calls of units, and
     # of `start_param_sync`, trigger prefetching.
 
-    def __init__(self, units: list[Unit], overlap: OverlapPolicy):
+    def __init__(self, units: list[Unit], overlap: Overlap):
         self.is_enabled = overlap.param_gather
         self._units = units
         self._max_units = overlap.prefetch_units

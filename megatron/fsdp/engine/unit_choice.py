@@ -23,7 +23,7 @@ def resolve_unit_modules(
     """
     if isinstance(unit_modules, (str, type, nn.Module)):
         raise ValueError(
-            "fsdp_unit_modules expects a list of module classes or their import paths but got"
+            "Settings.units expects a list of module classes or their import paths but got"
             f" {unit_modules!r} alone"
         )
     resolved: list[type | nn.Module] = []
@@ -41,7 +41,7 @@ def resolve_unit_modules(
             problems.append(f"{entry!r} is no torch.nn.Module class")
     if problems:
         raise ValueError(
-            f"fsdp_unit_modules expects module classes or their import paths: {'; '.join(problems)}"
+            f"Settings.units expects module classes or their import paths: {'; '.join(problems)}"
         )
     return resolved
 

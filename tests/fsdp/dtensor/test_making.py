@@ -7,13 +7,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from megatron.fsdp import FSDPDistributedIndex, fully_shard
 from megatron.fsdp.dtensor.making import make_fsdp_dtensor, make_uneven_dtensor
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.dtensor.uneven_dtensor import (
     get_state_dict,
     update_uneven_dtensor_chunk_metadata,
 )
+from megatron_fsdp import FSDPDistributedIndex, fully_shard
 from tests.support.fsdp.meshes import mesh_of
 from tests.support.fsdp.reference import Ranks
 from tests.support.fsdp.wrong_calls import message_of

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp import fully_shard_model
 from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack
 from tests.support.fsdp.reference import LEVELS, Ranks, batch, close, compare_shards, loss_of

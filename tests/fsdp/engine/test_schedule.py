@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp import fully_shard, fully_shard_model, fully_shard_optimizer, trace
+from megatron.fsdp import trace
 from megatron.fsdp.dtensor.uneven import full_tensor
 from megatron.fsdp.engine.collectives import Communicator
 from megatron.fsdp.engine.device import Pending
@@ -23,6 +23,7 @@ from megatron.fsdp.engine.gradients import GroupGradients
 from megatron.fsdp.engine.observe import GATHER
 from megatron.fsdp.engine.param_group import ParamGroup
 from megatron.fsdp.engine.schedule import Schedule
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, Stack, TanhLayer, build_stack

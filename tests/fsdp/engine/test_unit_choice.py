@@ -85,7 +85,7 @@ def test_everything_wrong_with_unit_modules_is_listed() -> None:
         "'Block'",
         "math.pi",
         "int",
-        "fsdp_unit_modules",
+        "Settings.units",
     ):
         assert part in str(error.value)
     assert "Linear'" not in str(error.value)

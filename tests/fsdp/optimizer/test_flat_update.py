@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from megatron.fsdp.optimizer import flat_segments
+from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_optimizer
 from tests.fsdp.test_host_time import shard_layers, train
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.optimizers import OPTIMIZERS, two_groups

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp import MegatronFSDP, trace
+from megatron.fsdp import trace
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.trace.divergence import PublishedCollective, first_difference
 from megatron.fsdp.trace.files import COLUMNS, Lanes
 from megatron.fsdp.trace.recorder import STORAGE, CollectiveError, Recorder
+from megatron_fsdp import MegatronFSDP
 from tests.support.fsdp.models import BATCH, WIDTH
 from tests.support.fsdp.recorded_steps import build_recorded, record_step, train_step
 from tests.support.fsdp.reference import Ranks, loss_of

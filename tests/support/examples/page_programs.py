@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.optim.swa_utils import AveragedModel
 
-from megatron.fsdp import fully_shard, fully_shard_model
+from megatron_fsdp import fully_shard, fully_shard_model
 from tests.fsdp.dtensor.test_operations import plain
 from tests.fsdp.optimizer.test_gathering_step import orthogonal
 from tests.support.huggingface.tiny_runs import (

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron.fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from megatron.fsdp.engine import device
 from megatron.fsdp.engine.gradients import GroupGradients
+from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import BATCH, WIDTH, ResidualBlock, Stack
 from tests.support.fsdp.reference import loss_of

@@ -10,13 +10,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import nan
 
 import torch
 from torch import nn
 
-WEIGHTS_METHOD = "_init_weights"
-"""Method by which a model of transformers initialises a module in it."""
+InitialiseModule = Callable[[nn.Module], object]
+"""A function that gives a module's own parameters and buffers values, in place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetaInitialisation:
+    """First values of parameters on the meta device, which are made and sharded unit by unit.
+
+    Args:
+        function: called with every module that owns parameters or buffers on the meta device,
+            children first, when they have storage. None: ``reset_parameters()``, or in models of
+            transformers their own ``_init_weights``.
+
+    Raises:
+        ValueError: for anything but None and a callable.
+    """
+
+    function: InitialiseModule | None = None
+
+    def __post_init__(self) -> None:
+        if self.function is not None and not callable(self.function):
+            raise ValueError(
+                "MetaInitialisation.function expects a function of a module, or None, but got"
+                f" {self.function!r}"
+            )
 
 
 class Initialiser:
@@ -35,9 +59,19 @@ class Initialiser:
     source: str | None = None
     visits_parents = False
 
-    def for_model(self, model: nn.Module) -> Initialiser:
-        """Return the initialiser of a model: transformers' own, if the model has such parts."""
-        models = [each for each in model.modules() if _is_of_transformers(each)]
+    def for_model(self, model: nn.Module, setting: MetaInitialisation | None) -> Initialiser | None:
+        """Return the initialiser of a model; None: the setting says that nothing is on meta."""
+        if setting is None:
+            return None
+        if setting.function is not None:
+            return GivenInitialiser(setting.function)
+        if not isinstance(model, nn.Module):  # the check of the module reports it
+            return self
+        # Models of transformers, which this package does not import.
+        models = []
+        for module in model.modules():
+            if any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__):
+                models.append(module)
         return TransformersInitialiser(models, self) if models else self
 
     def kept_together(self) -> set[nn.Module]:
@@ -49,11 +83,7 @@ class Initialiser:
         return _reset_method(module) is not None
 
     def initialise(self, module: nn.Module) -> None:
-        """Give the parameters and buffers of ``module`` their first values, in place.
-
-        Raises:
-            ValueError: for a module for which :meth:`knows` returns False.
-        """
+        """Give the parameters and buffers of a known module their first values, in place."""
         reset = _reset_method(module)
         if reset is None:
             raise ValueError(f"{type(module).__name__} has no method reset_parameters()")
@@ -61,19 +91,15 @@ class Initialiser:
 
 
 class GivenInitialiser(Initialiser):
-    """A function of the user's that gives a module's own parameters and buffers first values.
+    """A function of the user's; tensors that it leaves out are found afterwards."""
 
-    Args:
-        function: called with the module.
-    """
+    source = "MetaInitialisation.function"
 
-    source = "param_init_fn"
-
-    def __init__(self, function: Callable[[nn.Module], object]):
+    def __init__(self, function: InitialiseModule):
         self._function = function
 
     def knows(self, module: nn.Module) -> bool:
-        """Return True: tensors that the function leaves out are found afterwards."""
+        """Return True."""
         return True
 
     def initialise(self, module: nn.Module) -> None:
@@ -97,14 +123,14 @@ class TransformersInitialiser(Initialiser):
 
     def __init__(self, models: Iterable[nn.Module], others: Initialiser):
         self._others = others
-        self._method_for: dict[nn.Module, Callable[[nn.Module], object]] = {}
+        self._method_for: dict[nn.Module, InitialiseModule] = {}
         self._layers: set[nn.Module] = set()
         for model in models:
-            method: Callable[[nn.Module], object] = getattr(model, WEIGHTS_METHOD)
+            method: InitialiseModule = model._init_weights  # type: ignore[assignment]  # a method
             self._method_for.update(dict.fromkeys(model.modules(), method))
             # Layers scale weights of the modules inside them.
             names = set(getattr(model, "_no_split_modules", None) or ())
-            self._layers |= {each for each in model.modules() if type(each).__name__ in names}
+            self._layers |= {inner for inner in model.modules() if type(inner).__name__ in names}
 
     def kept_together(self) -> set[nn.Module]:
         """Return the layers, which transformers never splits either."""
@@ -128,36 +154,33 @@ class TransformersInitialiser(Initialiser):
 def problems_of_initialisation(module: nn.Module, initialiser: Initialiser) -> list[str]:
     """Return a problem naming the modules with meta tensors that ``initialiser`` does not know."""
     unknown = []
-    for name, each in module.named_modules():
-        on_meta = [key for key, _ in _own_meta_tensors(each)]
-        if on_meta and not initialiser.knows(each):
-            unknown.append(f"{name or 'the model'} ({type(each).__name__}: {', '.join(on_meta)})")
+    for name, inner in module.named_modules():
+        on_meta = list(_own_meta_tensors(inner))
+        if on_meta and not initialiser.knows(inner):
+            unknown.append(f"{name or 'the model'} ({type(inner).__name__}: {', '.join(on_meta)})")
     if not unknown:
         return []
     return [
-        "init_model_with_meta_device needs a method reset_parameters() in every module that owns"
-        " parameters or buffers on the meta device, or a function param_init_fn that initialises"
-        f" modules; the method is missing in {'; '.join(unknown)}"
+        "Settings.initialisation needs a method reset_parameters() in every module that owns"
+        " parameters or buffers on the meta device, or a MetaInitialisation.function that"
+        f" initialises modules; the method is missing in {'; '.join(unknown)}"
     ]
 
 
 def initialisation_parts(
     root: nn.Module, units: Iterable[nn.Module], together: Collection[nn.Module] = ()
 ) -> Iterator[list[nn.Module]]:
-    """Divide the modules of ``root`` into parts; all modules of a part are initialised together.
+    """Yield the parts of ``root``, each with its modules, children first.
 
     Args:
         root: the model.
         units: modules in it whose parameters are sharded together.
         together: modules that are parts, whatever units are in them.
-
-    Yields:
-        The modules of a part, children first.
     """
     wanted = {unit for unit in units if unit is not root}
 
     def visit(module: nn.Module) -> Iterator[list[nn.Module]]:
-        contains_units = any(each in wanted for each in module.modules() if each is not module)
+        contains_units = any(inner in wanted for inner in module.modules() if inner is not module)
         owns_parameters = next(module.parameters(recurse=False), None) is not None
         is_part = module in wanted or (owns_parameters and module is not root)
         if module in together or (is_part and not contains_units):
@@ -184,24 +207,20 @@ def materialize(
         ValueError: names the tensors without values afterwards, if the initialiser has a source.
     """
     modules = list(modules)
-    names_of: dict[nn.Module, set[str]] = {}
-    for module in modules:
-        names = {name for name, _ in _own_meta_tensors(module)}
-        if names:
-            names_of[module] = names
-    for module in names_of:
-        for name, tensor in list(_own_meta_tensors(module)):
+    of_modules = {module: _own_meta_tensors(module) for module in modules}
+    for module, tensors in of_modules.items():
+        for name, tensor in tensors.items():
             _allocate(module, name, tensor, device)
-    if initialiser.source is not None:
-        _fill_with_nan(names_of)
+            if initialiser.source is not None and tensor.is_floating_point():
+                _own_tensors(module)[name].data.fill_(nan)
     part = set(modules)
-    for module in modules:
+    for module, tensors in of_modules.items():
         is_parent = initialiser.visits_parents and part.issuperset(module.children())
-        if module in names_of or is_parent:
-            with torch.no_grad(), _protected(module, names_of.get(module, set()), device):
+        if tensors or is_parent:
+            with torch.no_grad(), _protected(module, tensors, device):
                 initialiser.initialise(module)
     if initialiser.source is not None:
-        _refuse_without_values(names_of, initialiser.source)
+        _refuse_without_values(of_modules, initialiser.source)
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
@@ -218,80 +237,72 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
     yield module
 
 
-def _is_of_transformers(module: nn.Module) -> bool:
-    """Return True for a model of transformers, which this package does not import."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(module).__mro__)
-
-
-def _fill_with_nan(names_of: dict[nn.Module, set[str]]) -> None:
-    """Fill the floating-point tensors of these names that modules own with NaN."""
-    for module, names in names_of.items():
-        for name, tensor in _own_tensors(module):
-            if name in names and tensor.is_floating_point():
-                tensor.data.fill_(nan)
-
-
-def _refuse_without_values(names_of: dict[nn.Module, set[str]], source: str) -> None:
-    """Raise ``ValueError`` for tensors that are NaN everywhere still."""
+def _refuse_without_values(
+    of_modules: dict[nn.Module, dict[str, torch.Tensor]], source: str
+) -> None:
+    """Raise ``ValueError`` for tensors of these names that are NaN everywhere still."""
     left = []
-    for module, names in names_of.items():
-        for name, tensor in _own_tensors(module):
+    for module, names in of_modules.items():
+        for name, tensor in _own_tensors(module).items():
             is_checked = name in names and tensor.is_floating_point() and tensor.numel() > 0
             if is_checked and tensor.isnan().all():
                 left.append(f"{type(module).__name__}.{name}")
     if left:
         raise ValueError(
-            f"{source} gives no values to {', '.join(left)}: pass a param_init_fn that initialises"
-            " every module"
+            f"{source} gives no values to {', '.join(left)}: pass a MetaInitialisation.function"
+            " that initialises every module"
         )
 
 
 @contextmanager
-def _protected(module: nn.Module, names: set[str], device: torch.device) -> Iterator[None]:
+def _protected(module: nn.Module, names: Collection[str], device: torch.device) -> Iterator[None]:
     """Replace the tensors that ``module`` owns, except ``names``, by stand-ins inside the context.
 
     Tensors that have values keep them: a parameter tied to one of an earlier module, which may be
     sharded already, or a tensor that the user has set. The initialiser still draws the same number
     of random numbers.
     """
-    others = {name: tensor for name, tensor in _own_tensors(module) if name not in names}
+    others = {name: own for name, own in _own_tensors(module).items() if name not in names}
     for name, tensor in others.items():
-        stand_in = torch.empty_like(tensor, device=device)
-        if isinstance(tensor, nn.Parameter):
-            module._parameters[name] = _parameter_like(tensor, stand_in)
-        else:
-            module._buffers[name] = stand_in
+        _set(module, name, _like(tensor, torch.empty_like(tensor, device=device)))
     try:
         yield
     finally:
         for name, tensor in others.items():
-            if isinstance(tensor, nn.Parameter):
-                module._parameters[name] = tensor
-            else:
-                module._buffers[name] = tensor
+            _set(module, name, tensor)
 
 
-def _own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-    return [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]
+    return dict([*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)])
 
 
-def _own_meta_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    return ((name, tensor) for name, tensor in _own_tensors(module) if tensor.is_meta)
+def _own_meta_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in _own_tensors(module).items() if tensor.is_meta}
 
 
 def _allocate(module: nn.Module, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     """Allocate storage on ``device`` for the meta tensor that ``module`` owns as ``name``."""
-    empty = torch.empty_like(tensor, device=device)
+    if not tensor.is_meta:
+        return  # another module that owns it too has done so
+    made = _like(tensor, torch.empty_like(tensor, device=device))
     if isinstance(tensor, nn.Parameter):
-        # The object stays: other modules and optimizers may refer to it.
-        torch.utils.swap_tensors(tensor, _parameter_like(tensor, empty))
+        torch.utils.swap_tensors(tensor, made)  # the object stays: optimizers may refer to it
     else:
-        module._buffers[name] = empty
+        _set(module, name, made)
 
 
-def _parameter_like(original: nn.Parameter, values: torch.Tensor) -> nn.Parameter:
-    """Return a parameter with other values and the attributes of ``original``."""
+def _set(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    if isinstance(tensor, nn.Parameter):
+        module._parameters[name] = tensor
+    else:
+        module._buffers[name] = tensor
+
+
+def _like(original: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return a buffer, or a parameter with the attributes of ``original``, of other values."""
+    if not isinstance(original, nn.Parameter):
+        return values
     parameter = nn.Parameter(values, requires_grad=original.requires_grad)
     vars(parameter).update(vars(original))
     return parameter

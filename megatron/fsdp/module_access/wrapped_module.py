@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attributes and methods of the wrapped module, on the wrapper and for code that calls them."""
+"""The wrapped module for code that calls it without the wrapper, and its methods on the wrapper."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.engine.collectives import agree
-from megatron.fsdp.engine.hooks import UnitHooks
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 
 Conversion = Callable[[torch.Tensor], torch.Tensor]
@@ -29,30 +27,6 @@ UNEQUAL_GENERATION = (
 
 GENERATES_TOGETHER = "_is_fsdp_managed_module"
 """Attribute by which transformers knows modules whose ranks must run all layers together."""
-
-
-class WrappedAttributes(nn.Module):
-    """A wrapper on which the attributes of its ``module`` can be read.
-
-    Methods of the module compute as its forward does: see :meth:`UnitHooks.call_method`.
-    """
-
-    _hooks: UnitHooks
-    _shows_attributes = True
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = vars(self).get("_modules", {}).get("module")
-            if module is None or name.startswith("_") or not self._shows_attributes:
-                raise
-        value = getattr(module, name)
-        if not inspect.ismethod(value) or value.__self__ is not module:
-            return value
-        if name == "generate" and getattr(module, GENERATES_TOGETHER, False):
-            value = _refusing_unequal_lengths(value)
-        return partial(self._hooks.call_method, value)
 
 
 def prepare_wrapped_module(
@@ -72,15 +46,15 @@ def prepare_wrapped_module(
             change weights.
     """
     if gathers_layers:
-        for each in module.modules():
-            if callable(getattr(each, "generate", None)):
-                setattr(each, GENERATES_TOGETHER, True)
+        for inner in module.modules():
+            if callable(getattr(inner, "generate", None)):
+                setattr(inner, GENERATES_TOGETHER, True)
     save = getattr(type(module), "save_pretrained", None)
     if callable(save):
         vars(module)["save_pretrained"] = _saving_whole_weights(save.__get__(module), state_dict)
-    for each in module.modules():
-        if isinstance(each._parameters, WatchedParameters):
-            vars(each)["_apply"] = _converting_buffers(each, check_conversion)
+    for inner in module.modules():
+        if isinstance(inner._parameters, WatchedParameters):
+            vars(inner)["_apply"] = _converting_buffers(inner, check_conversion)
 
 
 def _converting_buffers(
@@ -148,12 +122,22 @@ def gather_on_first_rank(state: dict[str, Any]) -> dict[str, Any]:
     return gathered
 
 
-def _refusing_unequal_lengths(generate: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(generate)
-    def checked(*args: Any, **kwargs: Any) -> Any:
+def checked_method(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the wrapped module; ``generate`` of transformers refuses what would hang.
+
+    Args:
+        module: the wrapped module.
+        name: of the method.
+        method: bound to the module.
+    """
+    if name != "generate" or not getattr(module, GENERATES_TOGETHER, False):
+        return method
+
+    @wraps(method)
+    def generate(*args: Any, **kwargs: Any) -> Any:
         """Generate on all ranks together."""
         if kwargs.get("synced_gpus") is False:
             raise ValueError(UNEQUAL_GENERATION)
-        return generate(*args, **kwargs)
+        return method(*args, **kwargs)
 
-    return checked
+    return generate
