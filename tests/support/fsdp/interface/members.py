@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.fsdp import builder, checks
 from megatron.fsdp.backends import memory_slots
-from megatron.fsdp.engine.device import allocate_slots
+from megatron.fsdp.backends.memory_slots import allocate_slots
 from megatron_fsdp import (
     FSDPDistributedIndex,
     MegatronFSDP,
@@ -271,7 +271,12 @@ def shows_broadcast_params(make: Make) -> None:
         for parameter in model.parameters():
             parameter.to_local().add_(dist.get_rank())
     model.broadcast_params()
-    close(model.module.head.weight.detach(), build_stack().head.weight.detach(), "weight", 1e-6)
+    close(
+        model.module.head.weight.full_tensor().detach(),
+        build_stack().head.weight.detach(),
+        "weight",
+        1e-6,
+    )
 
 
 @shows("members", "stop_communication")
