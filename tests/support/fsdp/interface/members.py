@@ -271,12 +271,8 @@ def shows_broadcast_params(make: Make) -> None:
         for parameter in model.parameters():
             parameter.to_local().add_(dist.get_rank())
     model.broadcast_params()
-    close(
-        model.module.head.weight.full_tensor().detach(),
-        build_stack().head.weight.detach(),
-        "weight",
-        1e-6,
-    )
+    weight = model.module.head.weight.full_tensor().detach().double()
+    close(weight, build_stack().head.weight.detach(), "weight", 1e-6)
 
 
 @shows("members", "stop_communication")
