@@ -80,8 +80,7 @@ def build(
         module: its parameters become views of flat buffers.
         settings: valid ones.
         initialiser: initialises parameters on the meta device; None: there are none.
-        report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf
-            there, if the settings ask for it.
+        report_nonfinite: called with the parameters whose gradient is NaN or Inf on this rank.
         after_backward: called when a backward pass has ended.
 
     Raises:
@@ -114,14 +113,8 @@ def build(
         gradients.end_backward()
         after_backward()
 
-    schedule = Schedule(
-        units,
-        settings.level,
-        settings.overlap,
-        microbatches,
-        gradients.begin_backward,
-        end_backward,
-    )
+    when = settings.level, settings.overlap, microbatches
+    schedule = Schedule(units, *when, gradients.begin_backward, end_backward)
     gradients.connect(schedule)
     hooks = UnitHooks(schedule, _parameters_of_optimizer(sharded_params))
     trainability = hooks.shown.trainability
