@@ -87,8 +87,7 @@ def build(
         module: its parameters become views of flat buffers.
         settings: valid ones.
         initialiser: initialises parameters on the meta device; None: there are none.
-        report_nonfinite: called on every rank with the parameters whose gradient is NaN or Inf
-            there, if the settings ask for it.
+        report_nonfinite: called with the parameters whose gradient is NaN or Inf on this rank.
         after_backward: called when a backward pass has ended.
 
     Raises:

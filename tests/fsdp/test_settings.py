@@ -3,6 +3,7 @@
 
 import dataclasses
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -75,7 +76,7 @@ def test_settings_are_frozen_and_every_field_has_one_keyword() -> None:
         # Prefetching by a number of units is not published, and the others are settings themselves.
         if setting.__name__ != "Settings":
             assert names - set(keywords) <= {"prefetch_units"}
-    keywords = [name for names in KEYWORDS.values() for name in names.values()]
+    keywords = list(chain.from_iterable(names.values() for names in KEYWORDS.values()))
     assert len(set(keywords)) == len(keywords)
 
 
