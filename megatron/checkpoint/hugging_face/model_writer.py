@@ -29,7 +29,6 @@ from megatron.checkpoint.hugging_face.model_directory import (
     write_shard,
 )
 from megatron.checkpoint.hugging_face.setting_rules import Config
-from megatron.checkpoint.store import durable
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
@@ -284,7 +283,6 @@ def _part(file: str, tensors: dict[str, LazyTensor], notes: list[str]) -> Part:
     def write(staging: Path, progress: Progress) -> dict[str, Any]:
         known = len(notes)
         write_shard(staging / file, ordered, progress)
-        durable.sync_file(staging / file)
         return {"tensors": list(ordered), "notes": notes[known:]}
 
     return Part(file, sum(tensor.num_bytes for tensor in tensors.values()), write)
