@@ -1,11 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution of conversions: ranks share the parts, and the output appears when it is complete."""
+"""Execution of conversions: ranks share the parts, and the output appears when it is complete.
+
+A conversion that was killed is continued by the next one of the same files with the same arguments.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import pickle
 import shutil
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +22,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from megatron.checkpoint.core.parts import Part, Target, progress_of
-from megatron.checkpoint.store.directory import OutputDirectory
+from megatron.checkpoint.dcp import safe_pickle
+from megatron.checkpoint.store import durable
+from megatron.checkpoint.store.directory import CONVERSION_JOURNAL, OutputDirectory
 from megatron.checkpoint.store.stores import store_of
 from megatron.checkpoint.store.url_staging import directory_token
 from megatron.fsdp.backends import rendezvous
@@ -24,7 +33,9 @@ from megatron.fsdp.engine.collectives import agree
 Result = TypeVar("Result")
 
 _FAILED = ".failed"
-"""File in the staging directory by which a rank tells the others that it has failed."""
+"""File in the journal by which a rank tells the others that it has failed."""
+_IDENTITY = ".identity"
+"""File in the journal with the digest of the conversion."""
 OUT_OF_MEMORY = "out of memory; with torchrun each rank needs its own (--oom-traceback tells where)"
 
 
@@ -32,17 +43,28 @@ class ConversionError(RuntimeError):
     """A conversion that could not be finished; nothing of it is left."""
 
 
+def fingerprint(*facts: Any) -> str:
+    """Return a digest of facts that JSON, or ``str``, can represent."""
+    return hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
+
+
 def convert(
     target: Target,
     output: OutputDirectory,
+    identity: str | None = None,
     show_progress: bool = True,
     oom_traceback: bool = False,
 ) -> list[str]:
     """Write ``target`` and publish it as ``output``. Called on all ranks with equal arguments.
 
+    A conversion that was killed is continued by the next one with the same ``identity``, on any
+    number of ranks.
+
     Args:
         target: the output to write, the same on all ranks.
         output: the directory of the output.
+        identity: the :func:`fingerprint` of its source and arguments; None for a conversion that
+            begins anew, and cannot be continued.
         show_progress: whether to show the progress of the first rank's share.
         oom_traceback: whether to print where memory ran out.
 
@@ -52,44 +74,68 @@ def convert(
     Raises:
         ConversionError: on every rank, with the errors of all ranks. The output is removed.
     """
-    _on_first_rank(lambda: _make_empty(output.staging), output.staging)
-    results: dict[str, Any] = {}
+    # Another release of this program may cut the same output into parts of other sizes.
+    sizes = [(part.name, part.num_bytes) for part in target.parts]
+    identity = fingerprint(identity or uuid.uuid4().hex, sizes)
+    is_continued = _is_of(output.staging / CONVERSION_JOURNAL, identity)
+    # What was finished before outlasts an error of a rank that has not come to its parts.
+    removed_on_error = None if is_continued else output.staging
+    finished = (
+        _on_first_rank(lambda: _prepare(output.staging, identity, is_continued), removed_on_error)
+        or []
+    )
+    if _distributed():  # other nodes may see an older state of a shared file system
+        finished = agree(finished)
+    parts = _share([part for part in target.parts if part.name not in finished])
     problem = None
     try:
-        results = _write_parts(_share(target.parts), output.staging, show_progress and _is_first())
+        _write_parts(parts, output.staging, show_progress and _is_first())
     except Exception as error:  # a full disk, a damaged source: anything, on any rank
         if oom_traceback and is_out_of_memory(error):
             traceback.print_exception(error)
         problem = _message_of_rank(error)
         with suppress(OSError):
-            (output.staging / _FAILED).touch()
+            (output.staging / CONVERSION_JOURNAL / _FAILED).touch()
     _raise_together(problem, output.staging)
-    for of_rank in _of_all_ranks(results):
-        results |= of_rank
-    return _on_first_rank(lambda: _finish(target, output, results), output.staging) or []
+    return _on_first_rank(lambda: _finish(target, output), output.staging) or []
 
 
-def _make_empty(staging: Path) -> None:
-    """Make a directory; what a conversion that was killed has left in it is removed."""
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+def _is_of(journal: Path, identity: str) -> bool:
+    """Return True if a journal is that of the conversion with this identity."""
+    known = journal / _IDENTITY
+    return known.is_file() and known.read_bytes() == identity.encode()
 
 
-def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> dict[str, Any]:
-    """Write parts until all are done or another rank has failed, and return results by name."""
-    results = {}
+def _prepare(staging: Path, identity: str, is_continued: bool) -> list[str]:
+    """Make the staging directory, or keep it, and return the names of the finished parts."""
+    journal = staging / CONVERSION_JOURNAL
+    if not is_continued:
+        shutil.rmtree(staging, ignore_errors=True)
+        journal.mkdir(parents=True)
+        durable.write_text(journal / _IDENTITY, identity)
+    (journal / _FAILED).unlink(missing_ok=True)
+    return [path.name for path in journal.iterdir() if not path.name.startswith(".")]
+
+
+def _write_parts(parts: Sequence[Part], staging: Path, show_progress: bool) -> None:
+    """Write parts and record their results until all are done or another rank has failed."""
+    journal = staging / CONVERSION_JOURNAL
     total = sum(part.num_bytes for part in parts)
     with progress_of("converting", total, show=show_progress) as advance:
         for part in parts:
-            if (staging / _FAILED).exists():
+            if (journal / _FAILED).exists():
                 break
-            results[part.name] = part.write(staging, advance)
-    return results
+            durable.write_bytes(journal / part.name, pickle.dumps(part.write(staging, advance)))
 
 
-def _finish(target: Target, output: OutputDirectory, results: dict[str, Any]) -> list[str]:
+def _finish(target: Target, output: OutputDirectory) -> list[str]:
     """Write the files that depend on all parts, publish the output, and return all notes."""
+    journal = output.staging / CONVERSION_JOURNAL
+    results = {}
+    for part in target.parts:
+        results[part.name] = safe_pickle.load((journal / part.name).read_bytes())
     target.finish(output.staging, results)
+    shutil.rmtree(journal)
     output.publish()
     notes: set[str] = set()
     for result in results.values():
@@ -208,16 +254,6 @@ def _on_first_rank(
             problem = _message_of_rank(error)
     _raise_together(problem, removed_on_error)
     return result
-
-
-def _of_all_ranks(value: Result) -> list[Result]:
-    """Return the values of all ranks on the first one, nothing on others."""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return [value]
-    values: list[Any] = [None] * world_size if rank == 0 else []
-    dist.gather_object(value, values or None)
-    return values
 
 
 def agreed(action: Callable[[], None], message_of: Callable[[Exception], str]) -> None:

@@ -40,6 +40,9 @@ from megatron.checkpoint.torch_dist import checkpoint as torch_dist
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+_NOT_OF_THE_OUTPUT = ("input_dir", "output_dir", "as_json", "quiet", "enable_msc", "oom_traceback")
+"""Arguments without influence on the content of the output, or that are told apart by files."""
+
 _COMMAND_FOR = {
     TORCH_DIST: "convert-torch-dist-to-fsdp-dtensor",
     FSDP_DTENSOR: "convert-fsdp-dtensor-to-torch-dist, or convert-to-hf",
@@ -84,7 +87,9 @@ def _convert(
             f"{output.final} is inside of the checkpoint that is converted: name another directory"
         )
     conversion.check_output(output)
-    new_notes = conversion.convert(target, output, printer.show_progress, printer.oom_traceback)
+    new_notes = conversion.convert(
+        target, output, _identity(opened), printer.show_progress, printer.oom_traceback
+    )
     conversion.upload(output)
     notes = sorted({*report.get("notes", []), *new_notes})
     printer.result({"output": output.final, "input": opened.directory, **report, "notes": notes})
@@ -93,6 +98,21 @@ def _convert(
     for line in report.get("lines", []):
         printer.say(line)
     printer.say(f"{opened.directory} ({opened.format}) -> {output.final}")
+
+
+def _identity(opened: Opened) -> str:
+    """Return a digest of the command, its arguments, and all files that it reads."""
+    context = click.get_current_context()
+    given = {
+        name: value for name, value in context.params.items() if name not in _NOT_OF_THE_OUTPUT
+    }
+    files = {}
+    for source in (opened.directory, *given.values()):  # a template is a directory, too
+        for path in (source, *source.rglob("*")) if isinstance(source, Path) else ():
+            if path.is_file():
+                status = path.stat()
+                files[str(path.absolute())] = (status.st_size, status.st_mtime_ns)
+    return conversion.fingerprint(context.command.name, given, files)
 
 
 def _report(state: TrainingState) -> dict[str, Any]:

@@ -22,10 +22,12 @@ class Part:
     """One part of the output of a conversion.
 
     Attributes:
-        name: unique among the parts.
+        name: unique among the parts, the same in every run of the same conversion, and valid as a
+            file name without a dot at its beginning.
         num_bytes: number of bytes of the tensors that it writes, as reported to the progress.
-        write: function that writes the part into a directory, reports its progress, and returns a
-            dict for :meth:`Target.finish`, with ``notes`` to the user.
+        write: function that writes the part into a directory, waits until the disk has it, reports
+            its progress, and returns a dict for :meth:`Target.finish`, with ``notes`` to the user.
+            The dict has values that :mod:`megatron.checkpoint.dcp.safe_pickle` reads.
     """
 
     name: str

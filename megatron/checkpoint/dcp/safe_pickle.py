@@ -64,6 +64,9 @@ _CLASSES: dict[str, tuple[str, ...]] = {
         *("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
     ),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+    # Results of the parts of a conversion.
+    "torch.distributed.checkpoint.storage": ("WriteResult",),
+    "megatron.checkpoint.integrity.manifest": ("FileDigest",),
     "torch._utils": ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
     "torch.storage": ("UntypedStorage", "TypedStorage"),
     "numpy": ("dtype", "ndarray"),

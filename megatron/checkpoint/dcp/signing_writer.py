@@ -15,7 +15,6 @@ import os
 import struct
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -64,7 +63,7 @@ class SigningWriter(FileSystemWriter):
         """Write the entries of this rank.
 
         Returns:
-            The place of every entry, and the digest of the file as the last element.
+            The place of every entry, and as the last element the name and digest of the file.
         """
         name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         results: list[Any] = []
@@ -78,7 +77,7 @@ class SigningWriter(FileSystemWriter):
                 results.append(WriteResult(item.index, info.length, info))
             file.flush()
             os.fsync(file.fileno())
-            results.append(_WrittenFile(name, stream.digest))
+            results.append((name, stream.digest))
         done: Future[list[Any]] = Future()
         done.set_result(results)
         return done
@@ -103,16 +102,10 @@ class SigningWriter(FileSystemWriter):
             (directory / name).write_bytes(content)
             durable.sync_file(directory / name)
         if self._signs:
-            files = {written[-1].name: written[-1].digest for written in results}
+            files = dict(written[-1] for written in results)
             for name in (METADATA, *self._beside):
                 files[name] = digest_of(directory / name)
             Manifest(directory, files).write()
-
-
-@dataclass(frozen=True)
-class _WrittenFile:
-    name: str
-    digest: FileDigest | None
 
 
 def _write(

@@ -16,6 +16,7 @@ file, or whole tensors. A conversion has to do with less memory than either.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,8 @@ def write_shard(
 ) -> None:
     """Write, or replace, a file of tensors in this order, with one of them in memory at a time.
 
+    The disk has it afterwards.
+
     Raises:
         ValueError: for a dtype that the format does not have.
         RuntimeError: if a tensor has another shape or dtype when it is read than it has declared.
@@ -229,6 +232,8 @@ def write_shard(
                 )
             file.write(_bytes_of(values.contiguous()))
             progress(tensor.num_bytes)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _header(tensors: dict[str, LazyTensor]) -> bytes:

@@ -32,8 +32,10 @@ _WRITER = re.compile(r"^__(\d+)_")
 _READ_BY_LOADERS = re.compile(r"^(\.metadata|metadata\.json|common\.pt|.*\.distcp)$")
 
 
-_ALGORITHM = "sha256_of_crc32_of_128_KiB"
+BLOCKS = "sha256_of_crc32_of_128_KiB"
 """Name of the digest of :mod:`megatron.checkpoint.integrity.block_digest`, beside which it lies."""
+SHA256 = "sha256"
+"""Name of the digest of earlier versions, of the content as it is."""
 
 
 class FileDigest(NamedTuple):
@@ -42,15 +44,23 @@ class FileDigest(NamedTuple):
     Attributes:
         bytes: its size.
         digest: digest of its content, in hexadecimal digits.
+        algorithm: name of the digest.
     """
 
     bytes: int
     digest: str
+    algorithm: str = BLOCKS
 
 
-def digest_of(path: Path) -> FileDigest:
+def digest_of(path: Path, algorithm: str = BLOCKS) -> FileDigest:
     """Read a file and return its size and digest."""
-    return FileDigest(*digest_of_blocks(path))
+    if algorithm == BLOCKS:
+        return FileDigest(*digest_of_blocks(path))
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return FileDigest(path.stat().st_size, digest.hexdigest(), SHA256)
 
 
 def is_of_rank(name: str, rank: int, world_size: int) -> bool:
@@ -114,7 +124,8 @@ class Manifest:
         try:
             files = {}
             for name, entry in json.loads(text)["files"].items():
-                files[name] = FileDigest(entry["bytes"], entry[_ALGORITHM])
+                algorithm = BLOCKS if BLOCKS in entry else SHA256
+                files[name] = FileDigest(entry["bytes"], entry[algorithm], algorithm)
             manifest = cls(directory, files)
         except (ValueError, KeyError, TypeError, AttributeError):
             manifest = cls(directory, {})
@@ -135,7 +146,7 @@ class Manifest:
     def _text(self) -> str:
         files = {}
         for name, found in self.files.items():
-            files[name] = {"bytes": found.bytes, _ALGORITHM: found.digest}
+            files[name] = {"bytes": found.bytes, found.algorithm: found.digest}
         signature = hashlib.sha256(json.dumps(files).encode()).hexdigest()
         return json.dumps({"sha256": signature, "files": files}, indent=1) + "\n"
 
@@ -151,7 +162,8 @@ class Manifest:
 
     def has_changed(self, name: str) -> bool:
         """Return True if the content of a file is another one; reads all of it."""
-        return digest_of(self.directory / name) != self.files[name]
+        expected = self.files[name]
+        return digest_of(self.directory / name, expected.algorithm) != expected
 
     def foreign_files(self) -> list[str]:
         """Return the files that loaders would read, and that the manifest does not list."""

@@ -21,6 +21,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Stands for the iteration of initial weights that were converted from another program."""
 
+CONVERSION_JOURNAL = ".conversion"
+"""Directory in the staging directory of a conversion, with the result of every finished part."""
+
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
 _TEMPORARY = (".*.tmp", f"{Path(TRACKER).stem}.new")
 """Files that are written before they replace another one; the second name is of older versions."""
@@ -218,7 +221,8 @@ def tidy(root: str | Path) -> None:
     """
     root = Path(root)
     for staging in root.glob(".writing_*"):
-        _remove(staging)
+        if not (staging / CONVERSION_JOURNAL).exists():  # a conversion can be continued
+            _remove(staging)
     for old in root.glob(".old_*"):
         final = old.with_name(old.name.removeprefix(".old_"))
         if final.exists() or not old.is_dir():

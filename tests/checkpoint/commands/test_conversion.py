@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions are divided among ranks, and are whole or not there."""
+"""Conversions resume after interruptions, are divided among ranks, and are whole or not there."""
 
 import errno
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.checkpoint.commands import conversion
+from megatron.checkpoint.commands.command_line import main
 from megatron.checkpoint.commands.comparison import compare_entries
-from megatron.checkpoint.commands.conversion import ConversionError, convert
+from megatron.checkpoint.commands.conversion import ConversionError, convert, fingerprint
 from megatron.checkpoint.commands.formats import open_checkpoint
 from megatron.checkpoint.core.parts import Part, Progress
 from megatron.checkpoint.core.spelling import choose_spelling
@@ -70,7 +72,9 @@ COMPLETE = {"end": "all", **{f"part{number}": f"content of part{number}" for num
 
 
 def test_the_output_appears_when_it_is_complete(tmp_path: Path) -> None:
-    notes = convert(Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), show_progress=False)
+    notes = convert(
+        Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+    )
     assert content(tmp_path / "out") == COMPLETE
     assert notes == [f"note of part{number}" for number in range(6)]
     assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
@@ -78,7 +82,7 @@ def test_the_output_appears_when_it_is_complete(tmp_path: Path) -> None:
 
 def test_the_tracker_names_the_iteration(tmp_path: Path) -> None:
     output = new_checkpoint(tmp_path / "out", 7)
-    convert(Lines(tmp_path / "log"), output, show_progress=False)
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
     assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert content(tmp_path / "out" / "iter_0000007") == COMPLETE
 
@@ -107,22 +111,53 @@ def in_a_child(action: Callable[[], Any]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def test_a_conversion_that_was_killed_begins_anew(tmp_path: Path) -> None:
+def interrupted(tmp_path: Path, identity: str | None = "a") -> OutputDirectory:
+    """Two parts are done, the third was begun."""
     output = OutputDirectory(tmp_path / "out")
 
     def work() -> None:
-        convert(Lines(tmp_path / "log", fails=killed_after(2)), output, show_progress=False)
+        target = Lines(tmp_path / "log", fails=killed_after(2))
+        convert(target, output, identity, show_progress=False)
 
     assert os.WTERMSIG(in_a_child(work)) == signal.SIGKILL
     assert written(tmp_path / "log") == ["part0", "part1"]
     assert not output.final.exists()
-    (output.staging / "left over").write_text("x")
-    convert(Lines(tmp_path / "log"), output, show_progress=False)
+    return output
+
+
+def test_a_killed_conversion_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    notes = convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
+    assert content(output.final) == COMPLETE
+    assert len(notes) == 6  # those of the first run too
+
+
+def test_an_error_of_a_continued_conversion_leaves_nothing(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    with pytest.raises(ConversionError, match="No space left"):
+        convert(Lines(tmp_path / "log", fails=lambda name: name == "part5"), output, "a", False)
+    assert {path.name for path in tmp_path.iterdir()} == {"log"}
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
+    assert content(output.final) == COMPLETE
+
+
+def test_a_conversion_without_an_identity_begins_anew(tmp_path: Path) -> None:
+    output = interrupted(tmp_path, None)
+    convert(Lines(tmp_path / "log"), output, None, show_progress=False)
     assert written(tmp_path / "log").count("part0") == 2
     assert content(output.final) == COMPLETE
 
 
-def test_a_conversion_killed_while_it_is_published_begins_anew(
+def test_another_conversion_begins_anew(tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    (output.staging / "left over").write_text("x")
+    convert(Lines(tmp_path / "log"), output, "b", show_progress=False)
+    assert written(tmp_path / "log").count("part0") == 2
+    assert content(output.final) == COMPLETE
+
+
+def test_a_conversion_killed_while_it_is_published_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = OutputDirectory(tmp_path / "out")
@@ -131,12 +166,12 @@ def test_a_conversion_killed_while_it_is_published_begins_anew(
         monkeypatch.setattr(
             OutputDirectory, "publish", lambda self: os.kill(os.getpid(), signal.SIGKILL)
         )
-        convert(Lines(tmp_path / "log"), output, show_progress=False)
+        convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
 
     in_a_child(work)
     monkeypatch.undo()
     assert not output.final.exists()
-    convert(Lines(tmp_path / "log"), output, show_progress=False)
+    convert(Lines(tmp_path / "log"), output, "a", show_progress=False)
     assert content(output.final) == COMPLETE
 
 
@@ -146,6 +181,7 @@ def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
         convert(
             Lines(tmp_path / "log", fails=lambda name: name == "part3"),
             output,
+            "a",
             show_progress=False,
         )
     assert not output.final.exists() and not output.staging.exists()
@@ -160,8 +196,25 @@ def test_a_failure_at_the_end_leaves_nothing(
 
     monkeypatch.setattr(Lines, "finish", finish)
     with pytest.raises(ConversionError, match="No space left"):
-        convert(Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), show_progress=False)
+        convert(
+            Lines(tmp_path / "log"), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+        )
     assert {path.name for path in tmp_path.iterdir()} == {"log"}
+
+
+def test_fingerprints_tell_conversions_apart() -> None:
+    assert fingerprint("a", 1, {"x": 1, "y": 2}) == fingerprint("a", 1, {"y": 2, "x": 1})
+    assert (
+        len(
+            {
+                fingerprint("a", 1),
+                fingerprint("a", 2),
+                fingerprint("b", 1),
+                fingerprint("a", {"x": None}),
+            }
+        )
+        == 4
+    )
 
 
 def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], str]:
@@ -169,7 +222,7 @@ def convert_lines(root: str, fails_on: int | None = None) -> tuple[list[str], st
     path = Path(root)
     target = Lines(path / "log", fails=lambda name: fails_on == dist.get_rank())
     try:
-        return convert(target, OutputDirectory(path / "out"), show_progress=False), ""
+        return convert(target, OutputDirectory(path / "out"), "a", show_progress=False), ""
     except ConversionError as error:
         return [], str(error)
 
@@ -190,6 +243,23 @@ def test_ranks_share_the_parts(ranks: Any, num_ranks: int, tmp_path: Path) -> No
     assert set(lines[1::2]) == set(map(str, range(num_ranks)))
 
 
+def test_ranks_take_up_what_one_process_began(ranks: Any, tmp_path: Path) -> None:
+    output = interrupted(tmp_path)
+    ranks(2, convert_lines, str(tmp_path))
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
+    assert content(output.final) == COMPLETE
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_its_parts_leaves_those_of_the_interrupted_conversion(
+    ranks: Any, failing: int, tmp_path: Path
+) -> None:
+    interrupted(tmp_path)
+    assert ranks(2, fail_before, str(tmp_path), failing) == ["this rank cannot read the source"] * 2
+    assert ranks(3, convert_lines, str(tmp_path)) == on_first(3)
+    assert written(tmp_path / "log") == [f"part{number}" for number in range(6)]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_failing_rank_ends_all_with_one_message(
     ranks: Any, failing: int, tmp_path: Path
@@ -207,7 +277,9 @@ def fail_before(root: str, failing: int) -> str:
     def action() -> None:
         if dist.get_rank() == failing:
             raise OSError("this rank cannot read the source")
-        convert(Lines(Path(root) / "log"), OutputDirectory(Path(root) / "out"), show_progress=False)
+        convert(
+            Lines(Path(root) / "log"), OutputDirectory(Path(root) / "out"), "a", show_progress=False
+        )
 
     try:
         conversion.agreed(action, str)
@@ -230,6 +302,7 @@ def convert_sample(source: str, target: str) -> None:
     convert(
         fsdp_dtensor.target(state, choose_spelling(state)),
         new_checkpoint(target, 3),
+        "a",
         show_progress=False,
     )
 
@@ -270,11 +343,53 @@ def test_a_damaged_source_leaves_no_output(tmp_path: Path) -> None:
         convert(
             fsdp_dtensor.target(state, choose_spelling(state)),
             new_checkpoint(tmp_path / "out", 3),
+            "a",
             show_progress=False,
         )
     assert (
         not list(tmp_path.rglob(".writing*")) and not (tmp_path / "out" / "iter_0000003").exists()
     )
+
+
+def test_a_process_that_is_killed_is_taken_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample, out = samples.torch_dist(samples.DENSE), tmp_path / "out"
+    words = ["convert-torch-dist-to-fsdp-dtensor", "--quiet", str(sample), str(out)]
+    monkeypatch.setattr(dcp_target, "PART_BYTES", 1 << 14)
+    journal = out / ".writing_iter_0000003" / ".conversion"
+    child = os.fork()
+    if child == 0:
+        resolve = dcp_target.EntryPlanner.resolve_data
+
+        def resolve_slowly(*args: Any) -> Any:
+            time.sleep(0.05)
+            return resolve(*args)
+
+        monkeypatch.setattr(dcp_target.EntryPlanner, "resolve_data", resolve_slowly)
+        try:
+            main(words)
+        finally:
+            os._exit(1)
+    try:
+        limit = time.monotonic() + 300
+        while len(list(journal.glob("0*[0-9]"))) < 3:
+            assert os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < limit
+            time.sleep(0.02)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    done = {path.name: path.stat().st_mtime_ns for path in journal.parent.glob("*.distcp")}
+    finished = {f"__{int(path.name)}_0.distcp" for path in journal.glob("0*[0-9]")}
+    assert not (out / "iter_0000003").exists()
+    assert not (out / "latest_checkpointed_iteration.txt").exists()
+    main(words, standalone_mode=False)
+    after = {path.name: path.stat().st_mtime_ns for path in (out / "iter_0000003").glob("*.distcp")}
+    assert len(finished) >= 3 and all(after[name] == done[name] for name in finished)
+    convert_sample(str(sample), str(tmp_path / "other"))
+    assert not compare_entries(
+        open_checkpoint(out).stored, open_checkpoint(tmp_path / "other").stored
+    ).differs
 
 
 def test_a_full_disk_leaves_no_half_output(tmp_path: Path) -> None:

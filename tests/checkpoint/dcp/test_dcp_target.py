@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.commands import conversion
 from megatron.checkpoint.commands.conversion import convert
 from megatron.checkpoint.core.lazy_tensor import LazyTensor, in_memory
 from megatron.checkpoint.dcp import dcp_target
@@ -25,7 +26,7 @@ def test_every_tensor_is_read_once(tmp_path: Path) -> None:
         return LazyTensor((8, 4), torch.float32, read_rows)
 
     entries = [whole(f"t{number}", lazy(number)) for number in range(20)]
-    convert(DcpTarget(entries), OutputDirectory(tmp_path / "out"), show_progress=False)
+    convert(DcpTarget(entries), OutputDirectory(tmp_path / "out"), "a", show_progress=False)
     assert sorted(reads) == list(range(20))
     stored = StoredCheckpoint(tmp_path / "out")
     assert all(
@@ -41,7 +42,7 @@ def test_parts_are_closed_when_they_are_large(
     target = DcpTarget([whole(f"t{number}", in_memory(torch.zeros(32))) for number in range(5)])
     assert [part.num_bytes for part in target.parts] == [256, 256, 128]
     assert len({part.name for part in target.parts}) == 3
-    convert(target, OutputDirectory(tmp_path / "out"), show_progress=False)
+    convert(target, OutputDirectory(tmp_path / "out"), "a", show_progress=False)
     assert len(list((tmp_path / "out").glob("*.distcp"))) == 3
 
 
@@ -57,6 +58,7 @@ def test_objects_empty_tensors_and_scalars_are_written(tmp_path: Path) -> None:
     convert(
         DcpTarget(entries, extra_files={"beside": lambda: b"x"}),
         OutputDirectory(tmp_path / "out"),
+        "a",
         show_progress=False,
     )
     stored = StoredCheckpoint(tmp_path / "out")
@@ -74,5 +76,39 @@ def test_notes_of_what_was_read_are_returned(tmp_path: Path) -> None:
     assert convert(
         DcpTarget([whole("t", lazy)], notes=notes),
         OutputDirectory(tmp_path / "out"),
+        "a",
         show_progress=False,
     ) == ["seen"]
+
+
+def test_a_conversion_in_parts_of_another_size_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def target(part_bytes: int, is_interrupted: bool) -> DcpTarget:
+        monkeypatch.setattr(dcp_target, "PART_BYTES", part_bytes)
+
+        def read(number: int) -> torch.Tensor:
+            if is_interrupted and number == 5:
+                raise KeyboardInterrupt
+            return torch.full((32,), float(number))
+
+        return DcpTarget(
+            whole(
+                f"t{n}",
+                LazyTensor((32,), torch.float32, lambda start, stop, n=n: read(n)[start:stop]),
+            )
+            for n in range(8)
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        conversion.convert(
+            target(256, True), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+        )
+    conversion.convert(
+        target(384, False), OutputDirectory(tmp_path / "out"), "a", show_progress=False
+    )
+    stored = StoredCheckpoint(tmp_path / "out")
+    assert [stored.lazy(f"t{n}").read().tolist() for n in range(8)] == [
+        [float(n)] * 32 for n in range(8)
+    ]
+    assert len(list((tmp_path / "out").glob("*.distcp"))) == 3

@@ -17,6 +17,7 @@ from megatron.checkpoint.integrity.block_digest import (
     BlockDigest,
     digest_of_blocks,
 )
+from megatron.checkpoint.integrity.manifest import BLOCKS, SHA256, FileDigest, Manifest, digest_of
 
 CONTENT = random.Random(0).randbytes(10 * BLOCK + 12345)
 
@@ -85,3 +86,18 @@ def test_every_flipped_bit_changes_it() -> None:
 def test_exchanged_blocks_change_it() -> None:
     exchanged = CONTENT[BLOCK : 2 * BLOCK] + CONTENT[:BLOCK]
     assert written_in([], exchanged).hexdigest() != written_in([], CONTENT[: 2 * BLOCK]).hexdigest()
+
+
+def test_a_manifest_of_sha256_digests_is_read_and_compared(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"content")
+    old = FileDigest(7, hashlib.sha256(b"content").hexdigest(), SHA256)
+    Manifest(tmp_path, {"old": old, "new": digest_of(tmp_path / "old")}).write()
+    assert f'"{SHA256}": "{old.digest}"' in (tmp_path / "manifest.json").read_text()
+    (tmp_path / "new").write_bytes(b"content")
+    manifest = Manifest.read(tmp_path)
+    assert manifest is not None
+    assert [digest.algorithm for digest in manifest.files.values()] == [BLOCKS, SHA256]
+    for name in ("old", "new"):
+        assert not manifest.has_changed(name)
+        (tmp_path / name).write_bytes(b"Content")
+        assert manifest.has_changed(name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.store.directory import (
+    CONVERSION_JOURNAL,
     RELEASE,
     TRACKER,
     discard,
@@ -57,7 +58,7 @@ def test_what_an_interrupted_save_left_is_not_mixed_into_the_next(tmp_path: Path
 def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     write(tmp_path, 3)
     (prepare(tmp_path, 4) / "half").touch()
-    (tmp_path / ".writing_iter_0000005").mkdir()
+    (tmp_path / ".writing_iter_0000005" / CONVERSION_JOURNAL).mkdir(parents=True)
     for old in (".old_iter_0000003", ".old_iter_0000002"):
         (tmp_path / old).mkdir()
     (tmp_path / ".deleted_iter_0000001").mkdir()
@@ -65,6 +66,7 @@ def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
         (tmp_path / temporary).touch()
     prepare(tmp_path, 6)
     assert visible(tmp_path) == [
+        ".writing_iter_0000005",  # a conversion, which can be continued
         ".writing_iter_0000006",
         "iter_0000002",  # the only copy of this iteration
         "iter_0000003",
