@@ -206,8 +206,6 @@ def fully_shard_model(
 def fully_shard_optimizer(
     optimizer: torch.optim.Optimizer,
     preproc_state_dict_for_dcp_ckpt: bool = True,
-    *,
-    optimizer_gathers_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over the ``parameters()`` of a sharded model, in place, and return it.
 
@@ -218,18 +216,16 @@ def fully_shard_optimizer(
     (moments zero, step 0).
 
     Args:
-        optimizer: an element-wise torch optimizer.
+        optimizer: any optimizer. Element-wise ones of torch step on flat tensors; all others step
+            on DTensors, whose operations gather the whole tensors that they need.
         preproc_state_dict_for_dcp_ckpt: make ``state_dict()`` ready for
             torch.distributed.checkpoint.
-        optimizer_gathers_matrices: the optimizer is written for DTensors and gathers the whole
-            matrices that it needs, by ``full_tensor()`` or ``redistribute()``, as implementations
-            of Muon do. It may then have any update.
 
     Raises:
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
-        NotImplementedError: for optimizers that need whole matrices.
+        NotImplementedError: for sparse gradients and differentiable updates.
     """
-    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt, optimizer_gathers_matrices)
+    return shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt)
 
 
 def _takes_keywords_of(
@@ -246,8 +242,7 @@ def _takes_keywords_of(
     def decorate(function: Any) -> Any:
         own = inspect.signature(function).parameters
         module, *others = inspect.signature(shard_model).parameters.values()
-        last = own["optimizer_gathers_matrices"]
-        parameters = [module, own["optimizer"], *others, last]
+        parameters = [module, own["optimizer"], *others]
         function.__signature__ = inspect.signature(function).replace(parameters=parameters)
         return function
 
@@ -259,7 +254,6 @@ def fully_shard(
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     *args: Any,
-    optimizer_gathers_matrices: bool = False,
     **keywords: Any,
 ) -> tuple[MegatronFSDP, torch.optim.Optimizer]:
     """Shard an existing model and its optimizer together, by the published keywords.
@@ -267,14 +261,13 @@ def fully_shard(
     ``model, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])`` is all that a
     training loop needs. The optimizer keeps its param groups, hyper-parameters and state.
 
-    All arguments after the first two are those of :func:`fully_shard_model`, and
-    ``optimizer_gathers_matrices`` of :func:`fully_shard_optimizer`, which makes the returned
-    optimizer. After an error, the model and the optimizer are unchanged.
+    All arguments after the first two are those of :func:`fully_shard_model`;
+    :func:`fully_shard_optimizer` makes the returned optimizer. After an error, the model and the
+    optimizer are unchanged.
 
     Raises:
         ValueError: lists every problem, the same on every rank.
-        NotImplementedError: names the arguments that are not built yet, or the optimizer if it
-            needs whole matrices.
+        NotImplementedError: names the arguments that are not built yet, or the optimizer.
         RuntimeError: if the program was not started for torch.distributed.
     """
     bound = inspect.signature(fully_shard_model).bind(module, *args, **keywords)
@@ -284,9 +277,7 @@ def fully_shard(
     problems, settings = _translated(given)
     wrapper = partial(_wrapped, given)
     with published_names():
-        return shard_both(
-            module, optimizer, settings, problems, wrapper, optimizer_gathers_matrices
-        )
+        return shard_both(module, optimizer, settings, problems, wrapper)
 
 
 def _translated(keywords: dict[str, Any]) -> tuple[Problems, Settings]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DTensors of parameters. See `megatron.fsdp.dtensor.making`."""
+"""DTensors of parameters. See `megatron.fsdp.dtensor.checkpointing`."""
 
-from megatron.fsdp.dtensor.making import make_fsdp_dtensor
+from megatron.fsdp.dtensor.checkpointing import make_fsdp_dtensor
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = ["make_fsdp_dtensor"]

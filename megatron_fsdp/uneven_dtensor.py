@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions on sharded tensors. See `megatron.fsdp.dtensor.uneven_dtensor`."""
+"""Functions on sharded tensors. See `megatron.fsdp.dtensor.checkpointing`."""
 
-from megatron.fsdp.dtensor.making import make_uneven_dtensor
-from megatron.fsdp.dtensor.uneven_dtensor import (
+from megatron.fsdp.dtensor.checkpointing import (
     filter_unflattened_state_dict,
     gather_and_compute_chunk_metadata,
     gather_uneven_dtensor_to_full_tensor,
@@ -15,6 +14,7 @@ from megatron.fsdp.dtensor.uneven_dtensor import (
     update_uneven_dtensor_chunk_metadata,
     validate_uneven_dtensor,
 )
+from megatron.fsdp.dtensor.uneven_dtensor import make_uneven_dtensor
 from megatron_fsdp.not_offered import attributes_of
 
 __all__ = [

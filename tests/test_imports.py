@@ -337,8 +337,12 @@ def test_wrong_import_between_packages_is_found(folder: str, source: str, proble
     [
         ("engine.buffer", "from megatron.fsdp.engine.hooks import x", "not above engine.buffer"),
         ("engine.buffer", "from megatron.fsdp.engine import hooks", "not above engine.buffer"),
-        ("engine.buffer", "from megatron.fsdp.dtensor.chunks import x", "not above engine.buffer"),
-        ("dtensor.chunks", "from megatron.fsdp import model", "not above dtensor.chunks"),
+        (
+            "engine.buffer",
+            "from megatron.fsdp.dtensor.operations import x",
+            "not above engine.buffer",
+        ),
+        ("dtensor.operations", "from megatron.fsdp import model", "not above dtensor.operations"),
         ("engine.layout", "from megatron.fsdp.engine.policy import x", "not above engine.layout"),
         ("engine.layout", "import torch", "integers only"),
         ("model", "import torch\ntorch.cuda.synchronize()", "only device.py"),

@@ -5,7 +5,7 @@ The published interface, with its keywords, is the package ``megatron_fsdp``.
 """
 
 from megatron.fsdp.backends.memory_slots import Memory
-from megatron.fsdp.dtensor.gradient import clip_grad_norm_
+from megatron.fsdp.dtensor.sharded_param import clip_grad_norm_
 from megatron.fsdp.engine.mesh import Mesh
 from megatron.fsdp.engine.policy import MixedPrecisionPolicy, Overlap, ShardingStrategy
 from megatron.fsdp.fully_shard import fully_shard

@@ -133,21 +133,17 @@ def shard_both(
     settings: Settings,
     problems: Problems,
     wrapper: Callable[[nn.Module, Settings, Problems], Wrapper],
-    gathers_matrices: bool = False,
 ) -> tuple[Wrapper, torch.optim.Optimizer]:
     """Shard a model and its optimizer.
 
     Args:
         model: the module.
-        optimizer: over its parameters.
+        optimizer: an optimizer over its parameters.
         settings: valid ones, unless ``problems`` says otherwise.
         problems: problems that the caller has found, which are raised together with others.
         wrapper: shards the model.
-        gathers_matrices: the optimizer gathers the matrices that it needs.
     """
-    decoupled = settings.gradients.are_decoupled
-    check_optimizer(problems, optimizer, model, decoupled, gathers_matrices)
+    check_optimizer(problems, optimizer, model, settings.gradients.are_decoupled)
     sharded = wrapper(model, settings, problems)
     swap_parameters(optimizer, sharded)
-    optimizer = shard_optimizer(optimizer, sharded.checkpoint_ready, gathers_matrices)
-    return sharded, optimizer
+    return sharded, shard_optimizer(optimizer, sharded.checkpoint_ready)

@@ -29,8 +29,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.fsdp.agreement import FreezingAgreement
-from megatron.fsdp.dtensor.gradient import GradientFamily, ShardedGradient
-from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.sharded_param import GradientFamily, ShardedGradient, ShardedParam
 from megatron.fsdp.engine import observe
 from megatron.fsdp.engine.buffer import RunningSum, shard_view
 from megatron.fsdp.engine.collectives import all_reduce_over

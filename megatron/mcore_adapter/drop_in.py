@@ -36,7 +36,6 @@ import megatron.core  # noqa: E402
 from megatron.core.optimizer import DistributedOptimizer  # noqa: E402
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # noqa: E402
 
-from megatron.fsdp.dtensor import uneven_dtensor  # noqa: E402
 from megatron.mcore_adapter import (  # noqa: E402
     core_optimizers,
     loop_optimizer,
@@ -46,6 +45,7 @@ from megatron.mcore_adapter import (  # noqa: E402
 from megatron.mcore_adapter.data_parallel import FullyShardedDataParallel  # noqa: E402
 from megatron.mcore_adapter.loop_program import LoopProgram  # noqa: E402
 from megatron.mcore_adapter.published_paths import PACKAGE, PublishedPaths  # noqa: E402
+from megatron_fsdp import uneven_dtensor  # noqa: E402
 
 ADAPTER = "megatron.core.distributed.fsdp.mcore_fsdp_adapter"
 UNEVEN = f"{PACKAGE}.uneven_dtensor"

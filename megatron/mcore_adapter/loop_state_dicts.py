@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron.checkpoint.core.listing import some
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.dtensor import uneven_dtensor
+from megatron.fsdp.dtensor import checkpointing
 from megatron.mcore_adapter.checkpoint_entries import entries_of, sharded_params, state_entries
 from megatron.mcore_adapter.file_differences import FileDifferences
 
@@ -82,7 +82,7 @@ def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict
         }
     if isinstance(state_dict.get("model"), Mapping):
         state_dict["model"] = ModelEntries(state_dict["model"])
-    return uneven_dtensor.preprocess_state_dict_for_uneven_dtensor(state_dict)
+    return checkpointing.preprocess_state_dict_for_uneven_dtensor(state_dict)
 
 
 def handle_fp8_extra_state_case(model_state_dict: dict[str, Any]) -> None:

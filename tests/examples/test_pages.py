@@ -42,7 +42,7 @@ def test_the_python_blocks_of_a_page_run_as_one_program(page: str, tmp_path: Pat
 
 def test_operations_on_parameters_do_what_the_table_says() -> None:
     rows = rows_of((DOCS / "working_with_a_sharded_model.md").read_text())
-    assert len(rows) == 7 and all(operations for operations, _, _ in rows)
+    assert len(rows) == 8 and all(operations for operations, _, _ in rows)
     for found in run_ranks(2, wrong_rows, rows):
         assert not found, "\n".join(found)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_by_torch
 
 from benchmarks.comparison.measures import count_step
 from megatron.fsdp import trace
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.observe import GATHER
 from megatron_fsdp import MegatronFSDP, MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.meshes import shard_mesh

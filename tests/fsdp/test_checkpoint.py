@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 
-from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh
@@ -120,7 +120,7 @@ def load_state_of_another_layout() -> str:
         fsdp_unit_modules=[nn.Linear],
     )
     runs = [
-        [value._local_tensor.chunks for value in model.state_dict().values()]
+        [value._local_tensor.part.chunks for value in model.state_dict().values()]
         for model in (saved, units)
     ]
     assert any(left != right for left, right in zip(*runs))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 from tests.support.fsdp import models, random_models
 from tests.support.fsdp.meshes import Meshes, shard_mesh

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.fsdp import clip_grad_norm_
-from megatron.fsdp.dtensor.uneven import UnevenDTensor
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp.reference import Ranks
 
@@ -170,7 +170,7 @@ def test_no_loop_of_a_step_goes_over_all_parameters(ranks: Ranks, world_size: in
     few, many = ranks(world_size, count_lines, 2)[0], ranks(world_size, count_lines, 8)[0]
     assert few == many
     own = {"gradients.py", "gradient_sync.py", "flat_update.py"}
-    assert own | {"gradient.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
+    assert own | {"sharded_param.py", "sharded_optimizer.py", "sharded_module.py"} <= set(few)
 
 
 def measure_while_gradients_change() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.reference import TOLERANCE, Ranks, close, compare_shards, optimizer_over
 from tests.support.huggingface import tiny_runs

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard_model
 from tests.fsdp.test_hugging_face import MODELS, tokens
 from tests.support.fsdp.meshes import shard_mesh

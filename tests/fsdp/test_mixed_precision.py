@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard, fully_shard_model
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import Meshes, shard_mesh

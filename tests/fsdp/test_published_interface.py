@@ -136,16 +136,10 @@ REQUIRED = inspect.Parameter.empty
 
 SIGNATURES: dict[str, dict[str, Any]] = {
     "fully_shard_model": {"module": REQUIRED, **SHARD},
-    "fully_shard": {
-        "module": REQUIRED,
-        "optimizer": REQUIRED,
-        **SHARD,
-        "optimizer_gathers_matrices": False,
-    },
+    "fully_shard": {"module": REQUIRED, "optimizer": REQUIRED, **SHARD},
     "fully_shard_optimizer": {
         "optimizer": REQUIRED,
         "preproc_state_dict_for_dcp_ckpt": True,
-        "optimizer_gathers_matrices": False,
     },
     "MixedPrecisionPolicy": {
         "main_params_dtype": torch.float32,

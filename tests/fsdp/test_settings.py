@@ -18,9 +18,9 @@ from megatron.fsdp import (
     Overlap,
     ShardedModule,
     Strategy,
-    fully_shard,
 )
-from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
+from megatron_fsdp import fully_shard
 from megatron_fsdp import fully_shard as published_fully_shard
 from megatron_fsdp.translation import KEYWORDS
 from tests.support.fsdp.meshes import mesh_of

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import MegatronFSDP, fully_shard
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.reference import Ranks, close, optimizer_over

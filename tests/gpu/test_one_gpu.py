@@ -43,7 +43,7 @@ def make_model() -> nn.Module:
 
 @pytest.mark.parametrize("level", range(4))
 def test_gradients_and_weights_match_the_unsharded_model(level: int) -> None:
-    from megatron.fsdp.dtensor.uneven import full_tensor
+    from megatron.fsdp.dtensor.tensor_part import full_tensor
     from megatron_fsdp import fully_shard
 
     reference = make_model().double().cuda()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import FullyShardedDataParallel, core_optimizers
 from megatron.pretrain.arguments.configs import ddp_config
 from tests.support.mcore_adapter.wrapped_models import assert_same, backward, make_module

@@ -16,7 +16,7 @@ from torch.nn.functional import embedding, linear
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.comparison.measures import StepCounter
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.states import GradientState
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.fused_gradients import FusedGradient, accept_fused_gradients

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.module import Float16Module
 from torch import nn
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter.data_parallel import (
     CoreEngine,
     FullyShardedDataParallel,

@@ -5,11 +5,11 @@
 operation first runs in a mode that looks at what it consists of:
 
     element-wise      on the local tensors of operands that are divided alike, and numbers. The
-                      result is another uneven DTensor; nothing is communicated
+                      result is another uneven DTensor; nothing is communicated. Operations in place
+                      take this rank's part of other operands too, as in ``parameter.add_(update)``
     anything else     the operation is started again, on whole tensors that all ranks gather. The
-                      result is a plain tensor, equal on all ranks. What it has written to a whole
-                      tensor is copied into the local tensor. Views of a gathered tensor refuse to
-                      be written to, because that would be lost
+                      result is a plain tensor, equal on all ranks. What is written to a whole
+                      tensor, or later to a view of it, is copied into the local tensor
 
 The choice depends on shapes and layouts, which are the same on all ranks, so that all of them
 gather or none does.
@@ -17,36 +17,29 @@ gather or none does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
-from operator import add
 from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron.fsdp.dtensor.gathering import full_tensor, is_replicated, wrap_local
-from megatron.fsdp.dtensor.random_draws import call_with_equal_draws
-from megatron.fsdp.dtensor.refusals import LOST_WRITE, NO_GRADIENT, NO_MEMORY, UNKNOWN_PART
-from megatron.fsdp.engine.layout import Chunk
+from megatron.fsdp.dtensor.tensor_part import full_tensor, is_replicated, part_of, wrap_local
+from megatron.fsdp.engine.collectives import broadcast_over
 
 aten = torch.ops.aten
 
-COPIES = frozenset(
+UNTAGGED = frozenset(
     {
-        aten.clone.default,
-        aten.copy_.default,
-        aten._to_copy.default,
-        aten.empty_like.default,
-        aten.full_like.default,
-        aten.ones_like.default,
-        aten.zeros_like.default,
-        aten.zero_.default,
+        *(aten.fill_.Scalar, aten.fill_.Tensor, aten.masked_fill.Tensor),
+        *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor, aten.copy_.default),
+        *(aten.clone.default, aten._to_copy.default, aten.zero_.default),
+        *(aten.empty_like.default, aten.full_like.default),
+        *(aten.ones_like.default, aten.zeros_like.default),
     }
 )
 """Element-wise operations that torch does not tag as pointwise."""
@@ -57,12 +50,7 @@ RESHAPES = frozenset({aten.view.default, aten._unsafe_view.default, aten.expand.
 """Operations whose second argument is a shape: aliases if it is the operand's own."""
 
 FACTORIES = frozenset(
-    {
-        aten.new_empty.default,
-        aten.new_full.default,
-        aten.new_ones.default,
-        aten.new_zeros.default,
-    }
+    getattr(aten, name).default for name in ("new_empty", "new_full", "new_ones", "new_zeros")
 )
 """Operations that take dtype and device from a tensor, and the shape from their arguments."""
 
@@ -70,184 +58,33 @@ ON_WHOLE_TENSORS = frozenset({torch.Tensor.numpy, torch.Tensor.tolist, torch.Ten
 """Functions that read the memory of a tensor without an operation that a mode sees."""
 
 ON_MEMORY = frozenset(
-    {
-        torch.Tensor.__dlpack__,
-        torch.Tensor.apply_,
-        torch.Tensor.map_,
-        torch.Tensor.map2_,
-        torch.Tensor.set_,
-        torch.Tensor.share_memory_,
-    }
+    getattr(torch.Tensor, name)
+    for name in ("__dlpack__", "apply_", "map_", "map2_", "set_", "share_memory_")
 )
 """Methods that share or replace the memory of a tensor, where a DTensor has none."""
 
 LISTS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 """Beginnings of the names of operations on lists of tensors."""
 
-
-@dataclass(frozen=True, eq=False)
-class LocalPart:
-    """The part of a whole tensor that the local tensor of a DTensor contains.
-
-    Args:
-        key: equal for tensors of one mesh that all ranks divide alike; the same on all ranks.
-        chunks: offsets and sizes within the whole tensor, in the order of the local elements.
-        edited: called after an operation has written to the tensor; None: nobody needs to know.
-        replicas: groups of ranks outside of the mesh that have the same part.
-    """
-
-    key: Hashable
-    chunks: tuple[Chunk, ...]
-    edited: Callable[[], None] | None = None
-    replicas: tuple[dist.ProcessGroup, ...] = ()
-
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the elements of this part of ``whole``, flat."""
-        elements = [whole.new_empty(0)]
-        for offsets, sizes in self.chunks:
-            box = tuple(map(slice, offsets, map(add, offsets, sizes)))
-            elements.append(whole[box].reshape(-1))
-        return torch.cat(elements)
-
-    def of_copies(self) -> LocalPart:
-        """Return the same part for tensors that nobody watches."""
-        return self if self.edited is None else replace(self, edited=None)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return LocalPart, (self.key, self.chunks)
-
-
-torch.serialization.add_safe_globals([LocalPart])
-
-
-def part_of(dtensor: DTensor) -> LocalPart | None:
-    """Return the part that the local tensor contains; None if the ranks do not know it."""
-    part: LocalPart | None = getattr(dtensor, "part", None)
-    return part
-
-
-class GatheredView(torch.Tensor):
-    """A view of a whole tensor that was gathered from all ranks; it may be read only.
-
-    Operations on it return plain tensors, or views like itself.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        tensors = tree_leaves((args, kwargs))
-        if any(isinstance(each, DTensor) for each in tensors):
-            return NotImplemented  # the DTensor is gathered first
-        views = [each for each in tensors if isinstance(each, cls)]
-        with torch._C.DisableTorchFunctionSubclass():
-            versions = [view._version for view in views]
-            result = func(*args, **(kwargs or {}))
-            if versions != [view._version for view in views]:
-                raise RuntimeError(LOST_WRITE)
-            return _as_views(result, views)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return self.detach().as_subclass(torch.Tensor).clone()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
-
-
-class NeedsWholeTensor(Exception):  # noqa: N818  # a signal, not an error
-    """The operation cannot be done on local tensors; nothing has been done yet."""
-
-
-class OnLocalTensors(TorchDispatchMode):
-    """A mode in which element-wise operations run on local tensors, and others are refused.
-
-    Args:
-        dtensor_class: of the DTensors that it looks at.
-
-    Attributes:
-        written: the DTensors that operations have written to.
-    """
-
-    def __init__(self, dtensor_class: type[DTensor]):
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._class = dtensor_class
-        self.written: list[DTensor] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        operands = [each for each in tensors if isinstance(each, self._class)]
-        if not operands:
-            return func(*args, **kwargs)
-        is_list = func._schema.name.startswith(LISTS)
-        model = operands[:1]
-        if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
-            return func(*self._local(args), **kwargs)
-        if is_list:
-            model = self._check_lists(func, (*args, *kwargs.values()))
-        elif not _is_elementwise(func, args, operands, tensors):
-            raise NeedsWholeTensor
-        local_args = self._local(args)
-        if func in RESHAPES or func in FACTORIES:
-            local_args = (local_args[0], local_args[0].shape, *local_args[2:])
-        result = func(*local_args, **self._local(kwargs))
-        if func._schema.is_mutable:
-            self._note_writes(func, args, kwargs)
-        of_local = {id(each._local_tensor): each for each in operands}
-
-        def wrap(local: torch.Tensor, like: DTensor) -> DTensor:
-            """Return a local result as a DTensor, or the operand that it belongs to."""
-            if id(local) in of_local:
-                return of_local[id(local)]
-            return self._divided_like(like, local, func in ALIASES or func in RESHAPES)
-
-        if is_list:
-            return None if result is None else list(map(wrap, result, model))
-        return tree_map_only(torch.Tensor, lambda local: wrap(local, model[0]), result)
-
-    def _divided_like(self, operand: DTensor, local: torch.Tensor, shares: bool) -> DTensor:
-        if local.dtype == operand.dtype:
-            result = self._class(local.new_empty(0), operand._spec, requires_grad=False)
-            result._local_tensor = local
-        else:
-            mesh, placements = operand.device_mesh, operand.placements
-            result = wrap_local(self._class, local, mesh, placements, operand.shape)
-        part = part_of(operand)
-        if part is not None:
-            result.part = part if shares else part.of_copies()  # type: ignore[attr-defined]
-        return result
-
-    def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
-        """Return the first list of tensors; those at one position of all lists must be alike."""
-        lists = [each for each in arguments if isinstance(each, (list, tuple)) and len(each)]
-        lists = [each for each in lists if isinstance(each[0], torch.Tensor)]
-        if func._schema.name in ("aten::_foreach_norm", "aten::_foreach_max"):
-            raise NeedsWholeTensor
-        for column in zip(*lists):
-            sharded = [each for each in column if isinstance(each, self._class)]
-            if not _can_meet(sharded, column) or column[0] is not sharded[0]:
-                raise NeedsWholeTensor
-        return list(lists[0])
-
-    def _local(self, value: Any) -> Any:
-        return tree_map_only(self._class, _local_tensor, value)
-
-    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for argument, value in zip(func._schema.arguments, args):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                self.written += [each for each in tree_leaves(value) if isinstance(each, DTensor)]
-        out = kwargs.get("out")
-        self.written += [each for each in tree_leaves(out) if isinstance(each, DTensor)]
+NO_MEMORY = (
+    "a sharded tensor has no memory that can be shared or replaced as a whole: use its"
+    " full_tensor(), to_local() for the part of this rank, and parameter.copy_(value) to write"
+)
+NO_GRADIENT = (
+    "autograd does not go through operations on a sharded parameter outside of a forward, since"
+    " gradients are those of the module's own parameters. Compute the term inside the forward of"
+    " the module that owns the parameter (for a decay of weights use the optimizer's weight_decay)."
+    " To look at values only, use parameter.detach() or torch.no_grad()"
+)
+STALE_VIEW = (
+    "a view of a sharded tensor was gathered from all ranks, and the tensor, or a neighbour in its"
+    " unit, has been written to since: writing to the view would undo that. Take the view anew, or"
+    " write to the tensor itself (parameter[index] = value, parameter.copy_(value))"
+)
+UNKNOWN_PART = (
+    "the ranks do not know which part of this DTensor each of them has, so a whole result cannot"
+    " be written back: assign the result of the operation on dtensor.full_tensor()"
+)
 
 
 def operate(
@@ -271,16 +108,145 @@ def operate(
     if func in ON_MEMORY:
         raise RuntimeError(NO_MEMORY)
     if func not in ON_WHOLE_TENSORS:
-        mode = OnLocalTensors(dtensor_class)
         try:
-            with mode:
+            with OnLocalTensors(dtensor_class):
                 result = func(*args, **kwargs)
+            return _without_gradient(result)
         except NeedsWholeTensor:
             pass
-        else:
-            _report_edits(mode.written)
-            return _without_gradient(result)
     return _on_whole_tensors(func, args, kwargs)
+
+
+# ---- local tensors
+
+
+class NeedsWholeTensor(Exception):  # noqa: N818  # a signal, not an error
+    """The operation cannot be done on local tensors; nothing has been done yet."""
+
+
+class OnLocalTensors(TorchDispatchMode):
+    """A mode in which element-wise operations run on local tensors, and others are refused.
+
+    Args:
+        dtensor_class: the class of the DTensors that it looks at.
+    """
+
+    def __init__(self, dtensor_class: type[DTensor]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._class = dtensor_class
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not any(isinstance(value, self._class) for value in tree_leaves((args, kwargs))):
+            return func(*args, **kwargs)
+        if func in FACTORIES and tuple(args[1]) != tuple(args[0].shape):
+            return func(*self._local(args), **kwargs)
+        if func is aten.index_put_.default and _fills_by_mask(*args):
+            func, args = aten.masked_fill_.Tensor, (args[0], *args[1], args[2])
+        is_list = func._schema.name.startswith(LISTS)
+        if func._schema.is_mutable:
+            args = self._own_parts_of_operands(func, args, is_list)
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        operands = [tensor for tensor in tensors if isinstance(tensor, self._class)]
+        patterns: Sequence[DTensor] = operands[:1]
+        if is_list:
+            patterns = self._check_lists(func, (*args, *kwargs.values()))
+        elif not _is_elementwise(func, args, operands, tensors):
+            raise NeedsWholeTensor
+        local_args = self._local(args)
+        if func in RESHAPES or func in FACTORIES:
+            local_args = (local_args[0], local_args[0].shape, *local_args[2:])
+        result = func(*local_args, **self._local(kwargs))
+        if func._schema.is_mutable:
+            _report_writes(func, args, kwargs)
+        of_local = {id(operand._local_tensor): operand for operand in operands}
+
+        def wrap(local: torch.Tensor, pattern: DTensor) -> DTensor:
+            """Return a local result as a DTensor, or the operand that it belongs to."""
+            if id(local) in of_local:
+                return of_local[id(local)]
+            return self._divided_like(pattern, local, func in ALIASES or func in RESHAPES)
+
+        if is_list:
+            return None if result is None else list(map(wrap, result, patterns))
+        return tree_map_only(torch.Tensor, lambda local: wrap(local, patterns[0]), result)
+
+    def _divided_like(self, pattern: DTensor, local: torch.Tensor, shares: bool) -> DTensor:
+        """Return a DTensor with the part of ``pattern``; ``shares``: in the same memory."""
+        mesh, placements, shape = pattern.device_mesh, pattern.placements, pattern.shape
+        result = wrap_local(self._class, local, mesh, placements, shape)
+        result.part = getattr(pattern, "part", None)  # type: ignore[attr-defined]
+        if shares:
+            result.on_write = getattr(pattern, "on_write", None)  # type: ignore[attr-defined]
+        return result
+
+    def _own_parts_of_operands(self, func: Any, args: Any, is_list: bool) -> Any:
+        """Replace whole operands of an operation that writes to sharded tensors by own parts."""
+        written, result = args[0], list(args)
+        if is_list:
+            for position, values in enumerate(args):
+                is_read = func._schema.arguments[position].alias_info is None
+                if is_read and isinstance(values, (list, tuple)) and len(values) == len(written):
+                    result[position] = list(map(self._own_part, values, written))
+        elif _is_pointwise(func):
+            result = [self._own_part(value, written) for value in args]
+        return tuple(result)
+
+    def _own_part(self, value: Any, pattern: Any) -> Any:
+        """Return this rank's part of ``value``, as a DTensor that is divided like ``pattern``.
+
+        Numbers, and values where ``pattern`` is not sharded or its part not known, are returned
+        unchanged.
+        """
+        if not isinstance(value, torch.Tensor) or not isinstance(pattern, self._class):
+            return value
+        part = part_of(pattern)
+        if part is None or (value.ndim == 0 and not isinstance(value, DTensor)):
+            return value
+        if isinstance(value, DTensor):
+            if isinstance(value, self._class) and _are_alike(pattern, value):
+                return value
+            value = full_tensor(value)
+        local = part.of(value.expand(pattern.shape)).view(pattern._local_tensor.shape)
+        return self._divided_like(pattern, local, shares=False)
+
+    def _check_lists(self, func: Any, arguments: Sequence[Any]) -> list[DTensor]:
+        """Return the first list of tensors; those at one position of all lists must be alike."""
+        lists = [value for value in arguments if isinstance(value, (list, tuple)) and len(value)]
+        lists = [values for values in lists if isinstance(values[0], torch.Tensor)]
+        if func._schema.name in ("aten::_foreach_norm", "aten::_foreach_max"):
+            raise NeedsWholeTensor
+        for column in zip(*lists):
+            sharded = [tensor for tensor in column if isinstance(tensor, self._class)]
+            if not _can_meet(sharded, column) or column[0] is not sharded[0]:
+                raise NeedsWholeTensor
+        return list(lists[0])
+
+    def _local(self, value: Any) -> Any:
+        return tree_map_only(self._class, _local_tensor, value)
+
+
+def _fills_by_mask(
+    target: torch.Tensor, indices: Sequence[Any], value: torch.Tensor, *accumulates: bool
+) -> bool:
+    """Return True for ``target[mask] = number``, with the arguments of ``index_put_``."""
+    mask = indices[0] if len(indices) == 1 else None
+    if mask is None or mask.dtype != torch.bool or mask.shape != target.shape:
+        return False
+    return value.ndim == 0 and not any(accumulates)
+
+
+def _is_pointwise(func: Any) -> bool:
+    # Numbers that are drawn for the whole tensor are in the order of its elements.
+    is_random = torch.Tag.nondeterministic_seeded in func.tags
+    return func in UNTAGGED or (torch.Tag.pointwise in func.tags and not is_random)
 
 
 def _is_elementwise(
@@ -291,18 +257,15 @@ def _is_elementwise(
         return True
     if func in RESHAPES or func in FACTORIES:
         return tuple(args[1]) == tuple(operands[0].shape)
-    # Numbers that are drawn for the whole tensor are in the order of its elements.
-    is_random = torch.Tag.nondeterministic_seeded in func.tags
-    is_pointwise = torch.Tag.pointwise in func.tags and not is_random
-    return (is_pointwise or func in COPIES) and _can_meet(operands, tensors)
+    return _is_pointwise(func) and _can_meet(operands, tensors)
 
 
 def _can_meet(sharded: Sequence[DTensor], tensors: Sequence[torch.Tensor]) -> bool:
     """Return True if DTensors are divided alike, and all other tensors are single numbers."""
-    if not sharded or not all(_are_alike(sharded[0], each) for each in sharded[1:]):
+    if not sharded or not all(_are_alike(sharded[0], other) for other in sharded[1:]):
         return False
-    numbers = [each for each in tensors if each.ndim == 0 and not isinstance(each, DTensor)]
-    return len(sharded) + len(numbers) == len(tensors)
+    is_number = [tensor.ndim == 0 and not isinstance(tensor, DTensor) for tensor in tensors]
+    return len(sharded) + sum(is_number) == len(tensors)
 
 
 def _are_alike(left: DTensor, right: DTensor) -> bool:
@@ -316,7 +279,25 @@ def _are_alike(left: DTensor, right: DTensor) -> bool:
     if is_replicated(left) and left.shape:
         return True
     of_left, of_right = part_of(left), part_of(right)
-    return of_left is not None and of_right is not None and of_left.key == of_right.key
+    return bool(of_left and of_right and of_left.key and of_left.key == of_right.key)
+
+
+def _report_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Report the writes of an operation to the local tensors of its arguments."""
+    values = [kwargs.get("out")]
+    for argument, value in zip(func._schema.arguments, args):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values.append(value)
+    for dtensor in tree_leaves(values):
+        if isinstance(dtensor, DTensor):
+            if not dtensor._local_tensor.is_inference():
+                # Below autograd, where modes run, no versions are counted.
+                torch.autograd.graph.increment_version(dtensor._local_tensor)
+            _report_write(dtensor)
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 def _local_tensor(dtensor: DTensor) -> torch.Tensor:
@@ -326,97 +307,193 @@ def _local_tensor(dtensor: DTensor) -> torch.Tensor:
 # ---- whole tensors
 
 
-def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    wholes: dict[int, torch.Tensor] = {}
-    dtensors: dict[int, DTensor] = {}
+class Whole:
+    """The whole tensor of a DTensor, for an operation and for later writes to views of it.
 
-    def whole(dtensor: DTensor) -> torch.Tensor:
+    Attributes:
+        dtensor: the DTensor.
+        tensor: the gathered tensor; a view of the local one if every rank has all elements.
+        version: the version of the local tensor that it is equal to.
+    """
+
+    def __init__(self, dtensor: DTensor):
+        self.dtensor = dtensor
+        # The placements of a scalar are Replicate, but only one rank may have its element.
+        self.is_local = is_replicated(dtensor) and bool(dtensor.shape)
+        local = dtensor._local_tensor
+        self.tensor = local.detach() if self.is_local else full_tensor(dtensor)
+        if torch.is_grad_enabled() and dtensor.requires_grad:
+            self.tensor.requires_grad_()
+        self.version = _version(local)
+
+    def check_write(self) -> None:
+        """Raise ``RuntimeError``, on all ranks alike, if the tensor cannot be written back."""
+        dtensor = self.dtensor
+        if self.tensor.shape != dtensor.shape:
+            raise RuntimeError(
+                f"a sharded tensor of shape {tuple(dtensor.shape)} cannot get the shape"
+                f" {tuple(self.tensor.shape)} in place: use the operation that returns a new"
+                " tensor, and parameter.copy_(value) for a value of the parameter's shape"
+            )
+        if not self.is_local and _version(dtensor._local_tensor) != self.version:
+            raise RuntimeError(STALE_VIEW)
+        if type(dtensor) is not DTensor and part_of(dtensor) is None:
+            raise RuntimeError(UNKNOWN_PART)
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Copy this rank's part into the local tensor."""
+        local, whole = self.dtensor._local_tensor, self.tensor.detach()
+        part = part_of(self.dtensor)
+        if not self.is_local and part is not None:
+            local.copy_(part.of(whole).view(local.shape))
+        elif not self.is_local:  # torch has divided it
+            mesh = self.dtensor.device_mesh
+            replicated = wrap_local(DTensor, whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+            evenly = replicated.redistribute(placements=self.dtensor.placements)
+            local.copy_(evenly._local_tensor)
+        _report_write(self.dtensor)
+
+
+class WholeView(torch.Tensor):
+    """A view of a whole tensor that was gathered from all ranks.
+
+    Operations on it return plain tensors, or views like itself. What is written to it is copied
+    into the local tensor, without communication.
+
+    Attributes:
+        whole: the whole tensor.
+    """
+
+    whole: Whole
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if any(isinstance(value, DTensor) for value in tree_leaves((args, kwargs))):
+            return NotImplemented  # the DTensor is gathered first
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call_on_wholes(func, args, kwargs or {}, [])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.detach().as_subclass(torch.Tensor).clone()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.detach().as_subclass(torch.Tensor).clone().__reduce_ex__(protocol)
+
+
+def _on_whole_tensors(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    wholes: dict[int, Whole] = {}
+
+    def tensor_of(dtensor: DTensor) -> torch.Tensor:
         if id(dtensor) not in wholes:
-            dtensors[id(dtensor)] = dtensor
-            wholes[id(dtensor)] = _gather(dtensor)
-        return wholes[id(dtensor)]
+            wholes[id(dtensor)] = Whole(dtensor)
+        return wholes[id(dtensor)].tensor
 
     with torch.inference_mode(False):  # which would not count what is written
-        args, kwargs = tree_map_only(DTensor, whole, (args, kwargs))
-    versions = {key: each._version for key, each in wholes.items()}
-    views = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView)]
-    versions_of_views = [view._version for view in views]
-    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, dtensors.values())))
-    result = call_with_equal_draws(partial(func, *args, **kwargs), [*wholes.values()], groups)
-    if versions_of_views != [view._version for view in views]:
-        raise RuntimeError(LOST_WRITE)
-    for key, each in wholes.items():
-        if each._version != versions[key]:
-            _write_back(dtensors[key], each)
-    own = {id(each): dtensors[key] for key, each in wholes.items()}
-    gathered = [each for key, each in wholes.items() if not _has_whole(dtensors[key])]
-    result = _without_gradient(result)
-    if isinstance(result, torch.Tensor) and id(result) in own:
-        return own[id(result)]
-    return _as_views(result, gathered)
+        args, kwargs = tree_map_only(DTensor, tensor_of, (args, kwargs))
+    result = _without_gradient(_call_on_wholes(func, args, kwargs, list(wholes.values())))
+    own = {id(whole.tensor): whole.dtensor for whole in wholes.values()}
+    return own.get(id(result), result) if isinstance(result, torch.Tensor) else result
+
+
+def _call_on_wholes(
+    func: Callable[..., Any], args: Any, kwargs: Any, wholes: Sequence[Whole]
+) -> Any:
+    """Call a function on plain tensors, and copy what it has written to into local tensors.
+
+    Args:
+        func: the function of torch.
+        args: its arguments; views among them know their whole tensors.
+        kwargs: its keyword arguments.
+        wholes: those whose tensors are among the arguments.
+    """
+    views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, WholeView)]
+    watched = [(whole.tensor, whole) for whole in wholes] + [(view, view.whole) for view in views]
+    tensors = [tensor for tensor, _ in watched]
+    versions = [tensor._version for tensor in tensors]
+    groups = dict.fromkeys(chain.from_iterable(_groups_of(whole.dtensor) for _, whole in watched))
+    result = _call_with_equal_draws(partial(func, *args, **kwargs), tensors, groups)
+    has_changed = [tensor._version != before for tensor, before in zip(tensors, versions)]
+    written = dict.fromkeys(whole for (_, whole), changed in zip(watched, has_changed) if changed)
+    for whole in written:
+        whole.check_write()
+    for whole in written:
+        whole.write_back()
+    for whole in written:
+        whole.version = _version(whole.dtensor._local_tensor)
+    return _as_views(result, dict.fromkeys(whole for _, whole in watched))
 
 
 def _groups_of(dtensor: DTensor) -> list[dist.ProcessGroup]:
+    """Return groups that reach all ranks with parts of a tensor, one after the other."""
     part, mesh = part_of(dtensor), dtensor.device_mesh
-    return [*map(mesh.get_group, range(mesh.ndim)), *(part.replicas if part is not None else ())]
+    return [*mesh.get_all_groups(), *(part.replicas if part is not None else ())]
 
 
-def _gather(dtensor: DTensor) -> torch.Tensor:
-    is_whole = _has_whole(dtensor)
-    whole = dtensor._local_tensor.detach() if is_whole else full_tensor(dtensor)
-    if torch.is_grad_enabled() and dtensor.requires_grad:
-        whole.requires_grad_()
-    return whole
+def _report_write(dtensor: DTensor) -> None:
+    on_write = getattr(dtensor, "on_write", None)
+    if on_write is not None:
+        on_write()
 
 
-def _has_whole(dtensor: DTensor) -> bool:
-    # The placements of a scalar are Replicate, but only one rank may have its element.
-    return is_replicated(dtensor) and bool(dtensor.shape)
-
-
-@torch.no_grad()
-def _write_back(dtensor: DTensor, whole: torch.Tensor) -> None:
-    """Copy this rank's part of a whole tensor into the local tensor.
-
-    Raises:
-        RuntimeError: for another shape, and if the part is not known; on all ranks alike.
-    """
-    if whole.shape != dtensor.shape:
-        raise RuntimeError(
-            f"a sharded tensor of shape {tuple(dtensor.shape)} cannot get the shape"
-            f" {tuple(whole.shape)} in place: use the operation that returns a new tensor, and"
-            " parameter.copy_(value) for a value of the parameter's shape"
-        )
-    part = part_of(dtensor)
-    if not _has_whole(dtensor):
-        if part is None:
-            raise RuntimeError(UNKNOWN_PART)
-        local = dtensor._local_tensor
-        local.copy_(part.of(whole.detach()).view(local.shape))
-    _report_edits([dtensor])
-
-
-def _report_edits(written: Iterable[DTensor]) -> None:
-    for dtensor in written:
-        part = part_of(dtensor)
-        if part is not None and part.edited is not None:
-            part.edited()
-
-
-def _as_views(result: Any, gathered: Sequence[torch.Tensor]) -> Any:
-    """Mark tensors in a result that share storage with gathered ones; NumPy arrays as well."""
+def _as_views(result: Any, wholes: Iterable[Whole]) -> Any:
+    """Mark tensors in a result that share storage with whole ones; NumPy arrays as well."""
     if isinstance(result, (torch.Tensor, list, tuple)):
-        storages = {each.untyped_storage().data_ptr() for each in gathered} - {0}
+        whole_at = {whole.tensor.untyped_storage().data_ptr(): whole for whole in wholes}
+        tensors = {id(whole.tensor) for whole in whole_at.values()}
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
-            has_storage = tensor.layout is torch.strided and not isinstance(tensor, DTensor)
-            is_view = has_storage and tensor.untyped_storage().data_ptr() in storages
-            return tensor.as_subclass(GatheredView) if is_view else tensor
+            if tensor.layout is not torch.strided or id(tensor) in tensors:
+                return tensor
+            pointer = tensor.untyped_storage().data_ptr()
+            if not pointer or pointer not in whole_at:
+                return tensor
+            view = tensor.as_subclass(WholeView)
+            view.whole = whole_at[pointer]
+            return view
 
         return tree_map_only(torch.Tensor, mark, result)
-    if gathered and hasattr(result, "setflags"):  # a NumPy array
-        result.setflags(write=False)
+    if hasattr(result, "setflags") and not all(whole.is_local for whole in wholes):
+        result.setflags(write=False)  # a NumPy array
     return result
+
+
+def _call_with_equal_draws(
+    operation: Callable[[], Any],
+    operands: Sequence[torch.Tensor],
+    groups: Iterable[dist.ProcessGroup],
+) -> Any:
+    """Call an operation on tensors that are equal on all ranks, with equal results.
+
+    Programs seed ranks differently, for dropout and data. If the operation draws from the default
+    generator, results and operands that it has written to are broadcast over the groups.
+    """
+    device = operands[0].device
+    state = _generator_state(device)
+    versions = [operand._version for operand in operands]
+    result = operation()
+    if torch.equal(state, _generator_state(device)):
+        return result
+    written = [tensor for tensor, version in zip(operands, versions) if tensor._version != version]
+    for tensor in tree_leaves((result, written)):
+        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel():
+            content = tensor.detach().contiguous()
+            broadcast_over(content.view(-1).view(torch.uint8), groups)
+            tensor.detach().copy_(content)
+    return result
+
+
+def _generator_state(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 # ---- autograd
@@ -425,9 +502,9 @@ def _as_views(result: Any, gathered: Sequence[torch.Tensor]) -> Any:
 def _without_gradient(result: Any) -> Any:
     """Let a backward that reaches a result end in an error: its gradient would be lost."""
     if torch.is_grad_enabled() and isinstance(result, (torch.Tensor, list, tuple)):
-        for each in tree_leaves(result):
-            if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                each.register_hook(_refuse_gradient)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.register_hook(_refuse_gradient)
     return result
 
 

@@ -1,36 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded parameters: DTensors over main weights for the optimizer, and tensors for checkpoints.
+"""Sharded parameters and gradients: DTensors for the optimizer, and tensors for checkpoints.
 
-[Note: uneven DTensors] The local tensor of a sharded parameter is the range that
-:mod:`megatron.fsdp.engine.layout` assigns to this rank: some rows, or a flat range of elements,
-which torch would divide otherwise. Element-wise operations do not depend on that. torch's
-checkpoint does, and gets the chunks from
-:class:`megatron.fsdp.dtensor.chunked_tensor.ChunkedTensor`.
+[Note: sharded parameters] The local tensor of a sharded parameter is the flat range that
+:mod:`megatron.fsdp.engine.layout` assigns to this rank, in the main shard of its group; that of its
+gradient is the same range of the gradient shard. Both know their part of the whole tensor, and so
+does everything that element-wise operations compute from them.
+
+[Note: norms of gradients] torch computes norms of DTensors mesh by mesh. It can neither combine
+norms over different meshes (expert parameters), nor compute an infinity norm if a rank owns
+nothing. Here every rank computes the norms of its shards, and one all-reduce over each process
+group combines all of them into plain tensors, equal on all ranks. Gradients are clipped in every
+step, so loops over all of them are left to ``map``, which runs in C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import chain, compress, repeat
+from math import inf
+from operator import attrgetter, is_not
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, TensorSlice, as_chunked_tensor
-from megatron.fsdp.dtensor.gathering import wrap_local
-from megatron.fsdp.dtensor.gradient import GradientFamily, NormGroup, ShardedGradient
-from megatron.fsdp.dtensor.operations import LocalPart, part_of
-from megatron.fsdp.dtensor.uneven import AnyUneven, UnevenDTensor, dtensor_over
+from megatron.fsdp.dtensor.tensor_part import (
+    ChunkedTensor,
+    TensorPart,
+    TensorSlice,
+    as_chunked_tensor,
+    part_of,
+    wrap_local,
+)
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor, dtensor_over
 from megatron.fsdp.engine.buffer import shard_view
+from megatron.fsdp.engine.collectives import all_reduce_over
 from megatron.fsdp.engine.mesh import Axes
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.engine.tensor_parallel import (
-    get_mcore_tensor_parallel_partition_dim,
-    local_tensor,
-)
+
+AnyUneven = TypeVar("AnyUneven", bound=UnevenDTensor)
+
+_grad_of = attrgetter("grad")
+_local_tensor_of = attrgetter("_local_tensor")
+_version_of = attrgetter("_local_tensor._version")
+_norm_group_of = attrgetter("norm_group")
+_dtype_of = attrgetter("dtype")
+_groups_of = attrgetter("groups")
+_copies_of = attrgetter("copies")
+
+
+@dataclass(frozen=True, eq=False)  # its hash is not computed in Python
+class NormGroup:
+    """The ranks over which the norm of a parameter is summed.
+
+    Args:
+        groups: process groups that reach all of these ranks if they are used one after the other.
+        copies: number of these ranks that have the same shard.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -39,10 +73,10 @@ class ParameterMesh:
 
     Args:
         axes: their mesh axes.
-        mesh: of their DTensors: the tensor axis if there is one, the inner axis, and the outer axis
-            if it shards them.
-        norm_group_of_slices: for parameters that tensor parallelism divides.
-        norm_group_of_copies: for parameters of which every tensor-parallel rank has a copy.
+        mesh: the mesh of their DTensors: the tensor axis if there is one, the inner axis, and the
+            outer axis if it shards them.
+        norm_group_of_slices: that of parameters that tensor parallelism divides.
+        norm_group_of_copies: that of parameters of which every tensor-parallel rank has a copy.
     """
 
     axes: Axes
@@ -56,47 +90,44 @@ class ShardedParam:
 
     Args:
         group: the parameter group that it belongs to.
-        index: its index in the group.
+        index: its position in the group.
         mesh: the mesh of the group's parameters.
 
     Attributes:
         name: the name of the module's parameter.
         slice: the slice of the whole tensor that tensor parallelism assigns to this rank.
         flat_range: the elements of the slice that this rank owns.
-        chunks: these elements, as chunks of the whole tensor.
         parameter: the DTensor over the main weight, which torch treats as an ``nn.Parameter``.
     """
 
     def __init__(self, group: ParamGroup, index: int, mesh: ParameterMesh):
-        self.group = group
-        self.index = index
-        self.name = group.names[index]
-        self.slice = tensor_slice(group.parameters[index], mesh.axes.tensor)
+        self.group, self.index, self.name = group, index, group.names[index]
+        self.slice = TensorSlice.of_parameter(group.parameters[index], mesh.axes.tensor)
         self.flat_range = group.layout.owned(index, group.rank)
-        self.chunks = self.slice.chunks(self.flat_range)
         self._mesh = mesh.mesh
         self._placements = self._placements_on(mesh)
         self._norm_group = (
             mesh.norm_group_of_copies if self.slice.dim is None else mesh.norm_group_of_slices
         )
-        outer = mesh.axes.outer
-        self._replicas = (outer.get_group(),) if outer is not None else ()
-        self._part = self._local_part()
-        self.parameter = self._dtensor(group.main_view(index), UnevenDTensor)
+        self._part = self._own_part(mesh.axes.outer)
+        self._optimizer_part = self._part
+        if not self.slice.shape:
+            # To the optimizer, a scalar is a vector of one element, which can be sharded.
+            element = (((0,), (1,)),) if self.flat_range.numel else ()
+            self._optimizer_part = replace(self._part, shape=(1,), chunks=element)
+        self.parameter = self.over(group.main_view(index))
         self.parameter.requires_grad_(group.requires_grad)
         self.parameter._is_param = True  # what `isinstance(…, nn.Parameter)` looks at
-        self.parameter.part = replace(self._part, edited=group.note_edit)
+        self.parameter.on_write = group.note_edit
 
-    def _local_part(self) -> LocalPart:
-        """Return the part of tensors of this parameter that belongs to this rank."""
+    def _own_part(self, outer: DeviceMesh | None) -> TensorPart:
         layout = self.group.layout
         start = layout.positions[self.index].start
         # With the mesh, these determine the part of every rank.
         key = (self.slice.shape, self.slice.dim, start, layout.shard_size, layout.world_size)
-        chunks = self.chunks
-        if not self.slice.shape and chunks:
-            chunks = (((0,), (1,)),)  # the optimizer sees a vector of one element
-        return LocalPart(key, chunks, replicas=self._replicas)
+        chunks, is_flat = self.slice.chunks(self.flat_range), not self.flat_range.by_rows
+        replicas = (outer.get_group(),) if outer is not None else ()
+        return TensorPart(self.slice.shape, chunks, is_flat, key, replicas)
 
     def _placements_on(self, mesh: ParameterMesh) -> list[Placement]:
         placements: list[Placement] = []
@@ -114,32 +145,29 @@ class ShardedParam:
     # ---- gradients and optimizer state
 
     def gradient(self, flat: torch.Tensor, family: GradientFamily) -> ShardedGradient:
-        """Return a DTensor over this parameter's gradient in ``flat``.
+        """Return a DTensor over this parameter's gradient in ``flat``, the shard of its group.
 
-        Args:
-            flat: the rank's shard of the group's gradients.
-            family: all gradients of the model.
+        ``family``: all gradients of the model.
         """
         shard = shard_view(flat, self.group.layout, self.index, self.group.rank)
-        gradient = self._dtensor(shard, ShardedGradient)
+        gradient = self._over(ShardedGradient, shard)
         gradient.norm_group, gradient.family = self._norm_group, family
         link(gradient, self)
         return gradient
 
     def over(self, local: torch.Tensor) -> UnevenDTensor:
         """Return a DTensor over ``local``, this rank's elements of a tensor like the parameter."""
-        return self._dtensor(local, UnevenDTensor)
+        return self._over(UnevenDTensor, local)
 
     def sharded_like(self, value: torch.Tensor) -> DTensor:
         """Copy this rank's shard of ``value``, of the parameter's shape, into a new DTensor."""
         shard = self.local_shard(value).to(self.parameter.device)
-        return self._dtensor(shard.clone(), UnevenDTensor)
+        return self.over(shard.clone())
 
-    def _dtensor(self, local: torch.Tensor, dtensor_class: type[AnyUneven]) -> AnyUneven:
-        # To the optimizer, a scalar is a vector of one element, which can be sharded.
-        shape = self.slice.shape or (1,)
-        dtensor = wrap_local(dtensor_class, local, self._mesh, self._placements, shape)
-        dtensor.part = self._part
+    def _over(self, dtensor_class: type[AnyUneven], local: torch.Tensor) -> AnyUneven:
+        part = self._optimizer_part
+        dtensor = wrap_local(dtensor_class, local, self._mesh, self._placements, part.shape)
+        dtensor.part = part
         return dtensor
 
     # ---- checkpoints
@@ -151,28 +179,23 @@ class ShardedParam:
             value: a DTensor of the parameter's shape. None: the main weight.
             with_chunks: let torch's checkpoint know the chunks of this rank.
         """
-        local = (self.parameter if value is None else value)._local_tensor.detach()
-        part = self._part if value is not None else self.parameter.part
-        if with_chunks:
-            is_flat = not self.flat_range.by_rows
-            local = as_chunked_tensor(local, self.chunks, self.slice.shape, is_flat)
-        tensor = self._in_checkpoint(local, self.slice.shape)
-        tensor.part = part if self.slice.shape else None
+        source = self.parameter if value is None else value
+        tensor = self._in_checkpoint(source._local_tensor.detach(), self._part, with_chunks)
+        tensor.on_write = getattr(source, "on_write", None)
         return tensor
 
     def checkpoint_tensors(self, count: int, value: DTensor | None = None) -> list[DTensor]:
         """Cut a tensor into ``count`` equal ones along dim 0, each an entry of a checkpoint.
 
         Args:
-            count: divides dim 0 of the parameter.
-            value: of the parameter's shape. None: the main weight.
+            count: a divisor of dim 0 of the parameter.
+            value: a DTensor of the parameter's shape. None: the main weight.
         """
         if count == 1:
             return [self.checkpoint_tensor(value)]
         # Example with a count of 2: a weight of shape (8, 3) becomes two tensors of shape (4, 3).
-        # If tensor parallelism divides the weight along dim 0 over two ranks, each rank's slice of
-        # 4 rows consists of 2 rows of the first tensor and 2 rows of the second. The second rank's
-        # slice starts at row 4 of the weight, and at row 4 / 2 = 2 of each of the two tensors.
+        # If tensor parallelism divides its dim 0 over two ranks, each rank has 2 rows of either.
+        # The second rank starts at row 4 of the weight, and at row 4 / 2 = 2 of the two tensors.
         rows, dim, start = self.slice.shape[0] // count, self.slice.dim, self.slice.start
         shape = (rows, *self.slice.shape[1:])
         slice_ = TensorSlice(shape, dim, start // count if dim == 0 else start)
@@ -181,18 +204,21 @@ class ShardedParam:
         begin = 0
         for flat_range in self.flat_range.parts(count):
             end = begin + flat_range.numel
-            local = flat[begin:end].view(flat_range.local_shape)
-            chunks, is_flat = slice_.chunks(flat_range), not flat_range.by_rows
-            local = as_chunked_tensor(local, chunks, slice_.shape, is_flat)
-            tensors.append(self._in_checkpoint(local, shape))
+            part = TensorPart(shape, slice_.chunks(flat_range), not flat_range.by_rows)
+            tensors.append(self._in_checkpoint(flat[begin:end].view(flat_range.local_shape), part))
             begin = end
         return tensors
 
-    def _in_checkpoint(self, local: torch.Tensor, shape: Sequence[int]) -> UnevenDTensor:
-        replicated: list[Placement] = [Replicate()] * self._mesh.ndim
+    def _in_checkpoint(
+        self, local: torch.Tensor, part: TensorPart, with_chunks: bool = True
+    ) -> UnevenDTensor:
         # torch has no sharded scalars.
-        placements = self._placements if shape else replicated
-        return dtensor_over(local, self._mesh, placements, shape)
+        replicated: list[Placement] = [Replicate()] * self._mesh.ndim
+        placements = self._placements if part.shape else replicated
+        local = as_chunked_tensor(local, part) if with_chunks else local
+        tensor = dtensor_over(local, self._mesh, placements, part.shape)
+        tensor.part = part
+        return tensor
 
     # ---- loading
 
@@ -217,28 +243,20 @@ class ShardedParam:
             raise ValueError(
                 f"{self.name}: expects shape {tuple(self.slice.shape)} but got {tuple(value.shape)}"
             )
-        if isinstance(value, UnevenDTensor) or (
-            isinstance(value, DTensor) and isinstance(value._local_tensor, ChunkedTensor)
-        ):
-            return self._shard_of(value)
+        if isinstance(value, DTensor):
+            part, local = part_of(value), value._local_tensor
+            if part is not None and (part.key or isinstance(local, ChunkedTensor)):
+                # Keys give the same answer on every rank.
+                fits = part.key == self._part.key if part.key else part.chunks == self._part.chunks
+                if fits and local.numel() == self.flat_range.numel:
+                    return local.reshape(self.flat_range.local_shape)
+                raise ValueError(
+                    f"{self.name}: the state was sharded for another layout ({local.numel()}"
+                    f" elements on this rank, not the {self.flat_range.numel} of this one); load it"
+                    " with torch.distributed.checkpoint, which reshards"
+                )
         whole = self._whole_slice_of(value).reshape(-1)
         return whole[self.flat_range.start : self.flat_range.stop].view(self.flat_range.local_shape)
-
-    def _shard_of(self, value: DTensor) -> torch.Tensor:
-        local = value._local_tensor
-        fits = local.numel() == self.flat_range.numel
-        if isinstance(local, ChunkedTensor) and value.shape == self.slice.shape:
-            fits = local.chunks == self.chunks
-        part = part_of(value)
-        if part is not None:  # which has the same answer on every rank
-            fits = fits and part.key == self._part.key
-        if not fits:
-            raise ValueError(
-                f"{self.name}: the state was sharded for another layout ({local.numel()} elements"
-                f" on this rank, not the {self.flat_range.numel} of this one); load it with"
-                " torch.distributed.checkpoint, which reshards"
-            )
-        return local.reshape(self.flat_range.local_shape)
 
     def _whole_slice_of(self, value: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of a full tensor, or of a DTensor that torch has divided."""
@@ -252,16 +270,12 @@ class ShardedParam:
 
 
 def link(tensor: torch.Tensor, sharded: ShardedParam) -> None:
-    """Record the sharded parameter that a DTensor belongs to, for :func:`sharded_param_of`."""
+    """Record the sharded parameter of a DTensor for :func:`sharded_param_of`."""
     tensor._fsdp_sharded = sharded  # type: ignore[attr-defined]  # an attribute of our own
 
 
 def sharded_param_of(tensor: torch.Tensor) -> ShardedParam:
-    """Return the sharded parameter that a parameter or gradient of a sharded model belongs to.
-
-    Raises:
-        AttributeError: for any other tensor.
-    """
+    """Return the sharded parameter of a parameter or gradient; no other tensor has one."""
     sharded: ShardedParam = tensor._fsdp_sharded  # type: ignore[attr-defined]  # see `link`
     return sharded
 
@@ -271,30 +285,218 @@ def is_linked(tensor: object) -> bool:
     return hasattr(tensor, "_fsdp_sharded")
 
 
-def tensor_slice(parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
-    """Return the slice of the whole tensor that ``parameter`` is on this rank.
+# ---- gradients
 
-    It follows from the placements of DTensors, and from the attributes ``tensor_model_parallel``
-    and ``partition_dim`` of Megatron-Core's and Transformer Engine's parameters.
+
+class ShardedGradient(UnevenDTensor):
+    """The gradient of a sharded parameter; see [Note: norms of gradients].
+
+    Attributes:
+        norm_group: the ranks that share it.
+        family: the gradients that it belongs to.
+    """
+
+    norm_group: NormGroup
+    family: GradientFamily
+
+
+class GradientFamily:
+    """The gradients of a model, whose norms are computed together, by one collective.
+
+    torch's ``clip_grad_norm_`` asks for one norm after the other, on all ranks in the same order.
+    The first request computes all norms, and every gradient takes its own once.
+    """
+
+    def __init__(self) -> None:
+        self._members: list[ShardedGradient] = []
+        # Norms that nobody has taken yet, with the version of the gradient, by order and dtype.
+        self._waiting: dict[object, dict[int, tuple[torch.Tensor, int]]] = {}
+
+    def assign(self, gradients: Iterable[ShardedGradient]) -> None:
+        """Set the members, with new values, in the same order on all ranks."""
+        self._members = list(gradients)
+        self._waiting.clear()
+
+    def norm(
+        self, gradient: ShardedGradient, order: float, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        """Return the norm of one gradient; see :func:`norms`."""
+        waiting = self._waiting.setdefault((order, dtype), {})
+        if not waiting:
+            versions = map(_version_of, self._members)
+            own_norms = norms(self._members, order, dtype)
+            waiting.update(zip(map(id, self._members), zip(own_norms, versions)))
+        norm, version = waiting.pop(id(gradient), (None, None))
+        if norm is not None and version == _version_of(gradient):
+            return norm
+        return norms([gradient], order, dtype)[0]
+
+
+@torch.no_grad()
+def norms(
+    gradients: Sequence[ShardedGradient], order: float = 2.0, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """Compute the norm of each whole gradient: 0-d tensors, equal on every rank; a collective.
 
     Args:
-        parameter: the module's own parameter.
-        axis: the tensor-parallel mesh axis; None without one.
+        gradients: a list in the same order on all ranks.
+        order: the order of the norm; positive, may be infinity.
+        dtype: the dtype of the results. None: that of each gradient, at least float32.
     """
-    local = tuple(local_tensor(parameter).shape)
-    if axis is None:
-        return TensorSlice(local)
-    if isinstance(parameter, DTensor):
-        (placement,) = parameter.placements
-        if not isinstance(placement, Shard):
-            return TensorSlice(local)
-        _, start = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
+    if not gradients:
+        return []
+    shards = list(map(_local_tensor_of, gradients))
+    norm_groups = list(map(_norm_group_of, gradients))
+    result = _powers(shards, order)
+    if order == inf:
+        _all_reduce(result, norm_groups, dist.ReduceOp.MAX)
+    else:
+        _all_reduce(result, norm_groups, dist.ReduceOp.SUM)
+        copies = result.new_tensor(list(map(_copies_of, norm_groups)))
+        result = (result / copies) ** (1 / order)
+    if dtype is None:
+        dtypes = list(map(torch.promote_types, map(_dtype_of, shards), repeat(torch.float32)))
+        if len(set(dtypes)) > 1:
+            return [norm.to(own) for norm, own in zip(result, dtypes)]
+        dtype = dtypes[0]
+    return list(result.to(dtype).unbind())
+
+
+def _powers(shards: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """Return norm ** order of each shard in float64; for the infinity norm, the norm itself."""
+    sizes = list(map(torch.Tensor.numel, shards))
+    filled = list(compress(shards, sizes))  # torch has no infinity norm of nothing
+    result = torch.zeros(len(shards), dtype=torch.float64, device=shards[0].device)
+    if filled:
+        wide = reduce(torch.promote_types, set(map(_dtype_of, filled)), torch.float32)
+        powers = torch.stack(torch._foreach_norm(filled, order, dtype=wide)).double()
+        result[list(compress(range(len(shards)), sizes))] = powers
+    return result if order == inf else result**order
+
+
+def _all_reduce(
+    values: torch.Tensor, norm_groups: Sequence[NormGroup], op: dist.ReduceOp.RedOpType
+) -> None:
+    """All-reduce each value over the process groups of its norm group, in place."""
+    distinct = list(dict.fromkeys(norm_groups))
+    for group in dict.fromkeys(chain.from_iterable(map(_groups_of, distinct))):
+        if all(group in norm_group.groups for norm_group in distinct):
+            all_reduce_over(values, [group], op)
+            continue
+        members = [index for index, own in enumerate(norm_groups) if group in own.groups]
+        values[members] = all_reduce_over(values[members], [group], op)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of sharded parameters in place, so that their norm is at most a number.
+
+    The result is that of ``torch.nn.utils.clip_grad_norm_``, which works too, but calls a kernel
+    for each gradient.
+
+    Args:
+        parameters: parameters of sharded models, in the same order on all ranks; those without a
+            gradient are skipped.
+        max_norm: the largest norm that is left unchanged.
+        norm_type: the order of the norm; positive, may be infinity.
+        error_if_nonfinite: raise an error if the norm is NaN or Inf.
+
+    Returns:
+        The norm of all gradients together before they were scaled, 0-d, the same on every rank.
+
+    Raises:
+        TypeError: for a gradient that is not that of a sharded parameter.
+        ValueError: for an order that is not positive.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        shown = list(map(_grad_of, parameters))
+    gradients = list(compress(shown, map(is_not, shown, repeat(None))))
+    if norm_type <= 0:
+        raise ValueError(f"norm_type expects a positive number or infinity but got {norm_type!r}")
+    if not gradients:
+        return torch.tensor(0.0)
+    if not _are_gradients(gradients):
+        raise TypeError(
+            "clip_grad_norm_ expects parameters of a sharded model; use"
+            " torch.nn.utils.clip_grad_norm_ for others"
         )
-        return TensorSlice(tuple(parameter.shape), placement.dim, start[placement.dim])
-    dim = get_mcore_tensor_parallel_partition_dim(parameter)
-    if dim is None:
-        return TensorSlice(local)
-    shape = list(local)
-    shape[dim] *= axis.size()
-    return TensorSlice(tuple(shape), dim, local[dim] * axis.get_local_rank())
+    total: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack(norms(gradients, norm_type)), norm_type
+    )
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(f"the norm of order {norm_type} of the gradients is {total.item()}")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    torch._foreach_mul_(list(map(_local_tensor_of, gradients)), factor)
+    return total
+
+
+# ---- replacements of torch's functions, with the same arguments
+#
+# They return NotImplemented for calls that torch handles.
+
+
+def _are_gradients(tensors: Sequence[torch.Tensor]) -> TypeGuard[Sequence[ShardedGradient]]:
+    return set(map(type, tensors)) == {ShardedGradient}
+
+
+def _foreach_norm(
+    tensors: Sequence[torch.Tensor], ord: float = 2.0, dtype: torch.dtype | None = None
+) -> Any:
+    if ord <= 0 or not _are_gradients(tensors):
+        return NotImplemented
+    return norms(tensors, float(ord), dtype)
+
+
+def _norm(
+    gradient: torch.Tensor,
+    order: Any = 2.0,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    out: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    **named_order: Any,
+) -> Any:
+    """Stand for ``torch.norm``, whose order is called ``p``, and ``vector_norm`` with ``ord``."""
+    (order,) = named_order.values() or (order,)
+    order = 2.0 if order is None or order == "fro" else order
+    is_plain = dim is None and not keepdim and out is None and isinstance(order, int | float)
+    if not is_plain or order <= 0 or type(gradient) is not ShardedGradient:
+        return NotImplemented
+    return gradient.family.norm(gradient, float(order), dtype)
+
+
+def _mul_(tensor: DTensor, factor: Any) -> Any:
+    """Scale by a 0-d tensor, as clipping does for every gradient, without a look at the parts."""
+    if not isinstance(factor, torch.Tensor) or isinstance(factor, DTensor) or factor.ndim:
+        return NotImplemented
+    tensor._local_tensor.mul_(factor)
+    return tensor
+
+
+def _unscale_(
+    gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor
+) -> Any:
+    """Unscale for ``torch.amp.GradScaler``, and share an overflow on any rank with all ranks."""
+    if not _are_gradients(gradients):
+        return NotImplemented
+    shards = list(map(_local_tensor_of, gradients))
+    torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
+    groups = dict.fromkeys(chain.from_iterable(map(_groups_of, map(_norm_group_of, gradients))))
+    all_reduce_over(found_inf, list(groups), dist.ReduceOp.MAX)
+    return None
+
+
+ShardedGradient.replacements = {
+    torch._foreach_norm: _foreach_norm,
+    torch.linalg.vector_norm: _norm,
+    torch.norm: _norm,
+    torch.Tensor.norm: _norm,
+    torch.Tensor.mul_: _mul_,
+    torch._amp_foreach_non_finite_check_and_unscale_: _unscale_,
+}

@@ -1,233 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published functions on uneven DTensors.
-
-They accept parameters, gradients, optimizer state and whole state dicts of sharded models, and a
-user's own DTensors. Functions that may communicate say so; every rank of the DTensor's mesh must
-call them, in the same order.
-"""
+"""Uneven DTensors: their local tensors may have any size; see [Note: parts of tensors]."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
-from itertools import product
-from typing import Any, cast
-from zlib import crc32
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from megatron.fsdp.dtensor.chunks import (
-    ChunkTable,
-    check_placements,
-    gather_chunks,
-    gather_numbers,
-    has_chunks,
-    local_chunks,
-    local_sizes,
-    own_coordinate,
+from megatron.fsdp.dtensor.operations import operate
+from megatron.fsdp.dtensor.tensor_part import (
+    ChunkedTensor,
+    TensorPart,
+    as_chunked_tensor,
+    full_tensor,
+    part_of,
+    wrap_local,
 )
-from megatron.fsdp.dtensor.gathering import full_tensor, is_replicated
-from megatron.fsdp.dtensor.nested_state import (
-    filter_unflattened_state_dict,
-    get_unflattened_state_dict,
-)
-from megatron.fsdp.dtensor.splitting import split_dtensor
-from megatron.fsdp.dtensor.uneven import dtensor_over
-from megatron.fsdp.dtensor.validation import validate_uneven_dtensor
-from megatron.fsdp.engine.collectives import agree
 
-__all__ = [
-    "filter_unflattened_state_dict",
-    "gather_and_compute_chunk_metadata",
-    "gather_uneven_dtensor_to_full_tensor",
-    "get_state_dict",
-    "get_unflattened_state_dict",
-    "preprocess_state_dict_for_uneven_dtensor",
-    "redistribute_uneven_dtensor_to_replicated",
-    "split_dtensor",
-    "uneven_dtensor_to_full_tensor",
-    "update_uneven_dtensor_chunk_metadata",
-    "validate_uneven_dtensor",
-]
+__all__ = ["UnevenDTensor", "dtensor_over", "full_tensor", "make_uneven_dtensor"]
 
-# ---- whole tensors
+PROCESS_ATTRIBUTES = frozenset({"_fsdp_sharded", "_fsdp_model", "norm_group", "family", "on_write"})
+"""Attributes of parameters and gradients that refer to the model and to process groups."""
+
+_SET_DATA: Callable[..., Any] = attrgetter("data.__set__")(torch.Tensor)
+_COMPUTED: dict[Callable[..., Any], Callable[..., Any]] = {
+    attrgetter("data.__get__")(torch.Tensor): torch.Tensor.detach,  # torch's misses the mode
+}
+for _name in ("T", "mT", "H", "mH", "real", "imag"):
+    _getter = attrgetter(f"{_name}.__get__")(torch.Tensor)
+    _COMPUTED[_getter] = _getter
+"""Attributes that are operations, and the functions that compute them."""
 
 
-def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
-    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
+class UnevenDTensor(DTensor):
+    """A DTensor whose local tensors may have any size, and which can still be gathered.
 
-    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
-    besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
-    which expects equal parts.
+    Operations give what the whole tensor would give; see [Note: operations on uneven DTensors].
+
+    Attributes:
+        part: the part of the whole tensor that the local tensor contains; None if the ranks do not
+            know it, or if it follows from the placements.
+        on_write: called after an operation has written to the tensor, or to an alias of it; None if
+            nobody needs to know.
+        replacements: functions in place of torch's, with the same arguments. They return
+            NotImplemented for calls that torch handles.
+    """
+
+    part: TensorPart | None = None
+    on_write: Callable[[], None] | None = None
+    replacements: ClassVar[Mapping[Callable[..., Any], Callable[..., Any]]] = {}
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if getattr(func, "__name__", "") in ("__get__", "__set__"):
+                if func == _SET_DATA:
+                    return _assign(*args)
+                if func not in _COMPUTED:
+                    return func(*args)
+                func = _COMPUTED[func]
+            replacement = cls.replacements.get(func)
+            if replacement is not None:
+                result = replacement(*args, **(kwargs or {}))
+                if result is not NotImplemented:
+                    return result
+            return operate(func, args, kwargs or {}, UnevenDTensor)
+
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's is not typed
+        """Show this rank's elements: printing on one rank must not wait for others."""
+        local = self._local_tensor.detach()
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements},"
+            f" this rank has {local.numel()} of {self.shape.numel()} elements:\n"
+            f"{local.as_subclass(torch.Tensor)})"
+        )
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's elements; see :meth:`ChunkedTensor.copy_` for those of a parameter."""
+        if isinstance(self, nn.Parameter) and not torch.is_grad_enabled() and part_of(self):
+            chunked = self._with_chunks()
+            chunked._is_param = True  # as torch marks the local tensors of parameters
+            return chunked
+        return super().to_local(grad_placements=grad_placements)
+
+    # ---- torch.distributed.checkpoint
+
+    def _with_chunks(self) -> ChunkedTensor:
+        local, part = self._local_tensor, part_of(self)
+        if part is None:
+            raise ValueError(
+                "the ranks do not know which part of this DTensor each of them has: call"
+                " update_uneven_dtensor_chunk_metadata on it first"
+            )
+        if isinstance(local, ChunkedTensor):
+            return local
+        return as_chunked_tensor(local.detach(), part)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return self._with_chunks().__create_chunk_list__()
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return self._with_chunks().__create_write_items__(fqn, object)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return self._with_chunks().__get_tensor_shard__(index)
+
+    # ---- whole tensors
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor on every rank; a collective. Gradients do not flow through it."""
+        return full_tensor(self)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """Replicate the tensor, or shard it evenly as torch does; a collective.
+
+        With its own placements, the tensor itself is returned.
+
+        Args:
+            device_mesh: its own mesh, or None.
+            placements: one for each mesh axis. None: replicated on all of them.
+            options: further arguments of torch's ``redistribute``.
+
+        Raises:
+            NotImplementedError: for another mesh.
+        """
+        if device_mesh is not None and device_mesh != self.device_mesh:
+            raise NotImplementedError(
+                "a sharded parameter can be redistributed on its own mesh only"
+            )
+        everywhere = [Replicate()] * self.device_mesh.ndim
+        wanted = tuple(placements or everywhere)
+        # The placements of a scalar are Replicate, but only one rank may have its element.
+        if wanted == tuple(self.placements) and self.shape:
+            return self
+        whole = full_tensor(self)
+        replicated = wrap_local(DTensor, whole, self.device_mesh, everywhere, self.shape)
+        return replicated.redistribute(placements=wanted, **options)
+
+    # ---- copies
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnevenDTensor:
+        local = self._local_tensor
+        # `detach` returns a plain tensor, without the chunks of a ChunkedTensor.
+        local = copy.deepcopy(local.detach() if local.requires_grad else local, memo)
+        result = dtensor_over(local, self.device_mesh, self.placements, self.shape)
+        result.part = self.part
+        if isinstance(self, nn.Parameter):
+            result._is_param = True
+        result.requires_grad_(self.requires_grad)
+        return result
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickle as DTensors of torch do: the local tensor, the mesh and the placements.
+
+        The rest of the flat buffer, what belongs to this process only, and the class of gradients
+        are left out.
+        """
+        local = self._local_tensor
+        if type(local) is torch.Tensor:  # a view; pickle would take the whole storage
+            local = local.detach().clone()
+        plain = dtensor_over(local, self.device_mesh, self.placements, self.shape)
+        attributes = {k: v for k, v in vars(self).items() if k not in PROCESS_ATTRIBUTES}
+        vars(plain).update({**attributes, **vars(plain)})
+        plain.requires_grad_(self.requires_grad)
+        reduce: Callable[..., Any] = DTensor.__reduce_ex__  # torch has no types for it
+        return reduce(plain, protocol)
+
+
+torch.serialization.add_safe_globals([UnevenDTensor])
+
+
+@torch.no_grad()
+def _assign(dtensor: UnevenDTensor, value: torch.Tensor) -> None:
+    """Copy ``value`` into a tensor whose ``data`` it is assigned to.
+
+    torch would exchange the wrapper and leave the local tensor as it was.
 
     Raises:
-        ValueError: if the local tensors do not make up a tensor of that shape.
+        RuntimeError: for a value of another shape.
     """
-    return full_tensor(dtensor)
+    if value.shape != dtensor.shape:
+        raise RuntimeError(
+            f"the data of a sharded tensor of shape {tuple(dtensor.shape)} cannot be replaced by a"
+            f" tensor of shape {tuple(value.shape)}"
+        )
+    # Below `__torch_function__`, where a call of `copy_` would not come back to it.
+    operate(torch.Tensor.copy_, (dtensor, value), {}, UnevenDTensor)
 
 
-def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
-    """Gather the whole tensor as a DTensor that is replicated on its mesh.
-
-    This is an all-gather along every mesh axis that divides the tensor.
-    """
-    return gather_uneven_dtensor_to_full_tensor(dtensor)
-
-
-def gather_uneven_dtensor_to_full_tensor(
-    dtensor: DTensor, target_device: torch.device | str | None = None
-) -> DTensor:
-    """Gather the whole tensor as a replicated DTensor whose local tensors are on ``target_device``.
-
-    This is an older form of :func:`redistribute_uneven_dtensor_to_replicated`.
-    """
-    whole = uneven_dtensor_to_full_tensor(dtensor)
-    if target_device is not None:
-        whole = whole.to(target_device)
-    mesh = dtensor.device_mesh
-    return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+def dtensor_over(
+    local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> UnevenDTensor:
+    """Return an uneven DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    return wrap_local(UnevenDTensor, local, mesh, placements, shape)
 
 
-# ---- checkpoints
-
-
-def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
-    """Prepare a DTensor for torch.distributed.checkpoint, in place.
-
-    It keeps its storage. Nothing is communicated for sharded parameters, their gradients, tensors
-    of our state dicts and replicated tensors. For other tensors the ranks exchange their sizes, by
-    a small all-reduce along every mesh axis. DTensors with placements other than ``Shard`` and
-    ``Replicate`` are left to torch.
-
-    Raises:
-        NotImplementedError: for flat ranges if several dims besides dim 0 are divided.
-    """
-    _attach_chunks({"": dtensor}, may_differ=False)
-
-
-def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
-
-    Each is prepared as by :func:`update_uneven_dtensor_chunk_metadata`; all DTensors of a mesh
-    share one exchange of sizes.
-
-    Returns:
-        ``state_dict`` itself.
-
-    Raises:
-        ValueError: on every rank of a mesh, if the ranks do not have the same DTensors.
-    """
-    paths = filter_unflattened_state_dict(
-        state_dict, visit_condition=lambda item: isinstance(item, DTensor)
-    )
-    named = {}
-    for path in sorted(paths, key=str):  # ranks may have put their keys in another order
-        named[str(path)] = get_unflattened_state_dict(state_dict, path)
-    _attach_chunks(named, may_differ=True)
-    return state_dict
-
-
-def get_state_dict(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
-    *,
-    submodules: set[nn.Module] | None = None,
-    options: StateDictOptions | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts of a model and its optimizers, ready for torch's checkpoint.
-
-    This is torch's function of this name (arguments and result are its), followed by
-    :func:`preprocess_state_dict_for_uneven_dtensor`.
-    """
-    found = get_torch_state_dict(model, optimizers, submodules=submodules, options=options)
-    model_state, optimizer_state = cast(tuple[dict[str, Any], dict[str, Any]], found)
-    preprocess_state_dict_for_uneven_dtensor(model_state)
-    preprocess_state_dict_for_uneven_dtensor(optimizer_state)
-    return model_state, optimizer_state
-
-
-def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
-    """Replace the local tensors of DTensors by ones with chunks; see [Note: known chunks].
+def make_uneven_dtensor(
+    local_tensor: torch.Tensor,
+    shape: Sequence[int],
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+) -> UnevenDTensor:
+    """Return a DTensor over ``local_tensor``, whose storage it shares; nothing is communicated.
 
     Args:
-        named: DTensors by their paths.
-        may_differ: check that all ranks have the same DTensors.
-    """
-    unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
-    for name, dtensor in named.items():
-        known = local_chunks(dtensor)
-        if known is not None:
-            dtensor._local_tensor = known
-        elif has_chunks(dtensor) and dtensor.device_mesh.get_coordinate() is not None:
-            unknown[dtensor.device_mesh][name] = dtensor
-    for mesh, members in unknown.items():
-        if may_differ:
-            _check_same_tensors(members, mesh)
-        dtensors = list(members.values())
-        for dtensor, local in zip(dtensors, gather_chunks(dtensors)):
-            dtensor._local_tensor = local
-
-
-def _check_same_tensors(named: dict[str, DTensor], mesh: DeviceMesh) -> None:
-    """Compare names and shapes on all ranks of the mesh.
-
-    If they differed, the exchange of sizes would fail or hang.
+        local_tensor: this rank's part. Parts of successive ranks follow one another, as rows or as
+            flat ranges of elements, of any size.
+        shape: the shape of the whole tensor.
+        device_mesh: the mesh of the ranks.
+        placements: one for each mesh axis.
 
     Raises:
-        ValueError: on every rank, if they differ.
+        ValueError: for a number of placements other than that of the mesh axes.
     """
-    groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-    shapes = {name: tuple(dtensor.shape) for name, dtensor in named.items()}
-    if len(agree([str(crc32(repr(shapes).encode()))], groups)) == 1:
-        return
-    own = [str(item) for item in shapes.items()]
-    missing = [item for item in agree(own, groups) if item not in own]
-    problems = agree([f"some rank does not have {item}" for item in missing], groups)
-    raise ValueError("\n".join(problems))
-
-
-def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
-    """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
-
-    This is a small all-reduce along every mesh axis, unless the tensor is replicated or a scalar.
-
-    Returns:
-        The offsets and sizes of the chunk. If this rank owns nothing, the size of dim 0 is 0. For a
-        scalar that another rank owns, offsets and sizes are ``(0,)``.
-
-    Raises:
-        NotImplementedError: on every rank, if some rank has several chunks, a flat range that
-            begins or ends inside a row; :func:`update_uneven_dtensor_chunk_metadata` prepares such
-            tensors. Also for placements other than ``Shard`` and ``Replicate``.
-    """
-    check_placements(dtensor)
-    shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
-    if not shape or is_replicated(dtensor):
-        local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
-        return _metadata((0,) * len(local_shape), local_shape)
-    table = ChunkTable(shape, dtensor.placements, gather_numbers(local_sizes(dtensor), mesh))
-    coordinates = product(*map(range, mesh.shape))
-    chunks_of = {coordinate: table.chunks(coordinate) for coordinate in coordinates}
-    if max(map(len, chunks_of.values())) > 1:
-        raise NotImplementedError(
-            "a rank holds a run of elements, which is more than one chunk:"
-            " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__ with"
-            " all of them"
+    if len(placements) != device_mesh.ndim:
+        raise ValueError(
+            f"placements expects one for each of {device_mesh.ndim} mesh axes but got"
+            f" {tuple(placements)}"
         )
-    own = own_coordinate(mesh)
-    if chunks_of[own]:
-        offsets, sizes = chunks_of[own][0]
-    else:
-        others = shape[1:]
-        offsets, sizes = (table.row(own), *[0] * len(others)), (0, *others)
-    return _metadata(offsets, sizes)
-
-
-def _metadata(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    return dtensor_over(local_tensor.detach(), device_mesh, tuple(placements), tuple(shape))

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.fsdp.dtensor.gathering import full_tensor
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.settings import Settings
 from megatron.fsdp.warnings_once import IS_COMPUTE
 

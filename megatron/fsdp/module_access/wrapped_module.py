@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.gathering import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.fsdp.engine.collectives import agree
 from megatron.fsdp.module_access.shown_parameters import WatchedParameters
 

@@ -25,19 +25,18 @@ Padding has gradients of zero, so its weights and moments remain zero.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, groupby
-from typing import NamedTuple
+from operator import attrgetter, is_, methodcaller
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.gradient import ShardedGradient
-from megatron.fsdp.dtensor.sharded_param import ShardedParam, sharded_param_of
+from megatron.fsdp.dtensor.sharded_param import ShardedGradient, ShardedParam, sharded_param_of
 from megatron.fsdp.engine.param_group import ParamGroup
-from megatron.fsdp.optimizer.elementwise import OptimizerClass, Setting
-from megatron.fsdp.optimizer.optimizer_state import Slots
+from megatron.fsdp.optimizer.optimizer_state import Setting, Slots
 
 BLOCK = 64
 """Elements; a multiple of what one vector instruction computes, in any dtype."""
@@ -49,6 +48,9 @@ make three temporary tensors of its size, which would be the most memory that a 
 State = defaultdict[torch.Tensor, Slots]
 """The state of an optimizer."""
 
+_grad = attrgetter("grad")
+_values = methodcaller("values")
+
 
 @dataclass
 class Member:
@@ -59,7 +61,7 @@ class Member:
         slots: its state in the optimizer.
         has_grad: it has a gradient.
         start: its first element in the main shard of its group.
-        stop: behind the last one; equal to ``start`` if this rank owns none.
+        stop: the position behind the last one; equal to ``start`` if this rank owns none.
         counts: the values of its counters.
     """
 
@@ -94,7 +96,6 @@ class Segment:
         members: its parameters.
         weight: the flat range of the main weights.
         start: its position in the main shard.
-        first: the member that :meth:`take_gradient` is given the gradient of.
         grad_offset: the position of the gradient in its storage, once :meth:`find_gradient` has
             found it.
     """
@@ -102,7 +103,6 @@ class Segment:
     members: list[Member]
     weight: torch.Tensor
     start: int
-    first: Member
     grad_offset: int = 0
 
     @property
@@ -117,143 +117,132 @@ class Segment:
         """
         if not all(isinstance(gradient, ShardedGradient) for gradient in gradients):
             return False
-        shards = [_local(gradient) for gradient in gradients]
-        flat = _flat_over(shards, self.members, self.start, self.weight.numel())
-        if flat is None or flat.dtype != self.weight.dtype:
-            return False
-        self.grad_offset = int(flat.storage_offset())
-        return True
+        places = set()
+        for member, shard in zip(self.members, map(_local, gradients)):
+            if shard.dtype != self.weight.dtype or not shard.is_contiguous():
+                return False
+            if not member.is_empty:
+                shift = int(shard.storage_offset()) - member.start
+                places.add((shard.untyped_storage()._cdata, shift))
+        if len(places) == 1:
+            self.grad_offset = places.pop()[1] + self.start
+        return not places
 
     def take_gradient(self, gradient: torch.Tensor) -> None:
-        """Set ``weight.grad`` to the flat gradient, given the gradient of :attr:`first`."""
+        """Set ``weight.grad`` to the flat gradient, given the gradient of the first member."""
         # It is made anew for every step, because it would keep storage in use.
         size = self.weight.shape
         self.weight.grad = _local(gradient).as_strided(size, (1,), self.grad_offset)
-
-
-class CounterKey(NamedTuple):
-    """The properties that all elements of a vector of counters share."""
-
-    name: str
-    dtype: torch.dtype
-    device: torch.device
 
 
 class Counters:
     """One counter (``step``) of parameters, and of the segments that they are in.
 
     Args:
-        name: of the counter.
+        name: the name of the counter.
         members: the parameters that have it. Their slots become views of one vector.
-        own: storages that belong to this optimizer's segments.
     """
 
-    def __init__(self, name: str, members: Sequence[Member], own: set[int]):
+    def __init__(self, name: str, members: Sequence[Member]):
         self._name = name
         self._members = members
-        values = [member.slots[name] for member in members]
-        vector = _vector_over(values, own)
-        if vector is None:
-            vector = torch.stack(values)
-            for index, member in enumerate(members):
-                member.slots[name] = vector[index]
-        for member, count in zip(members, vector.tolist()):
+        self._vector = torch.stack([member.slots[name] for member in members])
+        for index, (member, count) in enumerate(zip(members, self._vector.tolist())):
+            member.slots[name] = self._vector[index]
             member.counts.append(count)
-        self.vector = vector
 
     def count_segments(self, segments: Sequence[Segment], state: State) -> None:
         """Put a counter of each segment, equal to that of its members, into ``state``."""
         position = {id(member): index for index, member in enumerate(self._members)}
-        own = [segment for segment in segments if id(segment.first) in position]
-        self._of_segments = self.vector[[position[id(segment.first)] for segment in own]]
+        own = [segment for segment in segments if id(segment.members[0]) in position]
+        firsts = [position[id(segment.members[0])] for segment in own]
+        self._of_segments = self._vector[firsts]
         segment_of_member = [0] * len(self._members)
         for number, segment in enumerate(own):
             state[segment.weight][self._name] = self._of_segments[number]
             for member in segment.members:
                 segment_of_member[position[id(member)]] = number
-        self._segment_of_member = torch.tensor(segment_of_member, device=self.vector.device)
-        self._version = self.vector._version
+        self._segment_of_member = torch.tensor(segment_of_member, device=self._vector.device)
+        self._version = self._vector._version
 
     @property
     def have_changed(self) -> bool:
         """True if somebody else has written to a counter of a parameter."""
-        return self.vector._version != self._version
+        return self._vector._version != self._version
 
     def copy_to_members(self) -> None:
         """Set the counters of the parameters to those of their segments."""
-        torch.index_select(self._of_segments, 0, self._segment_of_member, out=self.vector)
-        self._version = self.vector._version
+        torch.index_select(self._of_segments, 0, self._segment_of_member, out=self._vector)
+        self._version = self._vector._version
 
 
 class Segments:
     """The segments of one optimizer, in the form in which torch's ``step`` takes parameters.
 
     Args:
-        kind: the class of torch whose ``step`` is used.
-        groups: the param groups of the optimizer.
-        state: its state. Slots become views of flat tensors.
-        gradients: of all parameters, None for those without one.
-        before: the segments that these replace, whose flat tensors are used again if they fit.
+        optimizer: an optimizer of torch over sharded parameters. The tensors in its state become
+            views of flat ones.
 
     Attributes:
+        parameters: the parameters of all groups.
         of_group: the segments of each param group.
         others: the parameters of each param group that are in none.
         state: the state of all segments.
-        counters: of all parameters in segments.
+        counters: those of all parameters in segments.
     """
 
-    def __init__(
-        self,
-        kind: OptimizerClass,
-        groups: Sequence[Setting],
-        state: State,
-        gradients: dict[torch.Tensor, torch.Tensor | None],
-        before: Segments | None,
-    ):
-        self._own = before.storages() if before is not None else set()
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        self.parameters = list(_parameters_of(optimizer))
+        has_grad = [gradient is not None for gradient in self.gradients()]
         self.of_group: list[list[Segment]] = []
         self.others: list[list[torch.Tensor]] = []
         self.state: State = defaultdict(dict)
-        self._flats: list[torch.Tensor] = []
         runs_of_group: list[list[Run]] = []
-        for group in groups:
-            needs_state = kind is not torch.optim.SGD or group["momentum"] != 0
+        presence = iter(has_grad)
+        for group in optimizer.param_groups:
+            is_plain_sgd = "dampening" in group and group["momentum"] == 0  # which has no state
             self.others.append([])
             members: list[Member] = []
-            for parameter in group["params"]:
-                slots = state.get(parameter, {})
-                member = _member(parameter, slots, gradients[parameter] is not None)
-                if (slots or not needs_state) and _can_be_flat(member, group):
+            for parameter, present in zip(group["params"], presence):
+                member = _member(parameter, optimizer.state.get(parameter, {}), present)
+                if (member.slots or is_plain_sgd) and _can_be_flat(member, group):
                     members.append(member)
                 else:
                     self.others[-1].append(parameter)
             runs_of_group.append(_runs(members, group))
-        self.counters = self._count(runs_of_group)
+        self.counters = _counters(chain.from_iterable(runs_of_group))
         for runs in runs_of_group:
             self.of_group.append([])
             for run in runs:
                 self.of_group[-1] += self._divide(run)
         for counters in self.counters:
             counters.count_segments(self.all(), self.state)
-        self._own = set()
+        # What the segments were made from, to notice changes.
+        self._settings = _settings_of(optimizer)
+        self._slots = list(optimizer.state.values())
+        self._slot_values = list(chain.from_iterable(map(_values, self._slots)))
 
     def all(self) -> list[Segment]:
         """List the segments of all param groups."""
         return list(chain.from_iterable(self.of_group))
 
-    def storages(self) -> set[int]:
-        """Return the storages of moments and counters."""
-        tensors = [*self._flats, *(counters.vector for counters in self.counters)]
-        return {tensor.untyped_storage()._cdata for tensor in tensors}
+    def gradients(self) -> list[torch.Tensor | None]:
+        """List the gradients of all parameters."""
+        # Loops over all parameters, which many steps repeat, are left to `map`: they run in C.
+        with torch._C.DisableTorchFunctionSubclass():
+            return list(map(_grad, self.parameters))
 
-    def _count(self, runs_of_group: list[list[Run]]) -> list[Counters]:
-        members_of: dict[CounterKey, list[Member]] = defaultdict(list)
-        for run in chain.from_iterable(runs_of_group):
-            for member in run:
-                for name, value in member.slots.items():
-                    if not isinstance(value, DTensor):
-                        members_of[CounterKey(name, value.dtype, value.device)].append(member)
-        return [Counters(key.name, members, self._own) for key, members in members_of.items()]
+    def are_current(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True if parameters, settings and state are those that segments were made from."""
+        if any(counters.have_changed for counters in self.counters):
+            return False
+        slots = optimizer.state.values()
+        return (
+            self._settings == _settings_of(optimizer)
+            and _are_same(self.parameters, _parameters_of(optimizer))
+            and _are_same(self._slots, slots)
+            and _are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
+        )
 
     def _divide(self, run: Run) -> Iterator[Segment]:
         """Yield the segments of a run, whose moments become views of flat tensors."""
@@ -262,27 +251,32 @@ class Segments:
         flats: dict[str, torch.Tensor] = {}
         for name, value in run[0].slots.items():
             if isinstance(value, DTensor):
-                flats[name] = self._flat_moment(name, run, start, stop - start)
+                flats[name] = _flat_moment(name, run, start, stop - start)
         for members in _parts(run):
             low, high = members[0].start, max(member.stop for member in members)
-            segment = Segment(members, main[low:high], low, members[0])
+            segment = Segment(members, main[low:high], low)
             self.state[segment.weight] = {
                 name: flat[low - start : high - start] for name, flat in flats.items()
             }
             yield segment
 
-    def _flat_moment(self, name: str, run: Run, start: int, numel: int) -> torch.Tensor:
-        """Return the flat tensor of which the local tensors of a moment are views."""
-        values = [member.slots[name] for member in run]
-        shards = [_local(value) for value in values]
-        flat = _flat_over(shards, run, start, numel)
-        if flat is None or flat.untyped_storage()._cdata not in self._own:
-            flat = torch.zeros(numel, dtype=shards[0].dtype, device=shards[0].device)
-            for member, value, shard in zip(run, values, shards):
-                view = flat[member.start - start : member.stop - start].view(shard.shape)
-                value._local_tensor = view.copy_(shard)
-        self._flats.append(flat)
-        return flat
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
+    """Return the sizes and the settings of the param groups on which segments depend."""
+    return [
+        (len(group["params"]), bool(group.get("fused")), bool(group.get("momentum")))
+        for group in optimizer.param_groups
+    ]
+
+
+def _are_same(known: Sequence[object], now: Iterable[object]) -> bool:
+    """Return True if both have the same objects in the same order."""
+    found = list(now)
+    return len(known) == len(found) and all(map(is_, known, found))
 
 
 # ---- parameters
@@ -329,13 +323,17 @@ def _runs(members: Sequence[Member], group: Setting) -> list[Run]:
         members_of[member.sharded_param.group][member.sharded_param.index] = member
     runs: list[Run] = []
     for param_group, by_index in members_of.items():
-        dense = _needs_blocks(group, param_group.main_shard.dtype)
+        is_dense = _needs_blocks(group, param_group.main_shard.dtype)  # no padding in a run
         own: list[Run] = []
         previous: Member | None = None
         for index in _order(param_group):
             current = by_index.get(index)
             if current is not None:
-                if previous is None or not _follows(current, previous, dense):
+                if (
+                    previous is None
+                    or previous.signature != current.signature
+                    or (is_dense and previous.stop != current.start)
+                ):
                     own.append([])
                 own[-1].append(current)
             previous = current
@@ -354,18 +352,6 @@ def _order(group: ParamGroup) -> list[int]:
         if start < stop:
             starts[index] = start
     return sorted(starts, key=starts.__getitem__)
-
-
-def _follows(member: Member, previous: Member, dense: bool) -> bool:
-    """Return True if a member can be in the run of the one before it in the shard.
-
-    Args:
-        member: the later one.
-        previous: the earlier one.
-        dense: padding between the two must not be in a run.
-    """
-    is_near = member.start == previous.stop or not dense
-    return is_near and member.signature == previous.signature
 
 
 def _parts(run: Run) -> Iterator[list[Member]]:
@@ -390,55 +376,29 @@ def _add_empty(member: Member, runs: list[Run]) -> None:
     runs.append([member])
 
 
-# ---- flat tensors
+# ---- state
+
+
+def _counters(runs: Iterable[Run]) -> list[Counters]:
+    members_of: dict[Any, list[Member]] = defaultdict(list)
+    for member in chain.from_iterable(runs):
+        for name, value in member.slots.items():
+            if not isinstance(value, DTensor):
+                members_of[name, value.dtype, value.device].append(member)
+    return [Counters(name, members) for (name, *_), members in members_of.items()]
+
+
+def _flat_moment(name: str, run: Run, start: int, numel: int) -> torch.Tensor:
+    """Make the local tensors of a moment views of one flat tensor, and return it."""
+    first = _local(run[0].slots[name])
+    flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    for member in run:
+        value = member.slots[name]
+        view = flat[member.start - start : member.stop - start].view(_local(value).shape)
+        value._local_tensor = view.copy_(_local(value))
+    return flat
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]  # of a DTensor
     return local
-
-
-def _flat_over(
-    shards: Sequence[torch.Tensor], members: Sequence[Member], start: int, numel: int
-) -> torch.Tensor | None:
-    """Return the flat tensor ``[numel]`` of which ``shards`` are views; None if there is none.
-
-    Args:
-        shards: a tensor for each member.
-        members: their positions in the main shard.
-        start: the position of the flat tensor in the main shard.
-        numel: the length of the flat tensor.
-    """
-    first = shards[0]
-    if members[0].is_empty:  # so are all others
-        return first.reshape(-1)
-    storage = first.untyped_storage()
-    begin = first.storage_offset() - (members[0].start - start)
-    for shard, member in zip(shards, members):
-        if shard.numel() != member.stop - member.start or shard.dtype != first.dtype:
-            return None
-        if member.is_empty:
-            continue
-        is_there = shard.storage_offset() == begin + member.start - start
-        is_same = shard.untyped_storage()._cdata == storage._cdata
-        if not (is_there and is_same and shard.is_contiguous()):
-            return None
-    if begin < 0 or (begin + numel) * first.itemsize > storage.nbytes():
-        return None
-    return first.as_strided((numel,), (1,), begin)
-
-
-def _vector_over(values: Sequence[torch.Tensor], own: set[int]) -> torch.Tensor | None:
-    """Return the vector of which ``values`` are the elements, in order; None if there is none.
-
-    Args:
-        values: 0-d tensors.
-        own: the storages that the vector may be in.
-    """
-    begin = values[0].storage_offset()
-    storage = values[0].untyped_storage()._cdata
-    for index, value in enumerate(values):
-        is_same = value.untyped_storage()._cdata == storage
-        if not is_same or value.storage_offset() != begin + index:
-            return None
-    return values[0].as_strided((len(values),), (1,), begin) if storage in own else None

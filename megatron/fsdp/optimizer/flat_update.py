@@ -10,21 +10,17 @@ they are divided into other segments. See [Note: flat segments].
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
-from typing import Any
+from operator import is_, methodcaller
+from weakref import ref
 
 import torch
 
-from megatron.fsdp.optimizer.elementwise import OnLocalShards, OptimizerClass
 from megatron.fsdp.optimizer.flat_segments import Segment, Segments, State
-from megatron.fsdp.optimizer.optimizer_state import Slots
+from megatron.fsdp.optimizer.optimizer_state import OptimizerClass
 
-# Loops over all parameters, which many steps repeat, are left to `map`: they run in C.
-_grad = attrgetter("grad")
-_values = methodcaller("values")
-
+_now = methodcaller("__call__")  # of weak references, in C
 
 Division = tuple[list[list[Segment]], list[list[torch.Tensor]]]
 """Segments to update, and other parameters to update one by one, of each param group."""
@@ -38,53 +34,44 @@ class FlatUpdate:
     """
 
     def __init__(self, kind: OptimizerClass):
-        self._kind = kind
         self._step = inspect.unwrap(kind.step)  # without hooks, which run around all of this
         self._segments: Segments | None = None
-        self._first_of: dict[Segment, int] = {}  # index of the parameter of `segment.first`
         self._must_divide = False  # the gradients have divided a segment in the last step
         # The gradients of the last step, if all were views of flat gradients or None, and what was
-        # updated.
-        self._gradient_ids: list[int] | None = None
+        # updated, with the position of the gradient that each segment takes.
+        self._gradients: list[Callable[[], torch.Tensor | None]] | None = None
         self._last: Division = ([], [])
-        # What the segments were made from, to notice changes.
-        self._settings: list[tuple[int, bool, bool]] = []
-        self._parameters: list[torch.Tensor] = []
-        self._slots: list[Slots] = []
-        self._slot_values: list[Any] = []
+        self._positions: list[tuple[Segment, int]] = []
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """Update all parameters of ``optimizer`` that have a gradient."""
         segments = self.prepare(optimizer)
-        flat, others = self._divide(segments, _gradients_of(self._parameters))
+        flat, others = self._divide(segments, segments.gradients())
         if any(flat):
-            weights: list[list[torch.Tensor]] = []
-            for own in flat:
-                weights.append([segment.weight for segment in own])
+            weights = [[segment.weight for segment in own] for own in flat]
             self._run(optimizer, weights, segments.state)
             for counters in segments.counters:
                 counters.copy_to_members()
             for weight in chain.from_iterable(weights):
                 weight.grad = None
         if any(others):
-            with OnLocalShards():
-                self._run(optimizer, others, optimizer.state)
+            self._run(optimizer, others, optimizer.state)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> Segments:
         """Return the segments, made anew if parameters, settings or state have changed."""
         segments = self._segments
-        if segments is None or not self._are_current(segments, optimizer):
+        if segments is None or self._must_divide or not segments.are_current(optimizer):
+            self.forget()
             # Inference tensors would not tell whether somebody has written to them.
             with torch.inference_mode(False), torch.no_grad():
-                segments = self._make_segments(optimizer)
+                self._segments = segments = Segments(optimizer)
         return segments
 
     def forget(self) -> None:
         """Let go of the state that the segments are over."""
-        self._segments = None
-        self._first_of, self._slots, self._slot_values = {}, [], []
-        self._last = ([], [])
+        self._segments, self._gradients, self._must_divide = None, None, False
+        self._last, self._positions = ([], []), []
 
     def _run(
         self,
@@ -103,22 +90,15 @@ class FlatUpdate:
         finally:
             optimizer.param_groups, optimizer.state = groups, own_state
 
-    # ---- gradients
-
     def _divide(self, segments: Segments, gradients: list[torch.Tensor | None]) -> Division:
-        """Return what to update; the segments have their gradients.
-
-        Args:
-            segments: all segments.
-            gradients: of ``self._parameters``.
-        """
-        ids = list(map(id, gradients))
-        if self._gradient_ids is None or self._gradient_ids != ids:
+        """Return what to update; the segments have their gradients."""
+        known = self._gradients
+        if known is None or not all(map(is_, map(_now, known), gradients)):
             are_all_flat = self._divide_anew(segments, gradients)
-            # The ids are enough: the model keeps its gradients, and shows them in every step.
-            self._gradient_ids = ids if are_all_flat else None
-        for segment in chain.from_iterable(self._last[0]):
-            gradient = gradients[self._first_of[segment]]
+            # References would keep the storage of gradients in use.
+            self._gradients = list(map(_weakly, gradients)) if are_all_flat else None
+        for segment, position in self._positions:
+            gradient = gradients[position]
             assert gradient is not None
             segment.take_gradient(gradient)
         return self._last
@@ -128,7 +108,7 @@ class FlatUpdate:
 
         Return True if all gradients in segments are views of flat gradients, or None.
         """
-        gradient_of = dict(zip(self._parameters, gradients))
+        gradient_of = dict(zip(segments.parameters, gradients))
         flat: list[list[Segment]] = []
         others: list[list[torch.Tensor]] = []
         are_all_flat = True
@@ -137,7 +117,11 @@ class FlatUpdate:
             others.append([each for each in alone if gradient_of[each] is not None])
             for segment in own:
                 parameters = segment.parameters
-                present = [each for each in map(gradient_of.get, parameters) if each is not None]
+                present = [
+                    gradient
+                    for gradient in map(gradient_of.get, parameters)
+                    if gradient is not None
+                ]
                 if not present:
                     continue
                 if len(present) == len(parameters) and segment.find_gradient(present):
@@ -147,58 +131,12 @@ class FlatUpdate:
                 others[-1] += parameters
                 self._must_divide |= len(present) < len(parameters)
         self._last = (flat, others)
+        position_of = {parameter: index for index, parameter in enumerate(segments.parameters)}
+        self._positions = [
+            (segment, position_of[segment.parameters[0]]) for segment in chain.from_iterable(flat)
+        ]
         return are_all_flat
 
-    # ---- segments
 
-    def _are_current(self, segments: Segments, optimizer: torch.optim.Optimizer) -> bool:
-        if self._must_divide or any(counters.have_changed for counters in segments.counters):
-            return False
-        slots = optimizer.state.values()
-        return (
-            self._settings == _settings_of(optimizer)
-            and _are_same(self._parameters, _parameters_of(optimizer))
-            and _are_same(self._slots, slots)
-            and _are_same(self._slot_values, chain.from_iterable(map(_values, slots)))
-        )
-
-    def _make_segments(self, optimizer: torch.optim.Optimizer) -> Segments:
-        self._parameters = list(_parameters_of(optimizer))
-        gradients = dict(zip(self._parameters, _gradients_of(self._parameters)))
-        self._segments = Segments(
-            self._kind, optimizer.param_groups, optimizer.state, gradients, self._segments
-        )
-        index_of = {parameter: index for index, parameter in enumerate(self._parameters)}
-        self._first_of = {
-            segment: index_of[segment.parameters[0]] for segment in self._segments.all()
-        }
-        self._must_divide = False
-        self._gradient_ids = None
-        self._settings = _settings_of(optimizer)
-        slots = optimizer.state.values()
-        self._slots = list(slots)
-        self._slot_values = list(chain.from_iterable(map(_values, slots)))
-        return self._segments
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return chain.from_iterable([group["params"] for group in optimizer.param_groups])
-
-
-def _gradients_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return list(map(_grad, parameters))
-
-
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, bool, bool]]:
-    """Return the sizes and the settings of the param groups on which segments depend."""
-    return [
-        (len(group["params"]), bool(group.get("fused")), bool(group.get("momentum")))
-        for group in optimizer.param_groups
-    ]
-
-
-def _are_same(known: Sequence[object], now: Iterable[object]) -> bool:
-    """Return True if both have the same objects in the same order."""
-    found = list(now)
-    return len(known) == len(found) and all(map(is_, known, found))
+def _weakly(gradient: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
+    return (lambda: None) if gradient is None else ref(gradient)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of an optimizer over sharded parameters: first values, sharding, and state dicts.
 
-A *slot* is an entry of the state of one parameter. It is element-wise (a moment: one value for each
-element of the parameter, sharded like it) or one value for the whole parameter (a step count).
+An *entry* of the state of one parameter is element-wise (a moment: one value for each element of
+the parameter, sharded like it), or one value for the whole parameter (a step count), or whatever
+else an optimizer keeps (a factor of a matrix), which is the same on all ranks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from math import prod
 from typing import Any
@@ -16,26 +18,53 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam
-from megatron.fsdp.optimizer.elementwise import OptimizerClass, state_names, torch_class
+from megatron.fsdp.dtensor.uneven_dtensor import UnevenDTensor
+
+OptimizerClass = type[torch.optim.Optimizer]
+
+Setting = dict[str, Any]
+"""The settings of a param group, by name."""
 
 Slots = dict[str, Any]
 """The state of one parameter, by name."""
 
+ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adamax, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop),
+    *(torch.optim.Rprop, torch.optim.SGD, torch.optim.ASGD),
+)
+"""Optimizers of torch whose update is element-wise; they step on flat tensors."""
+
 COUNTERS = ("step", "mu_product", "eta", "mu")
-"""Slots that are not element-wise; shapes do not show it if all parameters have one element."""
+"""Entries that are not element-wise; shapes do not show it if all parameters have one element."""
+
+
+def elementwise_class(kind: OptimizerClass) -> OptimizerClass | None:
+    """Return the class in :data:`ELEMENTWISE` whose update ``kind`` has; None if there is none.
+
+    ``kind`` may be a subclass that does not change ``step`` or ``_init_group``.
+    """
+    known = next((base for base in kind.__mro__ if base in ELEMENTWISE), None)
+    if known is None:
+        return None
+    # torch wraps the `step` of a class when its first instance is created.
+    has_own_step = inspect.unwrap(kind.step) is not inspect.unwrap(known.step)
+    # `_init_group` creates the state of a parameter at the first step.
+    makes_own_state = getattr(kind, "_init_group", None) is not getattr(known, "_init_group", None)
+    return None if has_own_step or makes_own_state else known
 
 
 def initial_state(
     optimizer: torch.optim.Optimizer,
     kind: OptimizerClass,
-    group: dict[str, Any],
+    group: Setting,
     parameter: nn.Parameter,
 ) -> Slots:
     """Return the state that the first step would create, before that step: zero moments, step 0.
 
     It is empty for optimizers that must create it at the first step: SGD with dampening, whose
     first step differs from one that finds state; ASGD and Rprop, which keep the learning rate of
-    the first step; and optimizers that are not torch's.
+    the first step; and optimizers that are not in :data:`ELEMENTWISE`.
 
     Args:
         optimizer: the optimizer; its defaults are read.
@@ -43,8 +72,8 @@ def initial_state(
         group: the param group of ``parameter``.
         parameter: a sharded parameter.
     """
-    known = torch_class(kind)
-    names = state_names(known, group)
+    known = elementwise_class(kind)
+    names = _moments(known, group)
     if not names:
         return {}
     slots: Slots = {}
@@ -62,29 +91,55 @@ def initial_state(
     return slots
 
 
-def makes_state_late(kind: OptimizerClass, group: dict[str, Any]) -> bool:
+def _moments(known: OptimizerClass | None, group: Setting) -> list[str]:
+    """Return the names of the element-wise state of torch's optimizers, in torch's order.
+
+    The list is empty if the first step must create the state.
+    """
+    if known in (torch.optim.Adam, torch.optim.AdamW):
+        return ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if group["amsgrad"] else [])
+    if known is torch.optim.RMSprop:
+        momentum = ["momentum_buffer"] if group["momentum"] > 0 else []
+        return ["square_avg", *momentum] + (["grad_avg"] if group["centered"] else [])
+    if known is torch.optim.SGD:
+        return ["momentum_buffer"] if group["momentum"] != 0 and group["dampening"] == 0 else []
+    names: dict[OptimizerClass | None, list[str]] = {
+        torch.optim.NAdam: ["exp_avg", "exp_avg_sq"],
+        torch.optim.RAdam: ["exp_avg", "exp_avg_sq"],
+        torch.optim.Adamax: ["exp_avg", "exp_inf"],
+        torch.optim.Adadelta: ["square_avg", "acc_delta"],
+        torch.optim.Adagrad: ["sum"],
+    }
+    return names.get(known, [])
+
+
+def makes_state_late(kind: OptimizerClass, group: Setting) -> bool:
     """Return True for an optimizer of torch that has state, but none before its first step."""
-    known = torch_class(kind)
+    known = elementwise_class(kind)
     if known is torch.optim.SGD:
         return bool(group["momentum"] and group["dampening"])
     return known in (torch.optim.ASGD, torch.optim.Rprop)
 
 
-def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
-    """Return the names of the slots whose tensors have the shapes of their parameters.
+# ---- sharding and state dicts
 
+
+def elementwise_names(states: Iterable[tuple[ShardedParam, Slots]]) -> set[str]:
+    """Return the names of the entries that are sharded like their parameters.
+
+    They are DTensors for some parameter, or have the shape of the parameter for all of them.
     Parameters of one element are left out, because step counts may have the same shape.
     """
-    names = set()
+    sharded: set[str] = set()
+    fits: dict[str, bool] = {}
     for sharded_param, slots in states:
         shape = sharded_param.flat_range.shape
-        if prod(shape) == 1:
-            continue
-        for name, value in slots.items():
-            is_tensor = isinstance(value, torch.Tensor)
-            if isinstance(value, DTensor) or (is_tensor and tuple(value.shape) == shape):
-                names.add(name)
-    return names
+        for name, value in slots.items() if prod(shape) > 1 else ():
+            if _is_like(value, sharded_param):
+                sharded.add(name)
+            elif isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                fits[name] = fits.get(name, True) and tuple(value.shape) == shape
+    return sharded | {name for name, fit in fits.items() if fit}
 
 
 def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> Slots:
@@ -108,7 +163,7 @@ def shard_slots(sharded_param: ShardedParam, slots: Slots, names: set[str]) -> S
 
 def _is_elementwise(name: str, value: Any, sharded_param: ShardedParam, names: set[str]) -> bool:
     if isinstance(value, DTensor):
-        return True
+        return _is_like(value, sharded_param)
     if not isinstance(value, torch.Tensor):
         return False
     if names or prod(sharded_param.flat_range.shape) > 1:
@@ -116,15 +171,23 @@ def _is_elementwise(name: str, value: Any, sharded_param: ShardedParam, names: s
     return name not in COUNTERS
 
 
+def _is_like(value: Any, sharded_param: ShardedParam) -> bool:
+    """Return True for a DTensor of the shape of a parameter, or of its checkpoint entry."""
+    shapes = (sharded_param.slice.shape, sharded_param.parameter.shape)
+    return isinstance(value, DTensor) and tuple(value.shape) in shapes
+
+
 def checkpoint_slots(sharded_param: ShardedParam, slots: Slots) -> Slots:
-    """Return ``slots`` with every DTensor in a form that torch's checkpoint can save and load."""
+    """Return ``slots`` with sharded tensors in a form that torch's checkpoint can save and load."""
     return {
-        name: sharded_param.checkpoint_tensor(value) if isinstance(value, DTensor) else value
+        name: sharded_param.checkpoint_tensor(value)
+        if isinstance(value, UnevenDTensor) and _is_like(value, sharded_param)
+        else value
         for name, value in slots.items()
     }
 
 
-def match_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def match_groups(groups: list[Setting], saved: list[Setting]) -> list[Setting]:
     """Return saved param groups, and the parameters in each, in the order of ``groups``, by name.
 
     Without names in ``saved`` they are returned unchanged, and matched by position, as in torch.
@@ -135,7 +198,7 @@ def match_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> l
     if any(group.get("param_names") is None for group in saved):
         return saved
     own_names = [group["param_names"] for group in groups]
-    all_own = _all_names(own_names)
+    all_own = set().union(*own_names)
     saved_names = [_names_with_prefix(group, all_own) for group in saved]
     if saved_names == own_names:
         return [{**group, "param_names": names} for names, group in zip(own_names, saved)]
@@ -144,7 +207,7 @@ def match_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> l
     for number, names in enumerate(own_names):
         found = [position for position, each in enumerate(keys) if each.keys() == set(names)]
         if len(found) != 1 or len(names) != len(keys[found[0]]):
-            different = sorted(all_own ^ _all_names(saved_names))
+            different = sorted(all_own ^ set().union(*saved_names))
             raise ValueError(
                 f"param_groups[{number}] is over other parameters in the state dict: "
                 + (", ".join(different) or "the same names are grouped in another way")
@@ -155,11 +218,7 @@ def match_groups(groups: list[dict[str, Any]], saved: list[dict[str, Any]]) -> l
     return matched
 
 
-def _all_names(names_of_groups: list[list[str]]) -> set[str]:
-    return set().union(*names_of_groups)
-
-
-def _names_with_prefix(group: dict[str, Any], own: set[str]) -> list[str]:
+def _names_with_prefix(group: Setting, own: set[str]) -> list[str]:
     """Return a saved group's names with the wrapper's prefix ``module.``.
 
     An optimizer over the unsharded model has saved them without it.

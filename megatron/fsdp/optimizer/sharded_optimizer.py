@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizers over sharded parameters: any torch optimizer with an element-wise update, unchanged.
+"""Optimizers over sharded parameters: any optimizer of torch's interface, unchanged.
 
 [Note: the sharded optimizer] A sharded optimizer is the user's object. Its class is replaced by a
 subclass of :class:`ShardedOptimizer` and the original class: the step finishes reductions first and
-installs the new main weights afterwards, and state dicts contain DTensors.
+installs the new main weights afterwards, and state dicts contain DTensors. Element-wise optimizers
+of torch step on flat segments (see [Note: flat segments]). All others step on the DTensors
+themselves, whose operations give what whole tensors give: operations that are not element-wise
+gather what they need, and the first step says how much.
 """
 
 from __future__ import annotations
@@ -16,16 +19,14 @@ import torch
 from torch import nn
 
 from megatron.fsdp.dtensor.sharded_param import ShardedParam, is_linked, sharded_param_of
+from megatron.fsdp.dtensor.tensor_part import gathered_bytes
 from megatron.fsdp.gradient_sync import clear_gradient_shard
-from megatron.fsdp.optimizer.elementwise import (
-    OnLocalShards,
-    OptimizerClass,
-    torch_class,
-)
 from megatron.fsdp.optimizer.flat_update import FlatUpdate
-from megatron.fsdp.optimizer.gathering_step import OnWholeMatrices, refuse_class
 from megatron.fsdp.optimizer.optimizer_state import (
+    OptimizerClass,
+    Setting,
     checkpoint_slots,
+    elementwise_class,
     elementwise_names,
     initial_state,
     makes_state_late,
@@ -34,7 +35,7 @@ from megatron.fsdp.optimizer.optimizer_state import (
 )
 from megatron.fsdp.problems import Problems
 from megatron.fsdp.sharded_module import ShardedModule, is_owned, owner_of
-from megatron.fsdp.warnings_once import warn_of_absent_state
+from megatron.fsdp.warnings_once import warn, warn_of_absent_state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -43,8 +44,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _fsdp_models: list[ShardedModule]
     _fsdp_whole_models: list[ShardedModule]  # those whose parameters no other optimizer steps
     _fsdp_checkpoint_ready: bool
-    _fsdp_gathers: bool  # it gathers the matrices that it needs
-    _fsdp_flat: FlatUpdate | None  # of torch's optimizers
+    _fsdp_flat: FlatUpdate | None  # of element-wise optimizers of torch
+    _fsdp_must_tell: bool  # what the step gathers has not been said yet
 
     def step(
         self,
@@ -67,12 +68,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.keep_compute_weights()
         self._finish_communication(sync_grad_before_optimizer_step)
         reduce = partial(self._finish_communication, sync_grad_before_optimizer_step)
-        if self._fsdp_flat is None:
-            loss = self._step_by_parameter(closure, reduce)
-        elif closure is None:
-            loss = _flat_step(self)
+        closures = [] if closure is None else [partial(_with_reduction, closure, reduce)]
+        if self._fsdp_flat is not None:
+            loss = _flat_step(self, *closures)
+        elif not self._fsdp_must_tell:
+            loss = super().step(*closures)
         else:
-            loss = _flat_step(self, partial(_with_reduction, closure, reduce))
+            with gathered_bytes() as gathered:
+                loss = super().step(*closures)
+            self._fsdp_must_tell = False
+            _tell_of_gathering(_user_class(self), gathered)
         for model in self._fsdp_models:
             model.install_optimized_model_weights(
                 only_shared=not install_optimized_model_weights, only_trainable=True
@@ -81,21 +86,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # torch's hooks run around the update; it would put them around this one too.
     step.hooked = True  # type: ignore[attr-defined]  # torch's own mark on functions
-
-    def _step_by_parameter(
-        self, closure: Callable[[], Any] | None, reduce: Callable[[], None]
-    ) -> Any:
-        """Run the user's step over all parameters, as DTensors."""
-        on_local_shards = OnWholeMatrices() if self._fsdp_gathers else OnLocalShards()
-
-        def synchronised(closure: Callable[[], Any]) -> Any:
-            with on_local_shards.paused():
-                return _with_reduction(closure, reduce)
-
-        with on_local_shards:
-            if closure is None:
-                return super().step()
-            return super().step(partial(synchronised, closure))
 
     def zero_grad(self, set_to_none: bool = True, *, zero_grad_buffer: bool = True) -> None:
         """Clear the gradients of the parameters that this optimizer steps, as in torch.
@@ -131,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: if a parameter belongs to no sharded model.
-            NotImplementedError: if the update is not element-wise with the group's settings.
+            NotImplementedError: for differentiable updates.
         """
         given = param_group["params"]
         given = [given] if isinstance(given, torch.Tensor) else given
@@ -139,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             parameters = [each[1] if isinstance(each, tuple) else each for each in given]
             _refuse_unsharded(parameters)
             param_group = {**param_group, "params": parameters, "param_names": _names(parameters)}
-            refuse_class(_user_class(self), self.defaults, [param_group], self._fsdp_gathers)
+            refuse_optimizer(self, [param_group])
         super().add_param_group(param_group)
         self._find_models()
         self._make_missing_state()
@@ -217,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             # An empty entry shows that there is no state; torch's `get_state_dict` would otherwise
             # take a step to create it.
-            has_none = torch_class(kind) is torch.optim.SGD and group["momentum"] == 0
+            has_none = elementwise_class(kind) is torch.optim.SGD and group["momentum"] == 0
             for parameter in group["params"]:
                 if parameter.requires_grad and not self.state.get(parameter):
                     slots = initial_state(self, kind, group, parameter)
@@ -253,25 +243,32 @@ def _flat_step(optimizer: ShardedOptimizer, closure: Callable[[], Any] | None = 
     return loss
 
 
+def _tell_of_gathering(kind: OptimizerClass, gathered: list[int]) -> None:
+    if gathered:
+        warn(
+            "%s gathers %d whole tensors in each step, %.1f MB altogether and one after the other:"
+            " its update needs more of a parameter than the part that a rank has",
+            kind.__name__,
+            len(gathered),
+            sum(gathered) / 1e6,
+        )
+
+
 def shard_optimizer(
-    optimizer: torch.optim.Optimizer,
-    checkpoint_ready: bool = True,
-    gathers_matrices: bool = False,
+    optimizer: torch.optim.Optimizer, checkpoint_ready: bool = True
 ) -> torch.optim.Optimizer:
     """Shard an optimizer over a sharded model's ``parameters()``, in place, and return it.
 
-    The state of torch's optimizers is created at once, so a checkpoint can be loaded into it; see
-    :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for optimizers that create it at
-    the first step.
+    The state of element-wise optimizers of torch is created at once, so a checkpoint can be loaded
+    into it; see :func:`~megatron.fsdp.optimizer.optimizer_state.initial_state` for others.
 
     Args:
-        optimizer: an element-wise torch optimizer.
+        optimizer: the optimizer.
         checkpoint_ready: make ``state_dict()`` ready for torch.distributed.checkpoint.
-        gathers_matrices: it gathers whole matrices itself, so its update may be any.
 
     Raises:
         ValueError: if a parameter belongs to no sharded model, or the optimizer is already sharded.
-        NotImplementedError: for optimizers whose update is not element-wise.
+        NotImplementedError: for sparse gradients and differentiable updates.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
@@ -281,7 +278,7 @@ def shard_optimizer(
     kind = type(optimizer)
     if issubclass(kind, ShardedOptimizer):
         raise ValueError("the optimizer is sharded already")
-    refuse_optimizer(optimizer, gathers_matrices)
+    refuse_optimizer(optimizer)
     _refuse_unsharded(_parameters(optimizer))
     _keep_scheduler(optimizer)
     optimizer.__class__ = type(
@@ -289,8 +286,8 @@ def shard_optimizer(
     )
     sharded = cast(ShardedOptimizer, optimizer)
     sharded._fsdp_checkpoint_ready = checkpoint_ready
-    sharded._fsdp_gathers = gathers_matrices
-    known = torch_class(kind)
+    sharded._fsdp_must_tell = True
+    known = elementwise_class(kind)
     sharded._fsdp_flat = FlatUpdate(known) if known is not None else None
     sharded._find_models()
     for group in sharded.param_groups:
@@ -311,7 +308,8 @@ def swap_parameters(optimizer: torch.optim.Optimizer, model: ShardedModule) -> N
     known = {*replacements.keys(), *replacements.values()}
     _refuse_strangers(_parameters(optimizer), known)
     for group in optimizer.param_groups:
-        group["params"] = [replacements.get(each, each) for each in group["params"]]
+        # In place: optimizers such as LBFGS have references to the list.
+        group["params"][:] = [replacements.get(each, each) for each in group["params"]]
     unsharded = [
         each for each in optimizer.state if isinstance(each, nn.Parameter) and each in replacements
     ]
@@ -330,7 +328,6 @@ def check_optimizer(
     optimizer: torch.optim.Optimizer,
     module: nn.Module,
     use_decoupled_grad: bool,
-    gathers_matrices: bool,
 ) -> None:
     """Add every reason why an optimizer cannot be sharded with a module to ``problems``.
 
@@ -339,7 +336,6 @@ def check_optimizer(
         optimizer: the user's argument, of any type.
         module: the user's argument, of any type, before sharding.
         use_decoupled_grad: the user's argument of this name.
-        gathers_matrices: the user's argument ``optimizer_gathers_matrices``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         problems.add(
@@ -351,7 +347,7 @@ def check_optimizer(
         unknown = sum(1 for parameter in _parameters(optimizer) if parameter not in known)
         if unknown:
             problems.add(f"{unknown} parameters of the optimizer are none of the module's")
-    problems.check(refuse_optimizer, optimizer, gathers_matrices)
+    problems.check(refuse_optimizer, optimizer)
     problems.check(refuse_own_step, optimizer)
     if use_decoupled_grad and type(optimizer).__module__.startswith("torch.optim"):
         problems.add(
@@ -361,10 +357,23 @@ def check_optimizer(
         )
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer, gathers_matrices: bool = False) -> None:
-    """Raise ``NotImplementedError`` for optimizers that cannot work on shards of matrices."""
+def refuse_optimizer(
+    optimizer: torch.optim.Optimizer, groups: Iterable[Setting] | None = None
+) -> None:
+    """Raise ``NotImplementedError`` for sparse gradients and differentiable updates.
+
+    Args:
+        optimizer: an optimizer, sharded or not.
+        groups: param groups that are to be added. None: its own.
+    """
     kind = _user_class(optimizer)
-    refuse_class(kind, optimizer.defaults, optimizer.param_groups, gathers_matrices)
+    reason = None
+    if issubclass(kind, torch.optim.SparseAdam):
+        reason = "is for sparse gradients, which are not built yet: use Adam"
+    if any(group.get("differentiable") for group in groups or optimizer.param_groups):
+        reason = "with differentiable=True would record its update through the weights: not built"
+    if reason:
+        raise NotImplementedError(f"{kind.__name__} {reason}")
 
 
 def refuse_own_step(optimizer: torch.optim.Optimizer) -> None:

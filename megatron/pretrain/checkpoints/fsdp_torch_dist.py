@@ -39,7 +39,7 @@ from megatron.checkpoint.dcp.save_planner import EvenPlanner
 from megatron.checkpoint.dcp.signing_writer import SigningWriter
 from megatron.checkpoint.fsdp_dtensor.keys import split_half
 from megatron.checkpoint.torch_dist.checkpoint import extra_state_objects, files_beside
-from megatron.fsdp.dtensor.chunks import local_chunks
+from megatron.fsdp.dtensor.tensor_part import as_chunked_tensor, part_of
 from megatron.mcore_adapter.checkpoint_entries import sharded_params
 from megatron.pretrain.checkpoints.checkpoint_format import attempt
 from megatron.pretrain.checkpoints.fsdp_dtensor_checkpoint import (
@@ -226,9 +226,10 @@ def _local_chunks(value: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.
     if not isinstance(value, DTensor):
         yield (0,) * value.dim(), value.detach()
         return
-    local = local_chunks(value)
-    assert local is not None  # the layout of sharded models determines them
-    for offsets, _ in local.chunks:
+    part = part_of(value)
+    assert part is not None  # the layout of sharded models determines it
+    local = as_chunked_tensor(value._local_tensor.detach(), part)
+    for offsets, _ in part.chunks:
         yield offsets, local.__get_tensor_shard__(MetadataIndex("", torch.Size(offsets)))
 
 

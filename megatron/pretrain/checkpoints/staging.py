@@ -25,8 +25,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron.checkpoint.core.reading_threads import in_threads
-from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
-from megatron.fsdp.engine.layout import Chunk
+from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
 
 _ALIGNMENT = 64
 """Bytes: the start of a staged tensor is a multiple."""
@@ -57,8 +56,8 @@ class StagedTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     requires_grad: bool
-    chunks: tuple[tuple[Chunk, ...], tuple[int, ...], bool] | None
-    """Chunks, shape of the whole tensor and flatness, if it is the local tensor of a DTensor."""
+    part: TensorPart | None
+    """The part of the whole tensor, if it is the local tensor of a DTensor."""
 
     @classmethod
     def at(cls, offset: int, tensor: torch.Tensor) -> StagedTensor:
@@ -67,11 +66,9 @@ class StagedTensor:
         if not tensor.is_contiguous():
             # A copy has the strides that the writer of a blocking save would give it.
             strides = torch.empty_like(tensor, device="meta").stride()
-        chunks = None
-        if isinstance(tensor, ChunkedTensor):
-            chunks = (tensor.chunks, tensor.whole_shape, tensor.is_flat)
+        part = tensor.part if isinstance(tensor, ChunkedTensor) else None
         shape = tuple(tensor.shape)
-        return cls(offset, tensor.dtype, shape, strides, tensor.requires_grad, chunks)
+        return cls(offset, tensor.dtype, shape, strides, tensor.requires_grad, part)
 
     @property
     def num_bytes(self) -> int:
@@ -102,7 +99,7 @@ class StagedTensor:
             part = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offset)
             tensor = part.view(self.dtype).as_strided(self.shape, self.strides)
         tensor.requires_grad_(self.requires_grad)
-        return tensor if self.chunks is None else as_chunked_tensor(tensor, *self.chunks)
+        return tensor if self.part is None else as_chunked_tensor(tensor, self.part)
 
 
 class _StagingPickler(pickle.Pickler):

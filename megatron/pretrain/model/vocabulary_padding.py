@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from megatron.checkpoint.core.key_rules import VOCABULARY
 from megatron.checkpoint.core.spelling import plain_name
 from megatron.checkpoint.fsdp_dtensor.keys import STATE_PREFIX
-from megatron.fsdp.dtensor.uneven import dtensor_over
+from megatron.fsdp.dtensor.uneven_dtensor import dtensor_over
 from megatron.fsdp.engine.collectives import agree
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron.fsdp.dtensor.uneven_dtensor import (
+from megatron.fsdp.dtensor.checkpointing import (
     filter_unflattened_state_dict,
     get_unflattened_state_dict,
     preprocess_state_dict_for_uneven_dtensor,
@@ -89,7 +89,6 @@ PATHS = [
 ]
 
 
-@pytest.mark.always("preprocess-level3-4-level3-2", "parameters-hybrid_optim-4-level1-2")
 @pytest.mark.parametrize(("way", "kind", "size", "new_kind", "new_size"), PATHS)
 def test_checkpoint_of_prepared_state_loads_into_another_layout(
     ranks: Ranks, tmp_path: Path, way: str, kind: str, size: int, new_kind: str, new_size: int

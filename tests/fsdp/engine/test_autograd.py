@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron_fsdp import fully_shard_model
 from tests.support.fsdp.meshes import shard_mesh
 from tests.support.fsdp.models import WIDTH, ResidualBlock, Stack, TanhLayer, build_stack

@@ -3,6 +3,7 @@
 
 import copy
 import io
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron.fsdp.dtensor.uneven_dtensor import (
+from megatron.fsdp.dtensor.checkpointing import (
     gather_uneven_dtensor_to_full_tensor,
     redistribute_uneven_dtensor_to_replicated,
     uneven_dtensor_to_full_tensor,
@@ -227,7 +228,7 @@ def write_shard_of_the_same_size() -> None:
     other = 1 - dist.get_rank()
     flat_range = model._by_name["weight"].group.layout.owned(0, other)
     assert flat_range.numel == value._local_tensor.numel()
-    value._local_tensor.chunks = tuple(flat_range.chunks())
+    value.part = replace(value.part, chunks=tuple(flat_range.chunks()), key=None)
     with pytest.raises(RuntimeError, match="sharded for another layout"):
         model.load_state_dict(state)
 

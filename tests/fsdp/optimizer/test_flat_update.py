@@ -140,7 +140,7 @@ def compare_small_segments() -> None:
     segments = pair[0][1]._fsdp_flat._segments.all()
     assert all(len(each.members) == 1 or each.weight.numel() <= 40 for each in segments)
     assert max(len(each.members) for each in segments) > 1
-    groups = {each.first.sharded_param.group for each in segments}
+    groups = {each.members[0].sharded_param.group for each in segments}
     assert len(segments) > 2 * len(groups)  # more than one for each param group of the optimizer
 
 

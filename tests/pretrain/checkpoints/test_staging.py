@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron.checkpoint.core import reading_threads
-from megatron.fsdp.dtensor.chunked_tensor import ChunkedTensor, as_chunked_tensor
+from megatron.fsdp.dtensor.tensor_part import ChunkedTensor, TensorPart, as_chunked_tensor
 from megatron.pretrain.checkpoints.staging import StagingBuffer
 from tests.support.rank_pool import run_ranks
 
@@ -30,7 +30,7 @@ def content() -> dict[str, Any]:
         "integers": torch.arange(3),
         "scalar": torch.tensor(2.5),
         "empty": torch.empty(0, 4, dtype=torch.float64),
-        "chunked": as_chunked_tensor(base, CHUNKS, (3, 3), is_flat=True),
+        "chunked": as_chunked_tensor(base, TensorPart((3, 3), CHUNKS, is_flat=True)),
         "text": "words",
     }
 
@@ -63,7 +63,8 @@ def test_what_is_read_is_what_was_staged() -> None:
         assert mine.untyped_storage().nbytes() == mine.nbytes
     chunked = staged["chunked"]
     assert isinstance(chunked, ChunkedTensor)
-    assert (chunked.chunks, chunked.whole_shape, chunked.is_flat) == (CHUNKS, (3, 3), True)
+    part = chunked.part
+    assert (part.chunks, part.shape, part.is_flat) == (CHUNKS, (3, 3), True)
 
 
 def test_the_copy_keeps_its_values_and_the_next_one_takes_its_memory() -> None:

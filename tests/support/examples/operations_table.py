@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor import gathering
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor import tensor_part
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from tests.fsdp.dtensor.test_operations import is_same, odd_model, plain
 
 Row = tuple[list[str], str, str]
@@ -56,7 +56,7 @@ def wrong_rows(rows: list[Row]) -> list[str]:
         problems = problems_of_own_part if "this rank" in result else problems_of_whole
         for operation in operations:
             with patch.object(
-                gathering, "all_gather_uneven", wraps=gathering.all_gather_uneven
+                tensor_part, "all_gather_uneven", wraps=tensor_part.all_gather_uneven
             ) as all_gather:
                 ours = outcome(operation, p, p.detach() * 0.5)
             said = list(problems(operation, result, ours, p, kept))

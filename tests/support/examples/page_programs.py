@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from megatron_fsdp import fully_shard, fully_shard_model
 from tests.fsdp.dtensor.test_operations import plain
-from tests.fsdp.optimizer.test_gathering_step import orthogonal
+from tests.support.fsdp.matrix_optimizers import orthogonal
 from tests.support.huggingface.tiny_runs import (
     Sequences,
     build_llama,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megatron.fsdp.dtensor.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.fsdp.dtensor.checkpointing import uneven_dtensor_to_full_tensor
 from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 from tests.support.fsdp import models
 from tests.support.fsdp.meshes import shard_mesh

@@ -25,7 +25,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.transformer.module import MegatronModule
 
 from megatron.checkpoint.core.spelling import plain_name
-from megatron.fsdp.dtensor.uneven import full_tensor
+from megatron.fsdp.dtensor.tensor_part import full_tensor
 from megatron.mcore_adapter import cpu
 from megatron.mcore_adapter.checkpoint_entries import named_parameters
 from megatron.pretrain import loop, ranks

@@ -149,8 +149,11 @@ def uneven(whole: Tensor, mesh: DeviceMesh, sizes: list[int], dim: int = 0) -> D
     )
 
 
-def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
-    """Yield DTensors over four ranks: even, uneven and empty parts, of one mesh axis and of two."""
+def users_own(with_runs_of_columns: bool = False) -> Iterator[tuple[str, DTensor, Tensor]]:
+    """Yield DTensors over four ranks: even, uneven and empty parts, of one mesh axis and of two.
+
+    Flat ranges of the columns of a slice can be gathered, but have no chunks.
+    """
     line = init_device_mesh("cpu", (4,))
     grid = init_device_mesh("cpu", (2, 2))
     whole = torch.arange(6 * 10, dtype=torch.float64).view(6, 10)
@@ -173,13 +176,16 @@ def users_own() -> Iterator[tuple[str, DTensor, Tensor]]:
         flat, line, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     yield "element runs", runs, whole
+    runs_of_columns = "element runs of columns"
     for name, parts in {
-        "element runs of columns": [
+        runs_of_columns: [
             *whole[:, :3].reshape(-1).split([7, 11]),
             *whole[:, 3:].reshape(-1).split([0, 42]),
         ],
         "empty without a width": [whole[:, :4], whole.new_empty(0), whole[:2, 4:], whole[2:, 4:]],
     }.items():
+        if name == runs_of_columns and not with_runs_of_columns:
+            continue
         local = parts[dist.get_rank()]
         dtensor = DTensor.from_local(
             local,

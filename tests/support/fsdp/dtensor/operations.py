@@ -182,18 +182,25 @@ IN_PLACE: dict[str, Operation] = {
     "zero_": lambda t: t.zero_(),
     "foreach add_": lambda t: torch._foreach_add_([t], [t * 2], alpha=0.5),
     "foreach lerp_": lambda t: torch._foreach_lerp_([t], [t * 2], 0.5),
+    "foreach add_ of whole": lambda t: torch._foreach_add_([t, t], [_whole(t), _whole(t)]),
+    "add_ of whole": lambda t: t.add_(_whole(t), alpha=0.5),
+    "mul_ of a row": lambda t: t.mul_(torch.arange(t.shape[-1], dtype=t.dtype)),
+    "mul_ of means of rows": lambda t: t.mul_(t.mean(-1, keepdim=True)),
+    "write to a row": lambda t: t[0].zero_(),
+    "write to a view": lambda t: t.view(-1).add_(1.0),
+    "write to a view of a view": lambda t: t.flatten()[:1].fill_(0.0),
+    "write to a detached view": lambda t: t.flatten().detach().mul_(2.0),
+    "write to rows": lambda t: [row.mul_(2.0) for row in t],
+    "write to the transposed": lambda t: t.t().div_(t.norm()),
+    "write random numbers to a row": lambda t: t[0].normal_(),
+    "write sharded values to a view": lambda t: t.view(-1)[: t.shape[0]].copy_(t[:, 0] * t.sum()),
+    "write sharded values to a view of a view": lambda t: t.t().t().copy_(t * 2),
 }
 """Operations that write to the tensor."""
 
 REFUSED: dict[str, Operation] = {
-    "write to a row": lambda t: t[0].zero_(),
-    "write to a view": lambda t: t.view(-1).add_(1.0),
-    "write to a view of a view": lambda t: t.flatten()[:1].fill_(0.0),
-    "write to detached view": lambda t: t.flatten().detach().mul_(2.0),
     "write to NumPy": lambda t: t.numpy().fill(0.0),
-    "write to rows": lambda t: [row.zero_() for row in t],
-    "write sharded values to a view": lambda t: t.view(-1)[: t.shape[0]].copy_(t[:, 0] * t.sum()),
-    "write sharded values to a view of a view": lambda t: t.t().t().copy_(t * 2),
+    "write to a view of what has changed since": lambda t: _write_late(t, t.view(-1)),
     "apply a function": lambda t: t.apply_(lambda each: each + 1),
     "map a function": lambda t: t.map_(t.clone(), lambda left, right: left + right),
     "share by DLPack": torch.from_dlpack,
@@ -203,6 +210,16 @@ REFUSED: dict[str, Operation] = {
     "data of another shape": lambda t: setattr(t, "data", torch.zeros(11, 13)),
 }
 """Operations on views, memory and shapes that would be lost; views of replicated tensors work."""
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a plain tensor of the shape of another one."""
+    return torch.arange(tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+
+
+def _write_late(tensor: Tensor, view: Tensor) -> None:
+    tensor.mul_(1.0)
+    view.add_(1.0)
 
 
 def _saved(tensor: Tensor) -> Tensor:

@@ -213,35 +213,6 @@ def shows_granularity(make: Make) -> None:
     assert "granularity" in message and "'columns'" in message
 
 
-@shows("fully_shard_optimizer", "optimizer_gathers_matrices")
-def shows_optimizer_gathers_matrices(make: Make) -> None:
-    class DividingByNorm(torch.optim.Optimizer):
-        """Divide a weight by one plus the norm of its whole gradient."""
-
-        def __init__(self, params: Any, offset: float = 1.0):
-            super().__init__(params, {"offset": offset})
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.div_(group["offset"] + whole(parameter.grad).norm())
-
-    model = fully_shard_model(build_stack())
-    message = message_of(
-        NotImplementedError, fully_shard_optimizer, DividingByNorm(model.parameters())
-    )
-    assert "optimizer_gathers_matrices" in message
-    optimizer = fully_shard_optimizer(
-        DividingByNorm(model.parameters()), optimizer_gathers_matrices=True
-    )
-    before = [whole(parameter).clone() for parameter in model.parameters()]
-    backward(model)
-    optimizer.step()
-    for old, parameter in zip(before, model.parameters(), strict=True):
-        close(whole(parameter), old / (1 + whole(parameter.grad).norm()), "weight", 1e-6)
-
-
 @shows("fully_shard_model", "preproc_state_dict_for_dcp_ckpt")
 @shows("fully_shard_optimizer", "optimizer", "preproc_state_dict_for_dcp_ckpt")
 def shows_preproc_state_dict_for_dcp_ckpt(make: Make) -> None:

@@ -1,0 +1,500 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published functions on uneven DTensors: gathering, checkpoints, splitting, nested state.
+
+They accept parameters, gradients, optimizer state and whole state dicts of sharded models, and a
+user's own DTensors. Functions that may communicate say so; every rank of the DTensor's mesh must
+call them, in the same order.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, islice, product
+from math import prod
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict as get_torch_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from megatron.fsdp.dtensor.sharded_param import is_linked, sharded_param_of
+from megatron.fsdp.dtensor.tensor_part import (
+    SizeTable,
+    TensorPart,
+    TensorSlice,
+    as_chunked_tensor,
+    full_tensor,
+    is_replicated,
+    is_sharded_or_replicated,
+    local_sizes,
+    part_of,
+    replaced,
+)
+from megatron.fsdp.dtensor.uneven_dtensor import (
+    UnevenDTensor,
+    dtensor_over,
+    make_uneven_dtensor,
+)
+from megatron.fsdp.engine.collectives import agree, all_reduce_over
+from megatron.fsdp.engine.layout import Chunk, row_size
+from megatron.fsdp.engine.mesh import Mesh
+
+__all__ = [
+    "filter_unflattened_state_dict",
+    "gather_and_compute_chunk_metadata",
+    "gather_uneven_dtensor_to_full_tensor",
+    "get_state_dict",
+    "get_unflattened_state_dict",
+    "make_uneven_dtensor",
+    "preprocess_state_dict_for_uneven_dtensor",
+    "redistribute_uneven_dtensor_to_replicated",
+    "split_dtensor",
+    "uneven_dtensor_to_full_tensor",
+    "update_uneven_dtensor_chunk_metadata",
+    "validate_uneven_dtensor",
+]
+
+
+# ---- making
+
+
+def make_fsdp_dtensor(
+    local_tensor: torch.Tensor,
+    param: nn.Parameter,
+    dist_index: Mesh,
+    is_sharded_param: bool = True,
+    is_expert_param: bool = False,
+    run_check: bool = False,
+    update_uneven_dtensor_chunk_meta: bool = False,
+    force_sync_tp_duplicated_param: bool = False,
+) -> UnevenDTensor:
+    """Return a DTensor of a parameter's whole shape over this rank's part, sharing its storage.
+
+    Args:
+        local_tensor: rows, or a flat range of elements, of this rank's tensor-parallel slice.
+        param: the parameter: its shape, and the attributes or placements of tensor parallelism.
+        dist_index: the mesh, as ``model.get_distributed_index()`` returns it.
+        is_sharded_param: the data ranks divide the parameter; False: each has a copy.
+        is_expert_param: use the mesh of expert parameters.
+        run_check: check that the parts make up the whole; a collective.
+        update_uneven_dtensor_chunk_meta: make it ready for torch.distributed.checkpoint; a
+            collective.
+        force_sync_tp_duplicated_param: not built: copies of tensor-parallel ranks are not
+            exchanged.
+
+    Raises:
+        NotImplementedError: for ``force_sync_tp_duplicated_param``.
+        ValueError: with ``run_check``, for parts that overlap or leave a hole.
+    """
+    if force_sync_tp_duplicated_param:
+        raise NotImplementedError(
+            "not built yet: force_sync_tp_duplicated_param; broadcast the tensor over the"
+            " tensor-parallel group before"
+        )
+    axes = dist_index.axes(is_expert_param)
+    mesh = axes.dtensor_mesh(getattr(dist_index, "hsdp_outer_dp_shard", False))
+    slice_ = (
+        sharded_param_of(param).slice
+        if is_linked(param)
+        else TensorSlice.of_parameter(param, axes.tensor)
+    )
+    placements: list[Placement] = []
+    if axes.tensor is not None:
+        placements.append(Replicate() if slice_.dim is None else Shard(slice_.dim))
+    data: Placement = Shard(0) if is_sharded_param else Replicate()
+    placements += [data] * (mesh.ndim - len(placements))
+    dtensor = make_uneven_dtensor(local_tensor, slice_.shape or (1,), mesh, placements)
+    if run_check:
+        validate_uneven_dtensor(dtensor)
+    if update_uneven_dtensor_chunk_meta:
+        update_uneven_dtensor_chunk_metadata(dtensor)
+    return dtensor
+
+
+# ---- whole tensors
+
+
+def uneven_dtensor_to_full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """Gather the whole tensor on every rank, detached, in new storage."""
+    return full_tensor(dtensor)
+
+
+def redistribute_uneven_dtensor_to_replicated(dtensor: DTensor) -> DTensor:
+    """Gather the whole tensor as a DTensor that is replicated on its mesh."""
+    return gather_uneven_dtensor_to_full_tensor(dtensor)
+
+
+def gather_uneven_dtensor_to_full_tensor(
+    dtensor: DTensor, target_device: torch.device | str | None = None
+) -> DTensor:
+    """Gather the whole tensor as a replicated DTensor whose local tensors are on ``target_device``.
+
+    The older name of :func:`redistribute_uneven_dtensor_to_replicated`.
+    """
+    whole = full_tensor(dtensor)
+    if target_device is not None:
+        whole = whole.to(target_device)
+    mesh = dtensor.device_mesh
+    return dtensor_over(whole, mesh, [Replicate()] * mesh.ndim, whole.shape)
+
+
+# ---- state dicts for torch.distributed.checkpoint
+
+
+def update_uneven_dtensor_chunk_metadata(dtensor: DTensor) -> None:
+    """Prepare a DTensor for torch.distributed.checkpoint, in place.
+
+    It keeps its storage. Ranks exchange the sizes of tensors whose parts they do not know (see
+    [Note: parts of tensors]), by a small all-reduce along every mesh axis. DTensors with placements
+    other than ``Shard`` and ``Replicate`` are left to torch.
+
+    Raises:
+        NotImplementedError: for flat ranges of a user's own DTensor if dims besides dim 0 are
+            divided.
+    """
+    _attach_chunks({"": dtensor}, may_differ=False)
+
+
+def preprocess_state_dict_for_uneven_dtensor(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Prepare every DTensor in nested mappings, lists and tuples, in place, for torch's checkpoint.
+
+    Each is prepared as by :func:`update_uneven_dtensor_chunk_metadata`; all DTensors of a mesh
+    share one exchange of sizes.
+
+    Returns:
+        ``state_dict`` itself.
+
+    Raises:
+        ValueError: on every rank of a mesh, if the ranks do not have the same DTensors.
+    """
+    paths = filter_unflattened_state_dict(
+        state_dict, visit_condition=lambda item: isinstance(item, DTensor)
+    )
+    named = {}
+    for path in sorted(paths, key=str):  # ranks may have put their keys in another order
+        named[str(path)] = get_unflattened_state_dict(state_dict, path)
+    _attach_chunks(named, may_differ=True)
+    return state_dict
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the result of torch's function of this name, ready for torch's checkpoint."""
+    found = get_torch_state_dict(model, optimizers, submodules=submodules, options=options)
+    model_state, optimizer_state = cast(tuple[dict[str, Any], dict[str, Any]], found)
+    preprocess_state_dict_for_uneven_dtensor(model_state)
+    preprocess_state_dict_for_uneven_dtensor(optimizer_state)
+    return model_state, optimizer_state
+
+
+def gather_and_compute_chunk_metadata(dtensor: DTensor) -> ChunkStorageMetadata:
+    """Compute the offsets and sizes of this rank's chunk from the local sizes of all ranks.
+
+    This is a small all-reduce along every mesh axis, unless the tensor is replicated or a scalar.
+
+    Returns:
+        The offsets and sizes of the chunk. If this rank owns nothing, the size of dim 0 is 0. For a
+        scalar that another rank owns, offsets and sizes are ``(0,)``.
+
+    Raises:
+        NotImplementedError: on every rank, if some rank has several chunks, a flat range that
+            begins or ends inside a row. Also for placements other than ``Shard`` and ``Replicate``.
+    """
+    _check_placements(dtensor)
+    shape, mesh = tuple(dtensor.shape), dtensor.device_mesh
+    if not shape or is_replicated(dtensor):
+        local_shape = shape if dtensor._local_tensor.numel() else (0, *shape[1:])
+        return ChunkStorageMetadata(torch.Size([0] * len(local_shape)), torch.Size(local_shape))
+    (table,) = _size_tables([dtensor])
+    coordinates = product(*map(range, mesh.shape))
+    if max(len(table.part(coordinate).chunks) for coordinate in coordinates) > 1:
+        raise NotImplementedError(
+            "a rank holds a run of elements, which is more than one chunk:"
+            " update_uneven_dtensor_chunk_metadata gives the DTensor a __create_chunk_list__ with"
+            " all of them"
+        )
+    own = tuple(mesh.get_coordinate() or ())
+    nothing = ((table.row(own), *[0] * (len(shape) - 1)), (0, *shape[1:]))
+    offsets, sizes = next(iter(table.part(own).chunks), nothing)
+    return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _attach_chunks(named: dict[str, DTensor], may_differ: bool) -> None:
+    """Replace the local tensors of named DTensors by ones with chunks.
+
+    ``may_differ``: check that all ranks have the same DTensors.
+    """
+    unknown: dict[DeviceMesh, dict[str, DTensor]] = defaultdict(dict)
+    for name, dtensor in named.items():
+        part, mesh = part_of(dtensor), dtensor.device_mesh
+        if part is not None:
+            dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
+        elif is_sharded_or_replicated(dtensor.placements) and mesh.get_coordinate() is not None:
+            unknown[mesh][name] = dtensor
+    for mesh, members in unknown.items():
+        if may_differ:
+            _check_same_tensors(members, mesh)
+        dtensors = list(members.values())
+        for dtensor, part in zip(dtensors, _exchanged_parts(dtensors)):
+            dtensor._local_tensor = as_chunked_tensor(dtensor._local_tensor.detach(), part)
+
+
+def _check_same_tensors(named: dict[str, DTensor], mesh: DeviceMesh) -> None:
+    """Compare names and shapes on all ranks of the mesh.
+
+    If they differed, the exchange of sizes would fail or hang.
+    """
+    groups = mesh.get_all_groups()
+    own = [str((name, tuple(dtensor.shape))) for name, dtensor in named.items()]
+    if len(agree([str(crc32(repr(own).encode()))], groups)) == 1:
+        return
+    missing = [item for item in agree(own, groups) if item not in own]
+    problems = agree([f"some rank does not have {item}" for item in missing], groups)
+    raise ValueError("\n".join(problems))
+
+
+def _exchanged_parts(dtensors: Sequence[DTensor]) -> list[TensorPart]:
+    """Return this rank's parts of DTensors of one mesh; a collective."""
+    own = tuple(dtensors[0].device_mesh.get_coordinate() or ())
+    return [table.part(own) for table in _size_tables(dtensors)]
+
+
+def _size_tables(dtensors: Sequence[DTensor]) -> list[SizeTable]:
+    """Exchange the local sizes of DTensors of one mesh, by an all-reduce along every mesh axis."""
+    mesh = dtensors[0].device_mesh
+    sizes = [local_sizes(dtensor) for dtensor in dtensors]
+    numbers = torch.tensor(list(chain.from_iterable(sizes)))
+    table = torch.zeros((*mesh.shape, len(numbers)), dtype=torch.int64)
+    table[tuple(mesh.get_coordinate() or ())] = numbers
+    table = table.to(mesh.device_type)
+    table = all_reduce_over(table, mesh.get_all_groups(), dist.ReduceOp.SUM).cpu()
+    return [
+        SizeTable(dtensor.shape, dtensor.placements, columns)
+        for dtensor, columns in zip(dtensors, table.split(list(map(len, sizes)), dim=-1))
+    ]
+
+
+def _check_placements(dtensor: DTensor) -> None:
+    if not is_sharded_or_replicated(dtensor.placements):
+        raise NotImplementedError(
+            f"expects the placements Shard and Replicate but got {dtensor.placements}: redistribute"
+            " first"
+        )
+
+
+# ---- validation
+
+
+def validate_uneven_dtensor(dtensor: DTensor) -> None:
+    """Check that the local tensors of all ranks make up the whole tensor; a collective.
+
+    Local tensors whose part is known are checked against it. The chunks of other local tensors are
+    computed from the sizes of all ranks.
+
+    Raises:
+        ValueError: the same on every rank of the mesh, if chunks overlap, leave a gap, reach beyond
+            the shape or do not fit the local tensor, or if copies have different chunks.
+        NotImplementedError: for placements other than ``Shard`` and ``Replicate``.
+    """
+    _check_placements(dtensor)
+    mesh, shape = dtensor.device_mesh, tuple(dtensor.shape)
+    part = part_of(dtensor)
+    if part is None:
+        (part,) = _exchanged_parts([dtensor])
+    # Ranks whose coordinates differ only along replicating axes have copies.
+    copies = tuple(
+        0 if isinstance(placement, Replicate) else position
+        for placement, position in zip(dtensor.placements, mesh.get_coordinate() or ())
+    )
+    own = (copies, dist.get_rank(), dtensor._local_tensor.numel(), part.chunks)
+    ranks = [literal_eval(text) for text in agree([repr(own)], mesh.get_all_groups())]
+    problems = _problems(sorted(ranks), shape)
+    if problems:
+        raise ValueError(
+            f"the parts do not make up a tensor of shape {shape}:\n" + "\n".join(problems[:10])
+        )
+
+
+def _problems(ranks: list[Any], shape: tuple[int, ...]) -> list[str]:
+    """List the problems of the chunks of all ranks; a scalar has no chunks to compare.
+
+    Args:
+        ranks: for each rank a key that it shares with its copies, its number, the size of its local
+            tensor and its chunks.
+        shape: the shape of the whole tensor.
+    """
+    problems: list[str] = []
+    first_of: dict[Any, tuple[int, tuple[Chunk, ...]]] = {}
+    for copies, rank, numel, chunks in ranks:
+        claimed = sum(prod(sizes) for _, sizes in chunks)
+        if numel != claimed:
+            problems.append(f"rank {rank} holds {numel} elements, but its chunks {claimed}")
+        for chunk in chunks:
+            if any(at < 0 or at + size > limit for at, size, limit in zip(*chunk, shape)):
+                problems.append(f"rank {rank}: {_text(chunk)} reaches beyond the shape")
+        first, chunks_of_first = first_of.setdefault(copies, (rank, chunks))
+        if chunks_of_first != chunks and shape:
+            problems.append(
+                f"rank {rank} does not hold the same chunks as rank {first}, whose copy it should"
+                " be"
+            )
+        # The placements of a scalar are Replicate, but only one rank may have its element.
+        first_of[copies] = (first, chunks_of_first or chunks)
+    everything: list[Chunk] = sorted(sum((chunks for _, chunks in first_of.values()), ()))
+    for index, left in enumerate(everything if shape else ()):
+        for right in islice(everything, index + 1, None):
+            if right[0][0] >= left[0][0] + left[1][0]:
+                break  # all others begin in later rows
+            if all(map(_meet, *left, *right)):
+                problems.append(f"{_text(left)} and {_text(right)} overlap")
+    missing = prod(shape) - sum(prod(sizes) for _, sizes in everything)
+    if not problems and missing > 0:
+        problems.append(f"{missing} elements are held by no rank")
+    return problems
+
+
+def _meet(left: int, left_size: int, right: int, right_size: int) -> bool:
+    """Return True if two ranges of a dim overlap."""
+    return left < right + right_size and right < left + left_size
+
+
+def _text(chunk: Chunk) -> str:
+    """Format a chunk as an index, such as [0:2, 3:5]."""
+    ranges = [f"{offset}:{offset + size}" for offset, size in zip(*chunk)]
+    return f"[{', '.join(ranges)}]"
+
+
+# ---- splitting
+
+
+def split_dtensor(
+    dtensor: DTensor,
+    split_size_or_sections: int | Sequence[int],
+    dim: int = 0,
+    update_uneven_dtensor_chunk_meta: bool = False,
+) -> Iterator[DTensor]:
+    """Split a DTensor along ``dim`` into DTensors, like ``torch.split``; detached, sharing storage.
+
+    A rank keeps the elements that it has of ``dtensor``, so it may have none of a part. Ranks that
+    do not know their parts exchange sizes in this call, by an all-reduce along every mesh axis.
+
+    Args:
+        dtensor: a DTensor of at least one dim.
+        split_size_or_sections: the length of all parts, of which the last may be shorter, or a list
+            of the lengths of the parts.
+        dim: the dim to split; may be negative.
+        update_uneven_dtensor_chunk_meta: make the parts ready for torch's checkpoint. It has no
+            effect, because they always are: splitting computes their chunks.
+
+    Raises:
+        IndexError, RuntimeError: those of ``torch.split``, for a dim that the tensor does not have
+            and lengths that do not add up to ``dtensor.shape[dim]``.
+        NotImplementedError: for a dim other than 0 if ranks have flat ranges, and for placements
+            other than ``Shard`` and ``Replicate``.
+    """
+    pieces = torch.empty(dtensor.shape, device="meta").split(split_size_or_sections, dim)
+    dim %= dtensor.ndim
+    lengths = [piece.shape[dim] for piece in pieces]
+    _check_placements(dtensor)
+    part = part_of(dtensor)
+    if part is None:
+        (part,) = _exchanged_parts([dtensor])
+    if part.is_flat and dim > 0:
+        raise NotImplementedError(
+            f"split along dim {dim}: ranks hold runs of elements that begin or end inside a row,"
+            " and would hold strips of them; split along dim 0, or split the result of"
+            " uneven_dtensor_to_full_tensor"
+        )
+    starts = accumulate(lengths, initial=0)
+    return (_cut(dtensor, part, dim, start, length) for start, length in zip(starts, lengths))
+
+
+def _cut(dtensor: DTensor, part: TensorPart, dim: int, start: int, length: int) -> DTensor:
+    """Return the range ``[start, start + length)`` of ``dim`` as a DTensor."""
+    # Example of a block: the local tensor is rows 2 to 5 of a matrix, ((2, 0), (4, 3)), and the
+    # range is rows 3 to 8. They have rows 3 to 5 in common: rows 1 to 3 of the local tensor, and
+    # the chunk ((0, 0), (3, 3)) of the range.
+    #
+    # Example of a flat range, along dim 0: elements 2 to 10 of a matrix of shape (4, 3) are the
+    # chunks ((0, 2), (1, 1)), ((1, 0), (2, 3)) and ((3, 0), (1, 2)), one after the other. Row 2 is
+    # the second row of the second chunk: after the 1 element of the first chunk and a row of 3 come
+    # its 3 elements, [4:7] of the local tensor.
+    shape = replaced(tuple(dtensor.shape), dim, length)
+    local = dtensor._local_tensor.detach()
+    cut = local.new_empty((0, *shape[1:]))
+    chunks: list[Chunk] = []
+    first = position = 0  # of the range, and of the chunk, in the flat local tensor
+    for offsets, sizes in part.chunks:
+        low, high = max(offsets[dim], start), min(offsets[dim] + sizes[dim], start + length)
+        if low < high:
+            if not chunks:
+                first = position + (low - offsets[0]) * row_size(sizes)
+            chunks.append((replaced(offsets, dim, low - start), replaced(sizes, dim, high - low)))
+            if part.is_flat:
+                numel = sum(prod(sizes) for _, sizes in chunks)
+                cut = local.reshape(-1)[first : first + numel]
+            else:
+                cut = local.narrow(dim, low - offsets[dim], high - low)
+        position += prod(sizes)
+    cut = as_chunked_tensor(cut, TensorPart(shape, tuple(chunks), part.is_flat))
+    return dtensor_over(cut, dtensor.device_mesh, dtensor.placements, shape)
+
+
+# ---- paths in nested state dicts
+
+
+def filter_unflattened_state_dict(
+    state_dict: Any,
+    key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
+    visit_condition: Callable[[Any], bool] = lambda x: False,
+) -> list[list[Any]]:
+    """List the paths of items in nested mappings, lists and tuples.
+
+    Args:
+        state_dict: the nested state.
+        key_chain: the path of ``state_dict`` itself, with which all paths begin.
+        visit_condition: returns True for the items to list. It is not called with mappings, lists
+            and tuples, whose items are visited.
+
+    Returns:
+        The path of each item: a list of keys and positions.
+    """
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(state_dict, Mapping):
+        items = state_dict.items()
+    elif isinstance(state_dict, list | tuple):
+        items = enumerate(state_dict)
+    else:
+        return [[*key_chain]] if visit_condition(state_dict) else []
+    paths: list[list[Any]] = []
+    for key, value in items:
+        paths += filter_unflattened_state_dict(value, [*key_chain, key], visit_condition)
+    return paths
+
+
+def get_unflattened_state_dict(
+    state_dict: Any,
+    key_chain: list[Any] = [],  # noqa: B006  # the published default; it is not changed here
+) -> Any:
+    """Return the item at a path of keys and positions; ``state_dict`` itself at the empty path.
+
+    Raises:
+        KeyError: if a mapping does not have the key.
+        IndexError: if a list or tuple does not have the position.
+    """
+    for key in key_chain:
+        state_dict = state_dict[key]
+    return state_dict

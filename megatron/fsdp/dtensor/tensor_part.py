@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a tensor that a rank has, for DTensors and checkpoints.
+
+[Note: parts of tensors] The engine lays parameters out in flat buffers, where a rank owns a
+:class:`~megatron.fsdp.engine.layout.FlatRange` of each. Above the engine, what a local tensor
+contains is a :class:`TensorPart`: chunks of the whole tensor, in the order of the local elements. A
+*chunk* is a block of an N-d tensor, given by offsets and sizes. torch's DTensor expects equal
+blocks; here local tensors have any size, as whole rows or as flat ranges of elements, and follow
+one another along the mesh axes that divide dim 0, the last of these axes fastest.
+
+The layout determines the parts of parameters and gradients, of everything computed from them, and
+of the tensors in state dicts. A replicated tensor is one chunk. Of other DTensors (a user's own) a
+rank knows its local tensor only: the ranks of the mesh exchange the sizes of their local tensors
+(:class:`SizeTable`), and every rank computes all offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from operator import add
+from typing import Any, NamedTuple, SupportsIndex, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from megatron.fsdp.engine.collectives import all_gather_uneven
+from megatron.fsdp.engine.layout import Chunk, FlatRange, row_size
+from megatron.fsdp.engine.tensor_parallel import (
+    get_mcore_tensor_parallel_partition_dim,
+    local_tensor,
+)
+
+AnyDTensor = TypeVar("AnyDTensor", bound=DTensor)
+
+Coordinate = tuple[int, ...]
+"""Position of a rank in a mesh: one number for each mesh axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class TensorPart:
+    """The part of a whole tensor that a local tensor contains.
+
+    Args:
+        shape: the shape of the whole tensor.
+        chunks: offsets and sizes within the whole tensor, in the order of the local elements.
+        is_flat: the local tensor of some rank is a flat range of elements, not a block, and may
+            have several chunks.
+        key: equal for tensors of one mesh that all ranks divide alike; None if nobody knows that.
+        replicas: groups of ranks outside of the mesh that have the same part.
+    """
+
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    is_flat: bool = False
+    key: Hashable = None
+    replicas: tuple[dist.ProcessGroup, ...] = ()
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the elements of this part of ``whole``, flat."""
+        elements = [whole.new_empty(0)]
+        for offsets, sizes in self.chunks:
+            box = tuple(map(slice, offsets, map(add, offsets, sizes)))
+            elements.append(whole[box].reshape(-1))
+        return torch.cat(elements)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorPart, (self.shape, self.chunks, self.is_flat, self.key)
+
+
+class TensorSlice(NamedTuple):
+    """The slice of a whole tensor that tensor parallelism assigns to this rank.
+
+    Args:
+        shape: the shape of the whole tensor.
+        dim: the divided dim; None if every tensor-parallel rank has a copy.
+        start: the beginning of this rank's range along ``dim``.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    start: int = 0
+
+    @classmethod
+    def of_parameter(cls, parameter: nn.Parameter, axis: DeviceMesh | None) -> TensorSlice:
+        """Return the slice that ``parameter`` is on this rank.
+
+        It follows from the placements of DTensors, and from the attributes
+        ``tensor_model_parallel`` and ``partition_dim`` of Megatron-Core's and Transformer Engine's
+        parameters.
+
+        Args:
+            parameter: the module's own parameter.
+            axis: the tensor-parallel mesh axis; None without one.
+        """
+        local = tuple(local_tensor(parameter).shape)
+        if axis is None:
+            return cls(local)
+        if isinstance(parameter, DTensor):
+            (placement,) = parameter.placements
+            if not isinstance(placement, Shard):
+                return cls(local)
+            _, start = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            return cls(tuple(parameter.shape), placement.dim, start[placement.dim])
+        dim = get_mcore_tensor_parallel_partition_dim(parameter)
+        if dim is None:
+            return cls(local)
+        shape = replaced(local, dim, local[dim] * axis.size())
+        return cls(shape, dim, local[dim] * axis.get_local_rank())
+
+    def chunks(self, flat_range: FlatRange) -> tuple[Chunk, ...]:
+        """Return the chunks of the whole tensor that make up a flat range of this slice."""
+        # Example: the whole tensor has shape (4, 6), and this rank the slice [:, 3:6], of shape
+        # (4, 3). Elements 4 to 8 of the slice are the end of its row 1 and its row 2:
+        #
+        #     within the slice    ((1, 1), (1, 2)), ((2, 0), (1, 3))    offsets and sizes
+        #     within the whole    ((1, 4), (1, 2)), ((2, 3), (1, 3))
+        chunks = flat_range.chunks()
+        if self.dim is None:
+            return tuple(chunks)
+        return tuple(
+            (replaced(offsets, self.dim, offsets[self.dim] + self.start), sizes)
+            for offsets, sizes in chunks
+        )
+
+    def of(self, whole: torch.Tensor, size: int) -> torch.Tensor:
+        """Return the view of this slice in ``whole``; ``size`` is its length along ``dim``."""
+        return whole if self.dim is None else whole.narrow(self.dim, self.start, size)
+
+
+def replaced(values: tuple[int, ...], position: int, value: int) -> tuple[int, ...]:
+    """Return ``values`` with another value at ``position``."""
+    return (*values[:position], value, *values[position + 1 :])
+
+
+# ---- torch.distributed.checkpoint
+
+
+class ChunkedTensor(torch.Tensor):
+    """A local tensor that tells torch.distributed.checkpoint which chunks it contains.
+
+    torch computes the chunks of a DTensor from its placements, which is wrong for uneven ones, but
+    first asks the local tensor by the three methods with double underscores. Operations on it
+    return plain tensors.
+
+    Attributes:
+        part: the part of the whole tensor.
+    """
+
+    # Operations ignore this class, as torch documents for subclasses that only carry data.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    part: TensorPart
+
+    def copy_(self, src: torch.Tensor, non_blocking: bool = False) -> ChunkedTensor:
+        """Copy values into the tensor: those of its own chunks, out of a part of a whole tensor.
+
+        torch's ``set_model_state_dict`` with ``broadcast_from_rank0`` hands over the part of the
+        whole tensor that this rank would have if the ranks had equal parts.
+
+        Args:
+            src: a tensor of the local shape, or a view of a tensor of the whole shape.
+            non_blocking: as in torch.
+        """
+        if not self.numel():
+            return self  # a part of equal size may have elements
+        whole = src._base
+        if whole is not None and whole.shape == self.part.shape and src.stride() == whole.stride():
+            src = self.part.of(whole.detach()).view(self.shape)
+        super().copy_(src, non_blocking)
+        return self
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self.part.chunks
+        ]
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self)
+        size = torch.Size(self.part.shape)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=size),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        wanted = None if index.offset is None else tuple(index.offset)
+        local = self.detach()
+        begin = 0
+        for offsets, sizes in self.part.chunks:
+            end = begin + prod(sizes)
+            if wanted is None or wanted == offsets:
+                return local if local.shape == sizes else local.view(-1)[begin:end].view(sizes)
+            begin = end
+        raise ValueError(f"{index.fqn}: this rank does not hold the chunk at {wanted}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
+        return as_chunked_tensor(self.detach().clone(), self.part)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return as_chunked_tensor, (self.detach().clone(), self.part)
+
+
+def as_chunked_tensor(local: torch.Tensor, part: TensorPart) -> ChunkedTensor:
+    """Return a tensor over the storage of ``local`` that knows its part of the whole tensor."""
+    if isinstance(local, AsyncCollectiveTensor):
+        local = local.wait()
+    tensor = torch.Tensor._make_subclass(ChunkedTensor, local)
+    tensor.part = part
+    return tensor
+
+
+# `torch.load` then accepts state dicts that were saved with `torch.save`.
+torch.serialization.add_safe_globals([as_chunked_tensor, TensorPart])
+
+
+# ---- DTensors over local tensors of any size
+
+
+def part_of(dtensor: DTensor) -> TensorPart | None:
+    """Return the part that a rank has of a DTensor, None if the ranks do not know it.
+
+    The answer is the same on all ranks of the mesh; see [Note: parts of tensors].
+    """
+    local = dtensor._local_tensor
+    part: TensorPart | None = getattr(dtensor, "part", None)
+    if part is None and isinstance(local, ChunkedTensor):
+        part = local.part
+    shape = tuple(dtensor.shape)
+    if part is None and (not shape or is_replicated(dtensor)):
+        part = TensorPart(shape, (((0,) * len(shape), shape),) if local.numel() else ())
+    return part
+
+
+def wrap_local(
+    dtensor_class: type[AnyDTensor],
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+) -> AnyDTensor:
+    """Return a DTensor of logical ``shape`` over ``local``, whose storage it shares."""
+    # `DTensor.from_local` would treat the empty shape of a scalar as no shape.
+    stride = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    # The wrapper gets its storage offset from the tensor that it is created with, and torch cannot
+    # copy or save a wrapper whose offset is not 0. So `local` is assigned afterwards.
+    result = dtensor_class(local.new_empty(0), spec, requires_grad=False)
+    result._local_tensor = local
+    return result
+
+
+def is_replicated(dtensor: DTensor) -> bool:
+    """Return True if every rank of the mesh has the whole tensor."""
+    return all(isinstance(placement, Replicate) for placement in dtensor.placements)
+
+
+def is_sharded_or_replicated(placements: Sequence[Placement]) -> bool:
+    """Return True if all placements are ``Shard`` or ``Replicate``."""
+    return all(isinstance(placement, Shard | Replicate) for placement in placements)
+
+
+def axes_of(placements: Sequence[Placement], dim: int) -> list[int]:
+    """List the mesh axes that divide ``dim``."""
+    return [
+        axis
+        for axis, placement in enumerate(placements)
+        if isinstance(placement, Shard) and placement.dim == dim
+    ]
+
+
+# ---- whole tensors
+
+_watched_bytes: list[int] | None = None
+
+
+@contextmanager
+def gathered_bytes() -> Iterator[list[int]]:
+    """List the bytes of each whole tensor that is gathered inside the context."""
+    global _watched_bytes
+    before, _watched_bytes = _watched_bytes, []
+    try:
+        yield _watched_bytes
+    finally:
+        _watched_bytes = before
+
+
+def full_tensor(dtensor: DTensor) -> torch.Tensor:
+    """Gather the whole tensor ``[*dtensor.shape]`` on every rank, detached, in new storage.
+
+    This is an all-gather along every mesh axis that divides the tensor. If more than one dim
+    besides dim 0 is divided, or a placement is neither ``Shard`` nor ``Replicate``, torch gathers,
+    which expects equal parts.
+
+    Raises:
+        ValueError: if the local tensors do not make up a tensor of that shape.
+    """
+    shape, placements, mesh = dtensor.shape, dtensor.placements, dtensor.device_mesh
+    local = dtensor._local_tensor.detach()
+    sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    later_dims = sorted(sharded_dims - {0})
+    if len(later_dims) > 1 or not is_sharded_or_replicated(placements):
+        return wrap_local(DTensor, local, mesh, placements, shape).full_tensor()
+    if shape and (shape.numel() == 0 or not sharded_dims):
+        return local.clone().view(shape)
+    if _watched_bytes is not None:
+        _watched_bytes.append(shape.numel() * local.itemsize)
+    # Offloaded state is gathered where the mesh is.
+    flat = local.reshape(-1).to(mesh.device_type)
+    # torch has no sharded scalars, so the placements of a scalar in a state dict are Replicate. But
+    # only one rank may have its element, so it is gathered along all axes.
+    for axis in reversed(axes_of(placements, 0) if shape else range(len(placements))):
+        flat = torch.cat(all_gather_uneven(flat, mesh.get_group(axis)))
+    for dim in later_dims:
+        for axis in reversed(axes_of(placements, dim)):
+            shards = all_gather_uneven(flat, mesh.get_group(axis))
+            flat = torch.cat([_as_range_of_dim(shard, shape, dim) for shard in shards], dim)
+            flat = flat.reshape(-1)
+    if flat.numel() != shape.numel() and shape:
+        raise ValueError(
+            f"the parts of all ranks hold {flat.numel()} elements, but shape {tuple(shape)} has"
+            f" {shape.numel()}"
+        )
+    return flat[: shape.numel()].view(shape).to(local.device)
+
+
+def _as_range_of_dim(flat: torch.Tensor, shape: torch.Size, dim: int) -> torch.Tensor:
+    """View the flat elements of a range of ``dim`` of a tensor of ``shape`` with all its dims."""
+    others = shape.numel() // shape[dim]
+    if flat.numel() % others:
+        raise ValueError(
+            f"a part of {flat.numel()} elements is no range of dim {dim} of shape {tuple(shape)}"
+        )
+    return flat.view(replaced(tuple(shape), dim, flat.numel() // others))
+
+
+# ---- parts that follow from the sizes of all local tensors
+
+
+class SizeTable:
+    """The parts of one DTensor on all ranks of a mesh, from the sizes of all local tensors.
+
+    Args:
+        shape: the shape of the DTensor; at least one dim.
+        placements: the placements of the DTensor.
+        sizes: int64 ``[*mesh, 2 + ndim]``: the result of :func:`local_sizes` of every rank.
+
+    Raises:
+        NotImplementedError: for flat ranges if dims besides dim 0 are divided.
+    """
+
+    def __init__(self, shape: Sequence[int], placements: Sequence[Placement], sizes: torch.Tensor):
+        self._shape = tuple(shape)
+        self.is_flat = bool(sizes[..., 1].any())
+        axes = [axes_of(placements, dim) for dim in range(len(shape))]
+        divided = [dim for dim in range(1, len(shape)) if axes[dim]]
+        if self.is_flat and divided:
+            raise NotImplementedError(
+                f"runs of elements with dims {divided} divided too: divide dim 0 only, or pass the"
+                " tensors of a sharded model, whose layout is known"
+            )
+        self._sizes = sizes[..., :1] if self.is_flat else sizes[..., 2:]
+        starts = [_starts(self._sizes[..., 0], axes[0])]
+        for dim in range(1, self._sizes.shape[-1]):
+            # An empty local tensor may have any width, so the width is that of the others along
+            # dim 0.
+            starts.append(_starts(_largest(self._sizes[..., dim], axes[dim]), axes[dim]))
+        self._starts = torch.stack(starts, -1)
+
+    def part(self, coordinate: Coordinate) -> TensorPart:
+        """Return the part of the rank at ``coordinate`` of the mesh."""
+        starts, sizes = self._starts[coordinate].tolist(), self._sizes[coordinate].tolist()
+        chunks: list[Chunk] = []
+        if self.is_flat:
+            stop = starts[0] + sizes[0]
+            chunks = FlatRange(self._shape, starts[0], stop, by_rows=False).chunks()
+        elif prod(sizes):
+            chunks = [(tuple(starts), tuple(sizes))]
+        return TensorPart(self._shape, tuple(chunks), self.is_flat)
+
+    def row(self, coordinate: Coordinate) -> int:
+        """Return the row of the whole tensor in which the local tensor at ``coordinate`` begins."""
+        start = int(self._starts[coordinate][0])
+        return start // row_size(self._shape) if self.is_flat else start
+
+
+def local_sizes(dtensor: DTensor) -> list[int]:
+    """Describe the local tensor by ``2 + dtensor.ndim`` numbers.
+
+    They are its number of elements, 1 if it is a flat range of a tensor of more dims, and the sizes
+    of its dims, or zeros if it does not have all of them.
+    """
+    local, ndim = dtensor._local_tensor, dtensor.ndim
+    if local.ndim == ndim:
+        return [local.numel(), 0, *local.shape]
+    return [local.numel(), int(local.numel() > 0), *[0] * ndim]
+
+
+def _starts(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
+    """Return for every rank the sum of the sizes of the ranks before it along mesh axes.
+
+    Args:
+        sizes: a tensor ``[*mesh]``, like the result.
+        axes: mesh axes, the last one fastest.
+    """
+    # Example of a mesh (2, 2) and sizes [[3, 2], [2, 1]]:
+    #
+    #     axes [1]      [[0, 3], [0, 2]]     along each row of the mesh
+    #     axes [0]      [[0, 0], [3, 2]]     along each column
+    #     axes [0, 1]   [[0, 3], [5, 7]]     along all ranks, row by row
+    if not axes:
+        return torch.zeros_like(sizes)
+    others = [axis for axis in range(sizes.ndim) if axis not in axes]
+    order = others + axes
+    ordered = sizes.permute(order)
+    lines = ordered.flatten(start_dim=len(others))
+    starts = (lines.cumsum(-1) - lines).view(ordered.shape)
+    back = [order.index(axis) for axis in range(sizes.ndim)]
+    return starts.permute(back)
+
+
+def _largest(sizes: torch.Tensor, axes: list[int]) -> torch.Tensor:
+    """Return for every rank the largest size ``[*mesh]`` among those at its position along axes."""
+    # Example of a mesh (2, 2), sizes [[3, 2], [0, 2]] and axes [1]: the largest of each column,
+    # [[3, 2], [3, 2]].
+    others = [axis for axis in range(sizes.ndim) if axis not in axes]
+    return sizes.amax(others, keepdim=True).expand_as(sizes) if others else sizes

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that look at whole matrices step as on an unsharded model, whatever is sharded."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from megatron_fsdp import fully_shard, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.test_warnings_once import Messages
+from tests.support.fsdp import matrix_optimizers as written
+from tests.support.fsdp import models
+from tests.support.fsdp.meshes import Meshes, shard_mesh
+from tests.support.fsdp.optimizers import (
+    Signs,
+    sharded_step,
+    sharding,
+    unsharded_step,
+    weights,
+)
+from tests.support.fsdp.reference import TOLERANCE, Ranks, batch, compare_shards, loss_of
+
+Make = Callable[..., torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "signs": Signs,
+    "lion": written.Lion,
+    "no_closure": written.TakesNoClosure,
+    "own_adam": partial(written.OwnAdam, lr=0.02),
+    "trust_ratio": written.TrustRatio,
+    "row_means": written.RowMeans,
+    "newton_schulz": written.NewtonSchulz,
+    "shampoo": written.Shampoo,
+    "sharpness_aware": written.LooksTwice,
+    "adafactor": partial(torch.optim.Adafactor, lr=0.05, weight_decay=0.1),
+    "adafactor_foreach": partial(torch.optim.Adafactor, lr=0.05, foreach=True),
+}
+
+PLACES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    **{f"level{level}": (3, "flat", {"zero_dp_strategy": level}) for level in range(4)},
+    "more_ranks_than_rows": (4, "flat", {}),
+    "whole_rows": (3, "flat", {"granularity": "rows"}),
+    "hybrid": (4, "outer2", {}),
+    "hybrid_optim": (4, "outer2", {"outer_dp_sharding_strategy": 1}),
+}
+"""Number of ranks, mesh and settings."""
+
+OFTEN = ("level1", "level3", "hybrid_optim")
+
+
+class OddStack(nn.Module):
+    """Matrices whose rows no number of ranks divides, a cube, vectors and a scalar."""
+
+    units = (nn.Linear,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(models.WIDTH, 11)
+        self.down = nn.Linear(11, 3)
+        self.cube = nn.Parameter(torch.randn(3, 5, 2))
+        self.one = nn.Parameter(torch.randn(1, 7))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, step: int = 0) -> Tensor:
+        hidden = torch.tanh(self.up(x)) * self.scale
+        return self.down(hidden) + self.cube.square().mean() + self.one.square().sum()
+
+
+def build() -> nn.Module:
+    torch.manual_seed(2)
+    return OddStack().double()
+
+
+def train(make: Make, mesh: str, settings: dict[str, Any], steps: int = 4) -> None:
+    reference, module = build(), build()
+    expected, optimizer = make(reference.parameters()), make(module.parameters())
+    place = {"device_mesh": shard_mesh()} if mesh == "flat" else Meshes().arguments(mesh)
+    model, optimizer = fully_shard(module, optimizer, **{**sharding(module), **place, **settings})
+    for step in range(steps):
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        what = f"weight after step {step}"
+        compare_shards(model, weights(model), weights(reference), what, TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=() if place in OFTEN else pytest.mark.exhaustive)
+        for place in PLACES
+    ],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_match_the_unsharded_optimizer(ranks: Ranks, name: str, place: str) -> None:
+    size, mesh, settings = PLACES[place]
+    ranks(size, train, OPTIMIZERS[name], mesh, settings)
+
+
+def train_muon_and_adamw(level: int) -> None:
+    """Let torch's Muon have the matrices and AdamW the rest, as its documentation says."""
+    reference, module = build(), build()
+    model = fully_shard_model(module, shard_mesh(), **sharding(module, level))
+    pairs = []
+    for each in (reference, model):
+        matrices = [parameter for parameter in each.parameters() if parameter.ndim == 2]
+        others = [parameter for parameter in each.parameters() if parameter.ndim != 2]
+        pairs.append([torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)])
+    expected, optimizers = pairs[0], list(map(fully_shard_optimizer, pairs[1]))
+    world_size = dist.get_world_size()
+    for step in range(3):
+        for rank in range(world_size):
+            (loss_of(reference(batch(step, rank, 0))) / world_size).backward()
+        loss_of(model(batch(step, dist.get_rank(), 0))).backward()
+        for optimizer in [*expected, *optimizers]:
+            optimizer.step()
+        for optimizer in [*expected, *optimizers]:
+            optimizer.zero_grad()
+        # Muon iterates in bfloat16.
+        what = f"weight after step {step}"
+        compare_shards(model, weights(model), weights(reference), what, 1e-9)
+
+
+@pytest.mark.parametrize("level", range(4))
+def test_muon_of_torch_steps_beside_adamw(ranks: Ranks, level: int) -> None:
+    ranks(3, train_muon_and_adamw, level)
+
+
+@pytest.mark.parametrize("how", ["tensor", "data", "foreach", "redistribute"])
+@pytest.mark.parametrize("level", [0, 1, 3])
+def test_muon_for_dtensors_steps_as_on_one_rank(ranks: Ranks, level: int, how: str) -> None:
+    make = partial(written.GatheringMuon, how=how)
+    ranks(3, train, make, "flat", {"zero_dp_strategy": level})
+
+
+def minimise(level: int) -> None:
+    """Step LBFGS, whose closures return the same loss on all ranks."""
+    reference, module = build(), build()
+    settings = {"lr": 0.2, "max_iter": 4, "line_search_fn": "strong_wolfe"}
+    expected = torch.optim.LBFGS(reference.parameters(), **settings)
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.LBFGS(module.parameters(), **settings),
+        shard_mesh(),
+        **sharding(module, level),
+    )
+    for _ in range(2):
+        for each, stepped in ((reference, expected), (model, optimizer)):
+
+            def closure(each: Any = each, stepped: Any = stepped) -> Tensor:
+                stepped.zero_grad()
+                loss = loss_of(each(batch(0, 0, 0)))
+                loss.backward()
+                return loss
+
+            stepped.step(closure)
+        compare_shards(model, weights(model), weights(reference), "weight", 1e-8)
+
+
+@pytest.mark.parametrize("level", [1, 3])
+def test_lbfgs_steps_with_losses_that_all_ranks_share(ranks: Ranks, level: int) -> None:
+    ranks(2, minimise, level)
+
+
+# ---- what is gathered
+
+
+def messages_of(make: Make, level: int) -> list[str]:
+    messages = Messages()
+    module = build()
+    model, optimizer = fully_shard(
+        module, make(module.parameters()), shard_mesh(), **sharding(module, level)
+    )
+    for step in range(2):
+        sharded_step(model, optimizer, step)
+    return messages.take()
+
+
+@pytest.mark.parametrize("level", [0, 3])
+def test_what_is_gathered_is_said_once_on_the_first_rank(ranks: Ranks, level: int) -> None:
+    first, second = ranks(2, messages_of, written.Shampoo, level)
+    assert second == []
+    if level == 0:
+        assert first == []
+        return
+    (message,) = first
+    assert "Shampoo gathers" in message and "whole tensors in each step" in message
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, Signs, written.Lion])
+def test_an_element_wise_update_gathers_nothing(ranks: Ranks, make: Make) -> None:
+    assert ranks(2, messages_of, make, 3) == [[], []]
+
+
+# ---- state
+
+
+def momentum_state(path: str, name: str, saves: bool) -> None:
+    """Save after two steps, or load into an optimizer after one step and train on."""
+    make = OPTIMIZERS[name]
+    module = build()
+    model, optimizer = fully_shard(
+        module, make(module.parameters()), shard_mesh(), **sharding(module)
+    )
+    for step in range(2 if saves else 1):
+        step_on_the_same_data(model, optimizer, step)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if saves:
+        dcp.save(state, checkpoint_id=path)
+        return
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    reference = build()
+    expected = make(reference.parameters())
+    for step in range(4):
+        step_on_the_same_data(reference, expected, step)
+    for step in range(2, 4):
+        step_on_the_same_data(model, optimizer, step)
+    compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
+    slots = optimizer.state[next(iter(model.parameters()))]
+    assert any(isinstance(value, DTensor) for value in slots.values()) or name == "shampoo"
+
+
+def step_on_the_same_data(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model(batch(step, 0, 0))).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["row_means", "newton_schulz", "shampoo", "lion"])
+def test_state_is_saved_and_loaded_for_another_number_of_ranks(
+    ranks: Ranks, name: str, tmp_path: Path
+) -> None:
+    ranks(3, momentum_state, str(tmp_path), name, True)
+    ranks(2, momentum_state, str(tmp_path), name, False)
+
+
+@pytest.mark.parametrize("name", ["row_means", "newton_schulz", "shampoo", "adafactor"])
+def test_state_made_before_sharding_is_kept(ranks: Ranks, name: str) -> None:
+    ranks(2, shard_after_two_steps, OPTIMIZERS[name])
+
+
+def shard_after_two_steps(make: Make) -> None:
+    reference, module = build(), build()
+    expected, optimizer = make(reference.parameters()), make(module.parameters())
+    for step in range(2):
+        unsharded_step(reference, expected, step)
+        unsharded_step(module, optimizer, step)
+    optimizer.zero_grad()
+    model, optimizer = fully_shard(module, optimizer, shard_mesh(), **sharding(module))
+    for step in range(2, 4):
+        unsharded_step(reference, expected, step)
+        sharded_step(model, optimizer, step)
+        compare_shards(model, weights(model), weights(reference), "weight", TOLERANCE)
